@@ -45,8 +45,8 @@ QUICK := $(addprefix tests/kljax/,test_kl.py test_masking.py test_aggregation.py
   tests/integration/test_smoke_run.py
 # Left out of the smallest run: these start it again.
 RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
-  test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own \
-  test_a_run_in_a_numbered_directory_can_be_continued_by_its_name test_another_seed_is_another_run)
+  test_same_seed_gives_the_same_run \
+  test_numbered_run_is_continued_by_its_name test_another_seed_gives_another_run)
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
   test_resume.py::test_killed_at_some_moments_supervised_and_interrupted)

@@ -101,9 +101,9 @@ def check_scalar(name: str, value: Scalar) -> None:
 
 def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, object]) -> None:
     """Raises `ValueError` naming each argument that was given although it has no meaning here."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given and not allowed:
-        raise ValueError(f"{', '.join(given)}: {explanation}")
+    present = [name for name, value in arguments.items() if value is not None]
+    if present and not allowed:
+        raise ValueError(f"{', '.join(present)}: {explanation}")
 
 
 def as_array(value: ArrayLike) -> Array:

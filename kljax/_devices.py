@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 def auto_sharded(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a function treat the Explicit mesh axes of its arguments as Auto axes; without any it is called as it is.
 
-    Sorting, scattering and scanning over rows have no sharding rule in JAX. A result whose leading axes are those of
+    Sorting, scattering and scanning over rows have no sharding rule in JAX. A result whose leading axes are the axes of
     the first sharded argument keeps their sharding, any other is replicated.
     """
 
@@ -33,10 +33,10 @@ def auto_sharded(function: Callable[Parameters, Result]) -> Callable[Parameters,
         first = next((leaf for leaf in leaves if _explicit_axes(leaf)), None)
         if first is None:
             return function(*args, **kwargs)
-        arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        arrays = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
 
         def of_arrays(arrays: dict[int, Array]) -> Result:
-            merged = [arrays.get(place, leaf) for place, leaf in enumerate(leaves)]
+            merged = [arrays.get(index, leaf) for index, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(structure, merged)
             return function(*args, **kwargs)
 

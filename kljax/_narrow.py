@@ -19,7 +19,7 @@ def narrow_on_cpu(x: Array, device_kind: str) -> bool:
 def read_with(x: Array, index: Array) -> tuple[Array, Array]:
     """Returns an array and the index at which a step of a loop reads it, as if both changed in every step.
 
-    The conversion of the array then stays in the loop, where it is fused with the read. Derivatives are those of the
+    The conversion of the array then stays in the loop, where it is fused with the read. It differentiates as the
     identity.
     """
     return lax.optimization_barrier((x, index))

@@ -110,9 +110,9 @@ def times(weights: Array, values: Array) -> Array:
 
 def exp_of_sum(parts: Sequence[Array]) -> Array:
     """`exp` of a sum whose parts may be larger than what they add up to, with the relative accuracy of `exp` itself."""
-    whole = [jnp.round(part * 256) / 256 for part in parts]  # multiples of 1/256 add up exactly
-    high: Array = sum(whole[1:], whole[0])
-    low = sum(part - leading for part, leading in zip(parts, whole, strict=True))
+    leadings = [jnp.round(part * 256) / 256 for part in parts]  # multiples of 1/256 add up exactly
+    high: Array = sum(leadings[1:], leadings[0])
+    low = sum(part - leading for part, leading in zip(parts, leadings, strict=True))
     # Not `exp(high) * exp(low)`, which XLA makes one `exp` again. Far out the answer is 0 or inf whatever `low` is.
     return jnp.exp(high) * (1 + jnp.expm1(jnp.where(jnp.abs(high) < 1000, low, 0)))
 

@@ -138,7 +138,7 @@ def token_weights(
         prompt_mean              1 / (P n_p)
 
     A `denominator` takes the place of what is counted over the batch, `N`, `S` or `P`: the number of tokens or rows of
-    a whole step, say, or 1 where a system sums. The ids of "prompt_mean" may be those of anything whose rows share one
+    a whole step, say, or 1 where a system sums. The ids of "prompt_mean" may be ids of anything whose rows share one
     mean: with the rollout of each row, several samples of one rollout share the divisor `n_p`, as in slime; with the
     micro-batch of each row, it is a mean of the means of micro-batches.
 
@@ -179,10 +179,10 @@ def token_weights(
     check_choice("empty_rows", empty_rows, EMPTY_ROWS)
     _check_arguments(mode, max_length, group_ids, num_groups, denominator)
     per_row = row_count(mask).astype(jnp.result_type(float))
-    given = None if denominator is None else jnp.asarray(denominator, per_row.dtype)
-    rows = _count_rows(per_row, mask, empty_rows, axis_name) if given is None else given
+    explicit = None if denominator is None else jnp.asarray(denominator, per_row.dtype)
+    rows = _count_rows(per_row, mask, empty_rows, axis_name) if explicit is None else explicit
     if mode == "token_mean":
-        divisor = over_devices(per_row.sum((-2, -1), keepdims=True), axis_name) if given is None else given
+        divisor = over_devices(per_row.sum((-2, -1), keepdims=True), axis_name) if explicit is None else explicit
     elif mode == "token_sum":
         divisor = jnp.ones_like(per_row[..., :1])
     elif mode == "seq_mean_token_sum":
@@ -199,7 +199,7 @@ def token_weights(
             prompts, tokens = _count_prompts_of_tokens(mask, groups, empty_rows, axis_name)
         else:
             prompts, tokens = _count_prompts(per_row, groups, empty_rows, axis_name)
-        divisor = (prompts if given is None else given) * tokens
+        divisor = (prompts if explicit is None else explicit) * tokens
     return jnp.where(check_mask(mask) & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
 

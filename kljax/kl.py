@@ -5,8 +5,9 @@ tokens drawn from pi is the KL divergence (`k1`, `k3`), half its second-order ex
 mismatch (`abs`). The value that an estimator has in expectation and the gradient that its derivative has in
 expectation are two different things; each docstring states both. All arrays are `[..., T]` unless said otherwise.
 
-A log-prob of minus infinity is taken at its word: an estimate is finite wherever its limit is, and infinite, never NaN,
-elsewhere. Only a token without probability under both policies has no log-ratio; every estimate of it is NaN.
+A log-prob of minus infinity means an impossible token: an estimate is finite wherever its limit is, and infinite,
+never NaN, elsewhere. Only a token without probability under both policies has no log-ratio; every estimate of it is
+NaN.
 """
 
 from collections.abc import Callable
@@ -195,7 +196,7 @@ def estimate_kl(
       gradient: "value" differentiates the estimate; "k2" keeps the value and takes the gradient of `w_const * x^2 / 2`,
         which no clip touches; "weighted_k2" takes the same gradient and leaves `w` out of the value; "none" makes the
         estimate a constant.
-      sampling_log_probs: same shape; log-probs of the policy that drew the tokens. Given, the estimate is multiplied
+      sampling_log_probs: same shape; log-probs of the policy that drew the tokens. They multiply the estimate
         by the importance ratio `w`, which makes it right off-policy.
       max_ratio: cap of `w`; None does not cap.
       log_ratio_clip: bound `c` of the log-ratio, in nats; None does not clip.

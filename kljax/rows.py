@@ -88,12 +88,12 @@ def row_first(mask: Mask) -> Array:
     Returns:
       `[..., S]` integers, its position in the row; 0 without an unmasked token.
     """
-    kept = check_mask(mask)
+    unmasked = check_mask(mask)
     if segment_ids(mask) is None:
-        return jnp.argmax(kept, -1, keepdims=True)
-    length = kept.shape[-1]
+        return jnp.argmax(unmasked, -1, keepdims=True)
+    length = unmasked.shape[-1]
     # The largest distance to the end; positions count from the start of the row, not of the segment.
-    ahead = row_max(length - positions(kept), mask, initial=0)
+    ahead = row_max(length - positions(unmasked), mask, initial=0)
     return jnp.where(ahead > 0, length - ahead, 0)
 
 
@@ -103,12 +103,12 @@ def row_last(mask: Mask) -> Array:
     Returns:
       `[..., T]` booleans, at most one of each sequence True.
     """
-    kept = check_mask(mask)
+    unmasked = check_mask(mask)
     if segment_ids(mask) is None:
-        later = jnp.flip(jnp.cumsum(jnp.flip(kept, -1), -1), -1)
-        return kept & (later == 1)
-    position = positions(kept)
-    return kept & (position == to_tokens(row_max(position, mask, initial=-1), mask))
+        later = jnp.flip(jnp.cumsum(jnp.flip(unmasked, -1), -1), -1)
+        return unmasked & (later == 1)
+    position = positions(unmasked)
+    return unmasked & (position == to_tokens(row_max(position, mask, initial=-1), mask))
 
 
 def row_cumsum(values: Array, mask: Mask) -> Array:

@@ -157,16 +157,18 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
 
 def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float) -> Distance:
     """Compares the files of two runs."""
-    got, want = ({phase: records(one, phase) for phase in ("warm_start", "train")} for one in (root, expected))
+    got, want = ({phase: records(item, phase) for phase in ("warm_start", "train")} for item in (root, expected))
     losses = [("warm_start", "loss"), *(("train", name) for name in ("loss", "policy_loss", "entropy", "value_loss"))]
     series = [
-        [np.array([record[name] for record in one[phase]]) for one in (got, want)]
+        [np.array([record[name] for record in item[phase]]) for item in (got, want)]
         for phase, name in losses
         if name in want[phase][0]
     ]
     kls = [name for name in want["train"][0] if name in ("kl_reference", "rollout_kl")]
     steps = list(zip(got["train"], want["train"], strict=True))
-    same = all(one[name] == two[name] for one, two in steps for name in ("reward", "completion_length", "finished"))
+    same = all(
+        first[name] == second[name] for first, second in steps for name in ("reward", "completion_length", "finished")
+    )
     weights = []
     for step in (0, STEPS):
         state, reference = state_arrays(root, step), state_arrays(expected, step)
@@ -175,7 +177,7 @@ def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float) -> Dist
     return Distance(
         loss=max(relative(*pair) for pair in series),
         weights=max(weights),
-        kl=max((abs(one[name] - two[name]) for one, two in steps for name in kls), default=0.0),
+        kl=max((abs(first[name] - second[name]) for first, second in steps for name in kls), default=0.0),
         same_tokens=same and recorded_tokens(root) == recorded_tokens(expected),
         seconds=seconds,
     )
@@ -207,9 +209,9 @@ def measure(
         if changes != CONFIGS[name]:
             write_adapter(scratch / "adapter")
         expected = run(ONE, changes, scratch / f"{number}", env)
-        for place, layout in enumerate(layouts):
+        for index, layout in enumerate(layouts):
             began = time.monotonic()
-            root = run(layout, changes, scratch / f"{number}-{place}", env)
+            root = run(layout, changes, scratch / f"{number}-{index}", env)
             yield name, layout, distance(root, expected, time.monotonic() - began)
 
 

@@ -64,10 +64,10 @@ def assert_same_samples(
     first = first_difference(actual.tokens, expected.tokens)
     before = np.arange(actual.tokens.shape[1]) < first[:, None]
     for name in ("tokens", "completion_mask"):
-        one, other = (np.where(before, np.asarray(getattr(samples, name)), 0) for samples in (actual, expected))
-        np.testing.assert_array_equal(one, other, err_msg=name)
-    one, other = (np.where(before, np.asarray(samples.fields["log_probs"]), 0) for samples in (actual, expected))
-    rounding.assert_close_by_norm(one, other, roundings=roundings)
+        left, other = (np.where(before, np.asarray(getattr(samples, name)), 0) for samples in (actual, expected))
+        np.testing.assert_array_equal(left, other, err_msg=name)
+    left, other = (np.where(before, np.asarray(samples.fields["log_probs"]), 0) for samples in (actual, expected))
+    rounding.assert_close_by_norm(left, other, roundings=roundings)
     for row in np.flatnonzero(first < actual.tokens.shape[1]):
         column = int(first[row])
         pair = int(actual.tokens[row, column]), int(expected.tokens[row, column])

@@ -32,7 +32,7 @@ LOSS_ONLY = ("token_loss", "kl", "ratio", "weights", "metric/kl")
 class Outcome(NamedTuple):
     """Whether the planted causes are the ones that are named.
 
-    `named` is by the first explanation, `tied` by one of those that fit equally well, `extra` counts other causes.
+    `named` is by the first explanation, `tied` by one of several that fit equally well, `extra` counts other causes.
     """
 
     named: bool
@@ -53,7 +53,7 @@ def dumps() -> tuple[dict[str, Any], ...]:
 
 def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") -> None:
     """Writes a recorded dump as a file of the command."""
-    arrays = {name: _arrays()[place] for name, place in dump["arrays"].items()}
+    arrays = {name: _arrays()[key] for name, key in dump["arrays"].items()}
     if detail == "loss":
         arrays = {name: array for name, array in arrays.items() if name not in LOSS_ONLY}
     write_dump(path, dump["header"], arrays)

@@ -56,15 +56,15 @@ def keep_in_memory() -> None:
     if not all(hasattr(compilation_cache, name) for name in names):
         return
     write, read = (getattr(compilation_cache, name) for name in names)
-    kept: dict[tuple[str, Any], tuple[Any, Any]] = {}
+    executables: dict[tuple[str, Any], tuple[Any, Any]] = {}
 
     def put(key: str, name: str, executable: Any, backend: Any, seconds: Any) -> None:
-        kept[key, backend] = executable, seconds
+        executables[key, backend] = executable, seconds
         if seconds >= _written["from"]:
             write(key, name, executable, backend, seconds)
 
     def get(key: str, options: Any, backend: Any, *more: Any, **others: Any) -> tuple[Any, Any]:
-        return kept.get((key, backend)) or read(key, options, backend, *more, **others)
+        return executables.get((key, backend)) or read(key, options, backend, *more, **others)
 
     compilation_cache.put_executable_and_time, compilation_cache.get_executable_and_time = put, get
 

@@ -62,9 +62,9 @@ def assert_close_by_norm(actual: Any, expected: Any, *, roundings: float, scale:
     shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (actual, expected)]
     assert shapes[0] == shapes[1], shapes
     differences = jax.tree.map(lambda x, y: np.asarray(x, np.float64) - np.asarray(y, np.float64), actual, expected)
-    found, scale = norm(differences), norm(expected) if scale is None else scale
-    assert found <= roundings * UNIT * scale, (
-        f"the difference is {found / (UNIT * scale or 1):.3g} roundings of the norm, the bound {roundings:.3g}"
+    result, scale = norm(differences), norm(expected) if scale is None else scale
+    assert result <= roundings * UNIT * scale, (
+        f"the difference is {result / (UNIT * scale or 1):.3g} roundings of the norm, the bound {roundings:.3g}"
     )
 
 

@@ -34,7 +34,7 @@ def test_order_depends_on_the_seed_alone(monkeypatch):
         assert orders.setdefault(seed, order) == order
         assert sorted(order) == [(item.path, item.name) for item in items]
         # The tests of a file stay together, as they share fixtures.
-        assert sum(one[0] != other[0] for one, other in itertools.pairwise(order)) == 4
+        assert sum(first[0] != other[0] for first, other in itertools.pairwise(order)) == 4
     assert len(set(map(tuple, orders.values()))) == 3
     assert orders[0] == sorted(orders[0])
 
@@ -46,4 +46,4 @@ def test_instruction_set_reaches_started_processes(monkeypatch, isa, compiles):
     assert xla.compiles_float16() == compiles
     flags = xla.flags(devices=4).split()
     assert flags[0] == "--xla_force_host_platform_device_count=4"
-    assert [one for one in flags if one.startswith("--xla_cpu_max_isa")] == flag
+    assert [item for item in flags if item.startswith("--xla_cpu_max_isa")] == flag

@@ -30,12 +30,12 @@ def test_a_planted_error_of_ten_bounds_fails():
             rounding.assert_close_by_norm(actual, TREE, roundings=0.8, scale=scale)
 
 
-def test_a_small_value_may_change_by_what_the_norm_allows():
+def test_small_value_may_change_within_the_norm():
     rounding.assert_close_by_norm(TREE | {"a": np.array([3.0, 3e-7])}, TREE, roundings=1.1)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_never_close(value):
+def test_non_finite_values_are_never_close(value):
     with pytest.raises(AssertionError):
         rounding.assert_close_by_norm(TREE | {"b": np.array([[value]])}, TREE, roundings=1e9)
 
@@ -48,6 +48,6 @@ def test_another_shape_or_structure_is_never_close():
 
 
 def test_a_gradient_has_more_roundings_than_log_probs():
-    one, three = (rounding.of_decoder(layers=3, longest_sum=24, passes=passes) for passes in (1, 3))
-    assert one == pytest.approx(2 * 33**0.5 * 2)
-    assert three == pytest.approx(one * 3**0.5)
+    single, three = (rounding.of_decoder(layers=3, longest_sum=24, passes=passes) for passes in (1, 3))
+    assert single == pytest.approx(2 * 33**0.5 * 2)
+    assert three == pytest.approx(single * 3**0.5)

@@ -29,19 +29,19 @@ from train.rollouts.source import Completions
 from train.run.setup import first_state, make_bare_context
 from train.weights.model import make_model
 
-PROMPT, ROOM = 5, 4
+PROMPT, NEW_TOKENS = 5, 4
 SAMPLES = 2
 LAYERS = 3
 RAW = {
     "steps": 3,
-    "data": {"max_prompt_length": PROMPT, "max_completion_length": ROOM, "max_operand": 9},
+    "data": {"max_prompt_length": PROMPT, "max_completion_length": NEW_TOKENS, "max_operand": 9},
     "model": {"layers": LAYERS, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24},
     "warm_start": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": SAMPLES},
     "eval": {"prompts": 5, "batch_size": 4},
     "checkpoint": {"every": 1, "keep": 2},
 }
-ROWS, LENGTH = 8, PROMPT + ROOM
+ROWS, LENGTH = 8, PROMPT + NEW_TOKENS
 PROMPT_LENGTHS = (5, 5, 3, 3, 1, 1, 4, 4)
 COMPLETION_LENGTHS = (4, 1, 2, 4, 0, 3, 2, 4)
 
@@ -128,7 +128,7 @@ def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
 
 
 def rollout_batch(seed: int = 0) -> Batch:
-    """What a rollout returns: rows of all lengths, one of them without a single token."""
+    """Returns a rollout: rows of all lengths, one of them without a single token."""
     rng = np.random.default_rng(seed)
     column = np.arange(LENGTH)
     prompts, completions = (np.array(lengths)[:, None] for lengths in (PROMPT_LENGTHS, COMPLETION_LENGTHS))

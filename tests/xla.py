@@ -27,8 +27,8 @@ def flags(devices: int) -> str:
 
     The instruction set and the threads of this process's `XLA_FLAGS` are kept.
     """
-    kept = [f"{name}={value}" for name, value in given().items() if name in ROUNDING]
-    return " ".join([f"{DEVICES}={devices}", *QUICK, *kept])
+    remaining = [f"{name}={value}" for name, value in given().items() if name in ROUNDING]
+    return " ".join([f"{DEVICES}={devices}", *QUICK, *remaining])
 
 
 def devices() -> int:

@@ -57,10 +57,10 @@ def _count(text: str) -> int:
 
 def _unsupervised(arguments: Sequence[str]) -> list[str]:
     """Drops the flags of the supervisor, which the supervised command must not see."""
-    kept = [text for text in arguments if text != "--supervise" and not text.startswith("--restarts=")]
-    if "--restarts" in kept:
-        del kept[(place := kept.index("--restarts")) : place + 2]
-    return kept
+    remaining = [text for text in arguments if text != "--supervise" and not text.startswith("--restarts=")]
+    if "--restarts" in remaining:
+        del remaining[(index := remaining.index("--restarts")) : index + 2]
+    return remaining
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -85,13 +85,13 @@ def show(
         else:
             step = saved.step(step)
             policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
-        found = measure(context, policy)
+        metrics = measure(context, policy)
     if not is_leader():
         return
-    print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", found, config.temperature)
+    print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", metrics, config.temperature)
     if file is not None:
         about = {"of": str(what), "step": step, "prompts": len(context.held_out), "temperature": config.temperature}
-        write_summary(file, about | found)
+        write_summary(file, about | metrics)
 
 
 def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:

@@ -115,9 +115,10 @@ def export(
     what = "weights" if merge or policy.adapter is None else "adapter"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
     if merge and config.model.quantization is not None:
-        held = config.model.quantization
+        quantization = config.model.quantization
         print(
-            f"The base was held in {held}: these are the weights that it stands for, which the adapter was trained on."
+            f"The base was held in {quantization}: these are the weights that it stands for, which the adapter was "
+            "trained on."
         )
 
 

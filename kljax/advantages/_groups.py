@@ -16,7 +16,7 @@ SINGLETONS = get_args(Singleton)
 class GroupedRewards(NamedTuple):
     """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group.
 
-    With an `axis_name` the rows are those of one device, and a statistic of a group covers its rows on all devices.
+    With an `axis_name` the rows belong to one device, and a statistic of a group covers its rows on all devices.
     """
 
     rewards: Array
@@ -56,7 +56,7 @@ class GroupedRewards(NamedTuple):
 
 
 def make_groups(rewards: ArrayLike, members: Groups) -> GroupedRewards:
-    """Puts the rows that are real into their groups, which are those of `as_groups`.
+    """Puts the rows that are real into their groups, as made by `as_groups`.
 
     Raises:
       ValueError: if shapes do not fit.

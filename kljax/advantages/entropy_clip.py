@@ -25,9 +25,9 @@ def clip_b_mask(
     mu: Scalar = 2.5,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when those of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
+    """Drops tokens of negative advantage and small `S`; the others have `A >= 0` or `S - mean(S) >= -mu * std(S)`.
 
-    Mean and population standard deviation are those of all unmasked tokens: give it the whole batch.
+    Mean and population standard deviation are taken over all unmasked tokens: give it the whole batch.
 
     Args:
       advantages: `[..., T]`, per token.
@@ -73,10 +73,10 @@ def clip_v_mask(
     max_fraction: Scalar = 1e-4,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when those of negative advantage and an `S` far below its expectation go, the farthest first.
+    """Drops tokens of negative advantage and an `S` far below its expectation, the farthest first.
 
     A token goes where `A < 0` and `E[S] - S > mu * std`, with the population standard deviation of `E[S] - S` over all
-    unmasked tokens: give it the whole batch. At most `max_fraction` of those tokens go, rounded down, but one may.
+    unmasked tokens: give it the whole batch. At most `max_fraction` of these tokens go, rounded down, but one may.
 
     Args:
       advantages: `[..., T]`, per token.
@@ -88,7 +88,7 @@ def clip_v_mask(
       mu: how many standard deviations below its expectation `S` may be, at least 0.
       max_fraction: bound of the share of tokens that are dropped, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch.
+        ranks are ranks in the whole batch.
 
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
@@ -115,8 +115,8 @@ def clip_v_mask(
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
-    kept, below, candidates = all_rows((keep, below, candidates), axis_name)
-    most = jnp.maximum(floor_share(max_fraction, kept.sum(), kept.size), 1)
+    all_keep, below, candidates = all_rows((keep, below, candidates), axis_name)
+    most = jnp.maximum(floor_share(max_fraction, all_keep.sum(), all_keep.size), 1)
     return keep & ~local_rows(highest(below, candidates, most), axis_name)
 
 

@@ -50,9 +50,9 @@ def high_entropy_mask(
     check_at_least("fraction", fraction, 0)
     check_at_most("fraction", fraction, 1)
     (entropies,), keep = jax.lax.stop_gradient(as_float(entropies)), check_mask(mask)
-    everything, kept = all_rows((entropies, keep), axis_name)
-    descending = -jnp.sort(jnp.where(kept, -everything, jnp.inf).ravel())
+    everything, selectable = all_rows((entropies, keep), axis_name)
+    descending = -jnp.sort(jnp.where(selectable, -everything, jnp.inf).ravel())
     if descending.size == 0:
         return keep
-    last = floor_share(fraction, jnp.maximum(kept.sum() - 1, 0), kept.size)
+    last = floor_share(fraction, jnp.maximum(selectable.sum() - 1, 0), selectable.size)
     return keep & (entropies >= descending[last])

@@ -85,8 +85,8 @@ def grpo_advantages(
     elif scale == "std":
         divisor, varies, alone = std[groups.ids] + eps, varies[groups.ids], alone / (1 + eps)
     else:
-        whole = groups.as_one()
-        batch_std, varies = deviations(whole, centered(whole, whole.weights()), ddof)
+        batch = groups.as_one()
+        batch_std, varies = deviations(batch, centered(batch, batch.weights()), ddof)
         divisor, alone = batch_std + eps, alone / (batch_std + eps)
     result = jnp.where(varies, distances / jnp.where(varies, divisor, 1), 0)
     return finish(groups, result, alone, singleton)
@@ -275,7 +275,7 @@ def per_token(advantages: Array, mask: Mask) -> Array:
 
 
 def _of_segments(mask: Segments, rewards: Array, groups: Groups) -> tuple[Array, Groups]:
-    """Rewards and groups of each token's sequence as those of rows `[N]`, one for each segment."""
+    """Rewards and groups of each token's sequence as rewards and groups of rows `[N]`, one for each segment."""
     check_same_shape(**{"rewards": rewards, "group_ids": groups.ids, "mask": mask})
     ids, of_tokens = as_array(mask.ids), as_array(groups.ids)
     present = row_any(narrowed(mask, of_tokens >= 0))

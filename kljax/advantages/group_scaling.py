@@ -68,7 +68,7 @@ def gpg_advantages(
 ) -> Float[Array, " B"]:
     """Centred rewards, made larger where few rows have a reward: `A_i = n / n_nonzero * (r_i - mean_g)`.
 
-    `n` is the number of rows of the batch and `n_nonzero` of those whose reward is not 0, at least 1. A further
+    `n` is the number of rows of the batch and `n_nonzero` of rows whose reward is not 0, at least 1. A further
     constant divisor, `f_norm` in verl (where it is 1), is the caller's.
 
     Args:

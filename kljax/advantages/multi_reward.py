@@ -95,6 +95,6 @@ def gdpo_advantages(
     result = (each * weights.astype(each.dtype)[None]).sum(1)
     if normalize == "none":
         return result
-    whole = Groups(jnp.where(there.any(1) & real, ids * 0, -1), 1, axis_name=groups.axis_name)
-    standardised = grpo_advantages(result, whole, ddof=ddof, eps=eps)
+    batch = Groups(jnp.where(there.any(1) & real, ids * 0, -1), 1, axis_name=groups.axis_name)
+    standardised = grpo_advantages(result, batch, ddof=ddof, eps=eps)
     return jnp.where(unknown, jnp.nan, standardised)

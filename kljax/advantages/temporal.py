@@ -63,10 +63,10 @@ def reinforce_plus_plus_returns(
     gamma = jnp.asarray(gamma, rewards.dtype)
 
     def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        reward, kept = now
+        reward, unmasked = now
         total = reward + gamma * later
         skipped = {"skip": later, "reset": jnp.zeros_like(later), "zero": total}[masked_tokens]
-        return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
+        return jnp.where(unmasked, total, skipped), jnp.where(unmasked, total, 0)
 
     return _scan_back(step, _nothing(rewards), (rewards, keep), segment_ids(mask))
 
@@ -103,7 +103,7 @@ def gae(
       mask: same shape, boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
-      masked_tokens: one of the three rules above; "skip" and "zero" are those of `reinforce_plus_plus_returns`.
+      masked_tokens: one of the three rules above; "skip" and "zero" are rules of `reinforce_plus_plus_returns`.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
@@ -141,12 +141,12 @@ def gae(
     gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
 
     def step(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (next_value, next_advantage), (reward, value, kept) = later, now
+        (next_value, next_advantage), (reward, value, unmasked) = later, now
         advantage = reward + _weighed(gamma, next_value) - value + _weighed(gamma * lam, next_advantage)
         carry = value, advantage
         if masked_tokens == "skip":
-            carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
-        return carry, jnp.where(kept, advantage, 0)
+            carry = jnp.where(unmasked, value, next_value), jnp.where(unmasked, advantage, next_advantage)
+        return carry, jnp.where(unmasked, advantage, 0)
 
     advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep), segment_ids(mask))
     return advantages, masked(advantages + values, keep)

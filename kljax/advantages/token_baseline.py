@@ -62,7 +62,7 @@ def otb_advantages(
       num_groups: static number of groups, unless they are `Groups`.
       weights: same shape as the mask: importance weights `w` of the tokens; None weighs each 1.
       align: which tokens of the rows of a group share a baseline: "token", the n-th unmasked ones (verl's
-        tir_optimal_token_baseline), or "position", those at the same position (optimal_token_baseline). The two are the
+        tir_optimal_token_baseline), or "position", all at the same position (optimal_token_baseline). The two are the
         same where the rows of a group have no holes and begin at the same position.
       zero_tail: whether a row longer than all others has no baseline where it is alone. Otherwise its baseline there is
         its own return and its advantage 0. The tail begins where the second longest row would end without its holes.
@@ -95,7 +95,7 @@ def otb_advantages(
     check_at_least("eps", eps, 0)
     arrays = {"token_rewards": token_rewards, "old_log_probs": old_log_probs, "sum_squared_probs": sum_squared_probs}
     rows, _ = check_same_shape(**arrays, mask=mask, weights=weights)
-    groups, kept = as_groups(group_ids, num_groups), check_mask(mask)
+    groups, unmasked = as_groups(group_ids, num_groups), check_mask(mask)
     (ids, real, unknown), axis_name = safe_ids(groups), groups.axis_name
     if isinstance(mask, Segments):
         check_same_shape(group_ids=ids, mask=mask)
@@ -103,9 +103,9 @@ def otb_advantages(
         raise ValueError(f"group_ids: got shape {list(ids.shape)}, expected [{rows}], one per row")
     else:
         ids, real, unknown = ids[:, None], real[:, None], unknown[:, None]
-    weights = jnp.ones(kept.shape, jnp.float32) if weights is None else weights
+    weights = jnp.ones(unmasked.shape, jnp.float32) if weights is None else weights
     rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
-    keep = narrowed(mask, kept & real)
+    keep = narrowed(mask, unmasked & real)
     returns = reinforce_plus_plus_returns(rewards, keep)
     squared_norms = jnp.square(masked(weights, keep)) * (1 - 2 * jnp.exp(masked(log_probs, keep)) + squares)
     energies = masked(row_cumsum(masked(squared_norms, keep), keep), keep)
@@ -114,7 +114,7 @@ def otb_advantages(
     weight, value = over_devices(sums, axis_name)
     weight = weight + jnp.asarray(eps, weight.dtype)
     baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
-    own = baselines[ids, jnp.maximum(shared, 0)]
+    token_baselines = baselines[ids, jnp.maximum(shared, 0)]
     lengths = row_count(keep)
     # The group of each sequence; one without a token has length 0 in any group.
     of_rows = row_max(ids, keep, initial=0) if isinstance(mask, Segments) else ids
@@ -122,11 +122,11 @@ def otb_advantages(
         longest, next_longest = _two_longest(lengths.ravel(), of_rows.ravel(), groups.count, axis_name)
         is_longest = to_tokens(lengths, mask) == longest[ids]
         alone = is_longest & (next_longest[ids] < longest[ids])
-        own = jnp.where(alone & (places >= next_longest[ids]), 0, own)
+        token_baselines = jnp.where(alone & (places >= next_longest[ids]), 0, token_baselines)
     members = jax.ops.segment_sum((lengths > 0).ravel().astype(int), of_rows.ravel(), num_segments=groups.count)
     single = (over_devices(members, axis_name) == 1)[ids]
-    own = jnp.where(single, returns if singleton == "zero" else 0, own)
-    return jnp.where(unknown & kept, jnp.nan, masked(returns - own, keep)), returns
+    token_baselines = jnp.where(single, returns if singleton == "zero" else 0, token_baselines)
+    return jnp.where(unknown & unmasked, jnp.nan, masked(returns - token_baselines, keep)), returns
 
 
 def _places(keep: Mask, align: BaselineAlignment) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ def broadcast_to_steps(
 
     Usually they stand at one of them: with `valid` marking the last step of each trajectory, `grpo_advantages` compares
     trajectories of the same prompt, each once, and leaves 0 at the other steps. That is Trinity-RFT's `step_wise_grpo`.
-    Its `gigpo` adds the comparison of steps that began in the same state, whose returns are those of
+    Its `gigpo` adds the comparison of steps that began in the same state, whose returns are the returns of
     `reinforce_plus_plus_returns` over the steps:
     `broadcast_to_steps(...) + omega * grpo_advantages(step_returns, state_ids, scale="none")`.
 

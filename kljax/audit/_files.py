@@ -52,7 +52,7 @@ def read_array(option: str, path: str, *, kinds: str = "fiub") -> np.ndarray:
 
 
 def read_batch(option: str, path: str, *, needed: Sequence[str], others: Sequence[str]) -> Mapping[str, np.ndarray]:
-    """Reads arrays of numbers by name from an `.npz` file; those of `others` only if they are there.
+    """Reads arrays of numbers by name from an `.npz` file; arrays of `others` only if they exist.
 
     Args:
       path: an `.npz` file.
@@ -88,10 +88,10 @@ def _is_zip(option: str, path: str) -> bool:
 
 def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Reads one array, after its header is compared with the size of the member."""
-    found = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
-    if len(found) != 1:
-        raise InputError(f"{where}: the file holds it {len(found)} times")
-    info = found[0]
+    matches = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
+    if len(matches) != 1:
+        raise InputError(f"{where}: the file holds it {len(matches)} times")
+    info = matches[0]
     if info.flag_bits & ENCRYPTED:
         raise InputError(f"{where}: is encrypted; store it with numpy.savez")
     if info.compress_type != zipfile.ZIP_STORED and info.file_size > MAX_COMPRESSED:

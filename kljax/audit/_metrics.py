@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
 
 def value_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    """Lists the columns of the value sums: the estimators of the first correction, then those of the next."""
+    """Lists the columns of the value sums: the estimators of the first correction, then of the next."""
     return [Labels(name, "", correction) for correction in corrections for name in MEASURED]
 
 
@@ -53,9 +53,9 @@ def gradient_labels(corrections: tuple[str, ...]) -> list[Labels]:
     """Lists the columns of the gradient sums; all estimators share the straight-through gradient."""
     labels = []
     for correction in corrections:
-        for place in PLACES:
-            names = ("any",) if place == "straight_through" else MEASURED
-            labels += [Labels(name, place, correction) for name in names]
+        for placement in PLACES:
+            names = ("any",) if placement == "straight_through" else MEASURED
+            labels += [Labels(name, placement, correction) for name in names]
     return labels
 
 
@@ -290,7 +290,7 @@ def _gradient_fields(moments: Moments, offsets: Offsets) -> Sums:
     score_norm, score_inner, score_second = (
         np.asarray(field)[:, None] for field in (moments.score_norm, moments.score_inner, moments.score_second)
     )
-    for mean, mean_squared, square in (offsets[place] for place in PLACES[2:]):
+    for mean, mean_squared, square in (offsets[placement] for placement in PLACES[2:]):
         shift, along = mean_squared * score_norm, 2 * mean * moments.reward_drift
         parts["bias"].append(moments.reward_bias + along - 2 * mean * score_inner + shift)
         parts["norm"].append(moments.reward_norm + along + shift)

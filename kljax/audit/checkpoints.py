@@ -45,7 +45,7 @@ def audit_checkpoints(
 
     The library knows no models: `apply` is any function of weights and tokens, and is compiled. With `head` it returns
     hidden states, `logits = apply(params, tokens) @ head(params)`, and the exact KL is `kl_from_hidden`, the one that
-    the trainer calls `exact`. Without `head` it returns logits. The prefixes are those of `tokens`. The expectation of
+    the trainer calls `exact`. Without `head` it returns logits. The prefixes come from `tokens`. The expectation of
     an estimator is a sum over all next tokens, so it needs logits too: with `head`, the logits of 64 positions, or of
     `chunk_size` if that is more, are in memory at a time.
 

@@ -1,4 +1,4 @@
-"""`python -m kljax audit`: audits files."""
+"""`python -m kljax audit`: measures KL estimators on files of logits, of a batch, or of checkpoints."""
 
 import argparse
 import importlib

@@ -329,7 +329,7 @@ def _chunks(
 def _moments(
     logits: list[Array], options: AuditOptions, cap: Array | None, kl: Array | None, keys: Array
 ) -> tuple[Moments, Moments | None]:
-    """Computes the moments summed over the vocabulary, and those of drawn tokens if `options.draws` is not 0."""
+    """Computes the moments summed over the vocabulary, and the moments of drawn tokens if `options.draws` is not 0."""
     # The policy itself draws the tokens unless there is a third one.
     three = (logits[0], logits[1], logits[-1] if len(logits) == 3 else logits[0])
     sampled = sampled_moments(*three, cap, kl, keys=keys, draws=options.draws) if options.draws else None

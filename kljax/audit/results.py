@@ -30,7 +30,7 @@ def best_estimators(results: Iterable["Result"]) -> list["Answer"]:
     without any, the one with the least bias.
 
     Args:
-      results: of an audit; sampled results, recorded ones and those of whole sequences are ignored.
+      results: of an audit; sampled results, recorded results and results of whole sequences are ignored.
 
     Returns:
       One `Answer` per place and correction, in the order measured; none where no relative bias is finite.

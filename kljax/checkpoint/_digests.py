@@ -200,7 +200,7 @@ def _is_spread(array: jax.Array) -> bool:
 
 
 def _word_size(shape: tuple[int, ...], size: int) -> int:
-    """Returns the bytes of a word: 4, or those of an element if they are more, or if rows are not whole words."""
+    """Returns the bytes of a word: 4, or the bytes of an element if they are more, or if rows are not whole words."""
     return 4 if size < 4 and shape and shape[-1] * size % 4 == 0 else size
 
 

@@ -121,7 +121,7 @@ def restore(metadata: CheckpointMetadata, abstract: Tree, *, item: str | None = 
 
     Args:
       metadata: that of the checkpoint.
-      abstract: pytree of `jax.ShapeDtypeStruct` with shardings. Shapes and dtypes must be those on disk.
+      abstract: pytree of `jax.ShapeDtypeStruct` with shardings. Shapes and dtypes must equal the ones on disk.
       item: dotted path of a subtree; None restores the whole checkpoint.
       verify: whether to compare the arrays with their digests, which the processes that share an array do together.
         Without it no process waits for another; `check_restored` makes the comparison later.

@@ -1,6 +1,6 @@
 """Metrics of divergence, clipping and mismatch.
 
-Means travel as `WeightedSum`: those of micro-batches, devices and processes are added, and divided once. Nothing here
+Means travel as `WeightedSum`: sums of micro-batches, devices and processes are added, and divided once. Nothing here
 carries a gradient. The mean of an array that is there already, such as `TokenStats.entropy` or the weights of a
 correction, is `mean_metric(values, mask)`; over the tokens that a mask keeps, `mean_metric(values, kept)`. `Extremes`
 merge in the same way. Statistics of a whole batch (`effective_sample_size`, `explained_variance`,

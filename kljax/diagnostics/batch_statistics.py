@@ -113,10 +113,10 @@ def probability_correlation(
       1.0000
     """
     check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
-    kept = check_mask(mask)
+    unmasked = check_mask(mask)
     logs = [masked(jax.lax.stop_gradient(x), mask) for x in as_float(log_probs, rollout_log_probs)]
     # In units of the largest probability, so that squares of small ones do not vanish.
-    first, second = (jnp.exp(x - largest(x, kept, axis_name)) for x in logs)
+    first, second = (jnp.exp(x - largest(x, unmasked, axis_name)) for x in logs)
     first, second = (x - masked_mean(x, mask, axis_name=axis_name) for x in (first, second))
 
     def mean(values: Array) -> Array:

@@ -19,7 +19,7 @@ __all__ = ["Extremes", "log_prob_diff_extremes", "ratio_quantiles"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extremes:
-    """The smallest and the largest value so far; those of parts of a batch are merged by `+`.
+    """The smallest and the largest value so far; extremes of parts of a batch are merged by `+`.
 
     Attributes:
       min: the smallest value, a scalar; infinite if there was none.
@@ -47,9 +47,9 @@ class Extremes:
         Returns:
           `Extremes` of two scalars, float32 or float64; infinity and negative infinity where nothing is unmasked.
         """
-        values, kept = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
-        lowest = jnp.where(kept, values, jnp.inf).min(initial=jnp.inf)
-        return cls(lowest, jnp.where(kept, values, -jnp.inf).max(initial=-jnp.inf))
+        values, unmasked = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+        lowest = jnp.where(unmasked, values, jnp.inf).min(initial=jnp.inf)
+        return cls(lowest, jnp.where(unmasked, values, -jnp.inf).max(initial=-jnp.inf))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(jnp.minimum(self.min, other.min), jnp.maximum(self.max, other.max))
@@ -122,7 +122,7 @@ def ratio_quantiles(
 ) -> Float[Array, " Q"]:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
 
-    An order statistic: those of micro-batches do not add up, so it is taken before the batch is split.
+    An order statistic: statistics of micro-batches do not add up, so it is taken before the batch is split.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
@@ -148,16 +148,16 @@ def ratio_quantiles(
     if not all(0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
     log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level)
-    values, kept = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level).ravel()
-    values, kept = all_rows((values, kept), axis_name)
+    values, unmasked = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level).ravel()
+    values, unmasked = all_rows((values, unmasked), axis_name)
     # What is masked goes behind everything else.
-    ordered = jnp.sort(jnp.where(kept, values, jnp.inf))
-    place = jnp.asarray(quantiles, values.dtype) * jnp.maximum(kept.sum() - 1, 0).astype(values.dtype)
-    below = jnp.floor(place)
-    low, high = (ordered[at.astype(int)] for at in (below, jnp.ceil(place)))
-    share = place - below
+    ordered = jnp.sort(jnp.where(unmasked, values, jnp.inf))
+    rank = jnp.asarray(quantiles, values.dtype) * jnp.maximum(unmasked.sum() - 1, 0).astype(values.dtype)
+    below = jnp.floor(rank)
+    low, high = (ordered[at.astype(int)] for at in (below, jnp.ceil(rank)))
+    share = rank - below
     # A share of 0, two equal values and an infinite one below are exact: no difference of infinities.
     exact = (share == 0) | (low == high) | jnp.isinf(low)
     between = jnp.where(exact, low, low + share * (high - low))
-    between = jnp.where((kept & jnp.isnan(values)).any(), jnp.nan, between)
-    return same_everywhere(jnp.where(kept.any(), jnp.exp(between), 1), axis_name)
+    between = jnp.where((unmasked & jnp.isnan(values)).any(), jnp.nan, between)
+    return same_everywhere(jnp.where(unmasked.any(), jnp.exp(between), 1), axis_name)

@@ -1,4 +1,4 @@
-"""Differences of probabilities, where those of their logarithms are dominated by improbable tokens."""
+"""Differences of probabilities, where differences of their logarithms are dominated by improbable tokens."""
 
 import jax.numpy as jnp
 

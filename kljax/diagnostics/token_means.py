@@ -127,12 +127,12 @@ def mean_by_position(
     """
     check_at_least("num_buckets", num_buckets, 1)
     check_at_least("max_length", max_length, 0, strict=True)
-    values, kept = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
-    length = jnp.asarray(kept.shape[-1] if max_length is None else max_length, values.dtype)
-    position = positions(kept) - to_tokens(row_first(mask), mask)
+    values, unmasked = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+    length = jnp.asarray(unmasked.shape[-1] if max_length is None else max_length, values.dtype)
+    position = positions(unmasked) - to_tokens(row_first(mask), mask)
     bucket = jnp.floor(position.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)
 
     def of_bucket(number: Array) -> WeightedSum:
-        return WeightedSum.of(values, kept & (bucket == number))
+        return WeightedSum.of(values, unmasked & (bucket == number))
 
     return jax.vmap(of_bucket)(jnp.arange(num_buckets, dtype=values.dtype))

@@ -62,7 +62,7 @@ class NeedsGradient(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients by the fields of `Weights`, None where not needed; `[rows, D]` and wide for the hidden states.
 
-    Inside the loop over tiles, gradients of heads and biases are those of the columns of the chunk.
+    Inside the loop over tiles, gradients of heads and biases cover the columns of the chunk.
     """
 
     hidden: Array | None
@@ -118,7 +118,7 @@ def on_devices(
 ) -> Callable[..., Any]:
     """Returns `local(weights, constants, *more)` as it is on one device, or in a `shard_map` for a sharded head.
 
-    `specs` maps the spec of the tokens to the specs of `more` and those of the results.
+    `specs` maps the spec of the tokens to the specs of `more` and of the results.
     """
     if spec.sharding is None:
         return local
@@ -254,26 +254,26 @@ def _zeros(x: Array | None, dtype: jnp.dtype | None = None) -> Array | None:
 
 
 def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradients) -> Gradients:
-    """Adds the gradients of one chunk; after all tiles of tokens, those of its columns are complete."""
+    """Adds the gradients of one chunk; after all tiles of tokens, gradients of its columns are complete."""
     start = _map_columns(lambda name, x: jnp.zeros_like(getattr(chunk, name), dtype=device.dtype), carry)
     sums: Gradients = device.loop_tiles(lambda index, sums: _add_tile(device, chunk, rows, index, sums), start)
     return set_columns(device.spec, chunk, carry, sum_over_tokens(device.spec, sums))
 
 
 def get_columns(spec: Spec, chunk: Chunk, gradients: Gradients) -> Gradients:
-    """Returns the gradients with only the columns of the chunk in those of heads and biases."""
+    """Returns the gradients with only the columns of the chunk in heads and biases."""
     return _map_columns(
         lambda name, x: lax.dynamic_slice_in_dim(x, chunk.start, chunk.size, _column_axis(spec, name)), gradients
     )
 
 
 def set_columns(spec: Spec, chunk: Chunk, gradients: Gradients, of_chunk: Gradients) -> Gradients:
-    """Returns the gradients of a chunk with those of its columns written into those of the heads and biases."""
+    """Returns the gradients of a chunk with its columns written into the gradients of the heads and biases."""
 
     def write(name: str, columns: Array) -> Array:
-        whole = getattr(gradients, name)
-        columns = columns.astype(whole.dtype)
-        return lax.dynamic_update_slice_in_dim(whole, columns, chunk.start, _column_axis(spec, name))
+        gradient = getattr(gradients, name)
+        columns = columns.astype(gradient.dtype)
+        return lax.dynamic_update_slice_in_dim(gradient, columns, chunk.start, _column_axis(spec, name))
 
     return _map_columns(write, of_chunk)
 
@@ -317,7 +317,7 @@ def add_in_tile(device: DeviceView, index: Array, sums: Gradients, add: Callable
 def add_products(
     device: DeviceView, chunk: Chunk, tile: RowInputs, logits: tuple[Logits, Logits | None], sums: Gradients
 ) -> Gradients:
-    """Adds the gradients of one tile of logits to those of its rows and of the columns of its chunk."""
+    """Adds the gradients of one tile of logits to the gradients of its rows and of the columns of its chunk."""
     spec, (policy, ref) = device.spec, logits
     to_policy, to_ref = _logit_grads(device, chunk, tile, policy, ref)
     raw = to_policy * policy.slope
@@ -405,9 +405,9 @@ def _kept_grads(chunk: Chunk, tile: RowInputs, logits: Array) -> Array:
         weight = weight - tile.cotangents.log_prob
     if tile.cotangents.log_kept_mass is not None:
         weight = weight + tile.cotangents.log_kept_mass
-    kept = is_kept(chunk, tile.tokens)
-    log_probs = jnp.where(kept, logits - tile.residuals.kept_logsumexp[:, None], 0)
-    return jnp.where(kept, jnp.exp(log_probs) * weight[:, None], 0)
+    in_kept_set = is_kept(chunk, tile.tokens)
+    log_probs = jnp.where(in_kept_set, logits - tile.residuals.kept_logsumexp[:, None], 0)
+    return jnp.where(in_kept_set, jnp.exp(log_probs) * weight[:, None], 0)
 
 
 def _kl_grads(p: Array, q: Array, difference: Array, residuals: Residuals, *, reverse: bool) -> tuple[Array, Array]:

@@ -47,7 +47,7 @@ class Sums(NamedTuple):
       entropy: `sum exp(z - max) (z - max)` of the policy.
       squares: `sum exp(z - max)^2` of the policy.
       difference: `sum e d`, and `excess`: `sum e (exp(-d) - 1 + d)`, where `e` is the exponential of the distribution
-        that the mean is over, and `d` its logits minus those of the other distribution.
+        that the mean is over, and `d` its logits minus the logits of the other distribution.
     """
 
     policy: PartialSoftmax
@@ -140,32 +140,32 @@ def merge(spec: Spec, sums: Sums, axes: MeshAxes) -> tuple[Sums, Array]:
     if not axes.vocab:
         return sums, jnp.ones_like(sums.policy.max)
     policy, factor = _merge_softmax(sums.policy, axes)
-    rescale, ref, kept = factor, None, None
+    rescale, ref, kept_softmax = factor, None, None
     if sums.ref is not None:
         ref, ref_factor = _merge_softmax(sums.ref, axes)
         rescale = ref_factor if spec.divergence == "forward" else factor
     if sums.kept is not None:
-        kept = _merge_softmax(sums.kept, axes)[0]
+        kept_softmax = _merge_softmax(sums.kept, axes)[0]
     lower = sums.policy.max - policy.max
     parts = {
         "policy": policy.total,
         "ref": None if ref is None else ref.total,
-        "kept": None if kept is None else kept.total,
+        "kept": None if kept_softmax is None else kept_softmax.total,
         "target": sums.target,
         "entropy": None if sums.entropy is None else (sums.entropy + lower * sums.policy.total) * factor,
         "squares": None if sums.squares is None else sums.squares * factor * factor,
         "difference": None if sums.difference is None else sums.difference * rescale,
         "excess": None if sums.excess is None else sums.excess * rescale,
     }
-    whole = axes.sum_over_vocab(parts)
-    whole["policy"] = PartialSoftmax(policy.max, whole["policy"])
-    whole["ref"] = None if ref is None else PartialSoftmax(ref.max, whole["ref"])
-    whole["kept"] = None if kept is None else PartialSoftmax(kept.max, whole["kept"])
-    return Sums(**whole), factor
+    totals = axes.sum_over_vocab(parts)
+    totals["policy"] = PartialSoftmax(policy.max, totals["policy"])
+    totals["ref"] = None if ref is None else PartialSoftmax(ref.max, totals["ref"])
+    totals["kept"] = None if kept_softmax is None else PartialSoftmax(kept_softmax.max, totals["kept"])
+    return Sums(**totals), factor
 
 
 def impossible_to_infinite(logits: Array) -> Array:
-    """Returns the logits, with -infinity for those that `IMPOSSIBLE` replaced."""
+    """Returns the logits, with -infinity for logits that `IMPOSSIBLE` replaced."""
     return jnp.where(logits <= IMPOSSIBLE, -jnp.inf, logits)
 
 
@@ -177,7 +177,7 @@ class Normalisers(NamedTuple):
 
     Attributes:
       log_ratio: log of the normaliser of the other distribution over that of the first.
-      mean_difference: mean over the first of its logits minus those of the other.
+      mean_difference: mean over the first of its logits minus the logits of the other.
       close: whether `log_ratio` has the relative accuracy of the logits' differences.
     """
 
@@ -355,9 +355,9 @@ def statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:
     stats, residuals = {"logsumexp": logsumexp}, Residuals(logsumexp)
     if sums.kept is not None and sums.target is not None:
         stats["log_prob"] = (impossible_to_infinite(sums.target) - sums.kept.max) - jnp.log(sums.kept.total)
-        kept = sums.kept.logsumexp()
-        stats["log_kept_mass"] = jnp.where(sums.kept.max <= IMPOSSIBLE, -jnp.inf, kept - logsumexp)
-        residuals = residuals._replace(kept_logsumexp=kept)
+        kept_logsumexp = sums.kept.logsumexp()
+        stats["log_kept_mass"] = jnp.where(sums.kept.max <= IMPOSSIBLE, -jnp.inf, kept_logsumexp - logsumexp)
+        residuals = residuals._replace(kept_logsumexp=kept_logsumexp)
     elif sums.target is not None:
         # Relative to the largest logit both parts are small where the target is likely.
         stats["log_prob"] = (impossible_to_infinite(sums.target) - sums.policy.max) - log_total

@@ -156,8 +156,8 @@ def _on_device(
 ) -> tuple[tuple[Array, Any], Any]:
     """Computes loss, metrics and gradients; gradients have the shapes and types of the weights and leaves."""
     axes, leading = MeshAxes.of(plan.spec), weights.hidden.shape[:-1]
-    spec, whole = _gather_heads(plan.spec, weights)
-    device = _in_step(DeviceView.of(spec, whole, constants), axes)
+    spec, gathered = _gather_heads(plan.spec, weights)
+    device = _in_step(DeviceView.of(spec, gathered, constants), axes)
     packing = device.packing
     has_token = jnp.arange(packing.rows) < packing.tokens if packing.has_token is None else packing.has_token
 
@@ -230,7 +230,7 @@ def _empty_carry(inputs: _Inputs) -> _Carry:
 
 
 def _empty_leaves(inputs: _Inputs) -> tuple[Array | None, ...]:
-    """Returns zeros for the gradients of the leaves; those of scalars are added up in the type of the statistics."""
+    """Returns zeros for the gradients of the leaves; a scalar accumulates in the type of the statistics."""
     parts = zip(inputs.leaves, inputs.requests.leaves, inputs.plan.scalars, strict=True)
     return tuple(
         jnp.zeros_like(x, dtype=inputs.device.dtype if scalar else None) if need else None for x, need, scalar in parts
@@ -262,7 +262,7 @@ def _add_tile(inputs: _Inputs, index: Array, carry: _Carry) -> _Carry:
     )
 
 
-def _keep_logits(device: DeviceView, tokens: Tokens, kept: _Kept) -> tuple[Sums, _Kept]:
+def _keep_logits(device: DeviceView, tokens: Tokens, logits: _Kept) -> tuple[Sums, _Kept]:
     """Computes the logits of a tile of tokens over the vocabulary, their sums, and keeps them."""
 
     # The logit of a target is read from the kept ones, which saves a pass over each tile.
@@ -270,23 +270,23 @@ def _keep_logits(device: DeviceView, tokens: Tokens, kept: _Kept) -> tuple[Sums,
     read = tokens._replace(targets=None) if late else tokens
 
     def body(carry: tuple[Sums, _Kept], chunk: Chunk) -> tuple[Sums, _Kept]:
-        sums, kept = carry
+        sums, stored = carry
         policy, ref = device.logits(chunk, read)
         values = _Kept(policy.values, None if ref is None else ref.values)
         new = add_tile(device.spec, sums, (values.policy, values.ref), chunk, read)[0]
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk.start, axis=1)
-        return new, jax.tree.map(write, kept, values)
+        return new, jax.tree.map(write, stored, values)
 
-    sums, kept = device.scan_chunks(body, (empty_sums(device.spec, read, device.dtype), kept))
-    return sums._replace(target=_target_logits(device, tokens, kept.policy)) if late else sums, kept
+    sums, logits = device.scan_chunks(body, (empty_sums(device.spec, read, device.dtype), logits))
+    return sums._replace(target=_target_logits(device, tokens, logits.policy)) if late else sums, logits
 
 
 def _target_logits(device: DeviceView, tokens: Tokens, logits: Array) -> Array:
     """Returns `[tile]`, the logit of each target, or 0 where another device holds its column."""
     assert tokens.targets is not None
     at, inside = device.axes.place_in_vocab(tokens.targets, logits.shape[1])
-    found = jnp.take_along_axis(logits, at[:, None], axis=1, mode="clip")[:, 0]
-    return found if inside is None else jnp.where(inside, found, 0)
+    at_targets = jnp.take_along_axis(logits, at[:, None], axis=1, mode="clip")[:, 0]
+    return at_targets if inside is None else jnp.where(inside, at_targets, 0)
 
 
 def _differentiate(
@@ -315,7 +315,7 @@ def _differentiate(
 def _add_leaves(
     inputs: _Inputs, index: Array, sums: tuple[Array | None, ...], more: tuple[Array | None, ...]
 ) -> tuple[Array | None, ...]:
-    """Writes the gradients of a tile's leaves, and adds those of scalars."""
+    """Writes the gradients of a tile's leaves, and adds gradients of scalars."""
 
     def add(total: Array | None, part: Array | None, scalar: bool) -> Array | None:
         if total is None or part is None:
@@ -326,7 +326,7 @@ def _add_leaves(
 
 
 def _add_gradients(device: DeviceView, row: RowInputs, kept: _Kept, sums: Gradients) -> Gradients:
-    """Adds the gradients of a tile of tokens, from its logits, to those of its rows and of the heads."""
+    """Adds the gradients of a tile of tokens, from its logits, to the gradients of its rows and of the heads."""
     if sums.head is not None and device.spec.layout == "dv":
         row = row._replace(turned=device.turn(row.tokens.hidden, device.weights.head))
 

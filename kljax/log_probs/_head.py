@@ -105,7 +105,7 @@ class HeadSharding:
         return tuple(axis for entry in self.tokens for axis in axes_of(entry))
 
     def head_axes(self, layout: HeadLayout) -> tuple[Axes, Axes]:
-        """Returns the mesh axes that split `D` and those that split `V`.
+        """Returns the mesh axes that split `D` and the axes that split `V`.
 
         Args:
           layout: "dv" if the spec `head` is that of `[D, V]`, "vd" if it is that of `[V, D]`.
@@ -139,7 +139,7 @@ class HeadSharding:
           head: shape of the weights in that layout.
 
         Raises:
-          ValueError: if an axis is not in the mesh, the axes along `D` do not split the tokens, those along `V` do, a
+          ValueError: if an axis is not in the mesh, the axes along `D` do not split the tokens, or along `V` do, a
             spec has too many entries, a size is not a multiple of its devices, or there is no mesh.
         """
         mesh, tokens = self.resolved_mesh(), self.token_axes()

@@ -33,7 +33,7 @@ class ReferenceStates:
     """Hidden states and LM head of a reference policy or teacher, and the direction of the KL to it.
 
     Attributes:
-      hidden: `[..., D]` hidden states; leading axes as those of the policy, `D` may differ.
+      hidden: `[..., D]` hidden states; leading axes as in the policy, `D` may differ.
       head: the head of the reference, a `kljax.Head` with its own bias, cap, scale, layout and padding. An array stands
         for the policy's head with other weights, its bias a constant. None is the policy's head itself, as a constant.
       direction: "reverse" for KL(policy || reference), "forward" for KL(reference || policy).
@@ -189,7 +189,7 @@ def prepare(
     targets_name: str = "targets",
     ref_names: tuple[str, str] = ("reference.hidden", "reference.head"),
 ) -> CheckedCall:
-    """Checks every argument and gathers them; the names are those of the caller's arguments in errors.
+    """Checks every argument and gathers them; errors have the names of the caller's arguments.
 
     Raises:
       ValueError: if shapes, layouts or vocabularies do not fit, or an option is unknown.
@@ -420,13 +420,13 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     inverse = constants.inverse_temperature
     if constants.mask is not None:
         inverse = jnp.where(constants.mask, inverse, 1)
-    targets, kept = constants.targets, constants.kept
+    targets, kept_ids = constants.targets, constants.kept
     if targets is not None:
         targets = jnp.clip(targets, 0, spec.vocab_size - 1).astype(jnp.int32)
-    if kept is not None:
-        kept = jnp.where((kept >= 0) & (kept < spec.vocab_size), kept, -1).astype(jnp.int32)
+    if kept_ids is not None:
+        kept_ids = jnp.where((kept_ids >= 0) & (kept_ids < spec.vocab_size), kept_ids, -1).astype(jnp.int32)
     inverse = jnp.broadcast_to(inverse, weights.hidden.shape[:-1])
-    constants = constants._replace(inverse_temperature=inverse, targets=targets, kept=kept)
+    constants = constants._replace(inverse_temperature=inverse, targets=targets, kept=kept_ids)
     return jax.tree.map(jax.lax.stop_gradient, constants)
 
 

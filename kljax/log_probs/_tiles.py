@@ -183,8 +183,8 @@ class MeshAxes(NamedTuple):
         """
         if self.embed:
             at = lax.all_gather(at, self.embed, tiled=True)
-        found = jnp.take(head, at, axis=0, mode="clip") if embed else _take_of_pieces(head, at)
-        return lax.all_to_all(found, self.embed, split_axis=0, concat_axis=1, tiled=True) if self.embed else found
+        columns = jnp.take(head, at, axis=0, mode="clip") if embed else _take_of_pieces(head, at)
+        return lax.all_to_all(columns, self.embed, split_axis=0, concat_axis=1, tiled=True) if self.embed else columns
 
 
 def _take_of_pieces(head: Array, at: Array) -> Array:
@@ -197,9 +197,9 @@ def _take_of_pieces(head: Array, at: Array) -> Array:
 
     def take(index: Array, result: Array) -> Array:
         start = jnp.minimum(index * width, columns - width)
-        piece, place = lax.dynamic_slice_in_dim(head, start, width, axis=1), at - start
-        inside = (place >= 0) & (place < width)
-        return jnp.where(inside[:, None], jnp.take(piece, place, axis=1, mode="clip").T, result)
+        piece, offset = lax.dynamic_slice_in_dim(head, start, width, axis=1), at - start
+        inside = (offset >= 0) & (offset < width)
+        return jnp.where(inside[:, None], jnp.take(piece, offset, axis=1, mode="clip").T, result)
 
     empty = jnp.zeros_like(head, shape=(at.shape[0], head.shape[0]))
     return lax.fori_loop(0, -(-columns // width), take, empty)
@@ -235,15 +235,15 @@ def scan_chunks(spec: Spec, weights: Weights, body: Callable[[Any, Chunk], Any],
     Where the width does not divide the columns, the last chunk of the vocabulary starts earlier and is visited first.
     It overlaps the chunk before it; the overlap counts in the other chunk, whose writes come later.
     """
-    axes, held = MeshAxes.of(spec), weights.head.shape[1 - embed_axis(spec.layout)]
+    axes, local_size = MeshAxes.of(spec), weights.head.shape[1 - embed_axis(spec.layout)]
     # Padding is at the end: one device does not visit it, and some of many devices may hold nothing else.
-    local = held if axes.vocab else spec.vocab_size
+    local = local_size if axes.vocab else spec.vocab_size
     width = chunk_width(local, spec.tile.vocab)
     count = -(-local // width)
     overlap = count * width - local
-    first = lax.axis_index(axes.vocab) * held if axes.vocab else jnp.int32(0)
+    first = lax.axis_index(axes.vocab) * local_size if axes.vocab else jnp.int32(0)
     kind = device_kind(spec.sharding)
-    padded = bool(axes.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in axes.vocab)
+    padded = bool(axes.vocab) and spec.vocab_size < local_size * math.prod(lax.axis_size(axis) for axis in axes.vocab)
 
     def columns_of(head: Array, hidden: Array, layout: HeadLayout, start: Array) -> Array:
         embed = embed_axis(layout)
@@ -409,8 +409,8 @@ def is_target(chunk: Chunk, tokens: Tokens) -> Array:
     if tokens.targets is None:
         return jnp.zeros((), bool)
     ids = lax.broadcasted_iota(jnp.int32, (tokens.targets.shape[0], chunk.size), 1)
-    found = ids == (tokens.targets - chunk.first_id)[:, None]
-    return found if chunk.valid is None else found & chunk.valid[None]
+    matches = ids == (tokens.targets - chunk.first_id)[:, None]
+    return matches if chunk.valid is None else matches & chunk.valid[None]
 
 
 def is_kept(chunk: Chunk, tokens: Tokens) -> Array:

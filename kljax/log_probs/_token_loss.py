@@ -58,7 +58,7 @@ def token_loss_from_hidden(
       temperature: as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
       entropy: as in `log_probs_from_hidden`.
       sum_squared_probs: as in `log_probs_from_hidden`.
-      kept_ids: `[..., K]` integer ids of the tokens that the sampler kept: the statistics are those of
+      kept_ids: `[..., K]` integer ids of the tokens that the sampler kept: the statistics are as in
         `renormalized_log_probs`. None: over the whole vocabulary.
       reference: as in `log_probs_from_hidden`, for the exact KL.
       token_chunk: tokens per chunk, whose logits are held at once, in float32. More of them read and write the gradient
@@ -123,9 +123,9 @@ def token_loss_from_hidden(
 
 def _leaves_of(per_token: Any, leading: tuple[int, ...]) -> tuple[Leaves, Any]:
     """Returns the leaves of `per_token` as arrays, and its structure; raises `ValueError` for another shape."""
-    found, tree = jax.tree.flatten_with_path(per_token)
-    leaves = tuple(jnp.asarray(x) for _, x in found)
-    for (path, _), x in zip(found, leaves, strict=True):
+    named_leaves, tree = jax.tree.flatten_with_path(per_token)
+    leaves = tuple(jnp.asarray(x) for _, x in named_leaves)
+    for (path, _), x in zip(named_leaves, leaves, strict=True):
         if x.shape != () and x.shape[: len(leading)] != leading:
             raise ValueError(
                 f"per_token{jax.tree_util.keystr(path)}: got shape {list(x.shape)}, expected a scalar or the leading "

@@ -54,7 +54,7 @@ def clip_cov_loss(
       clip_high: as in `ppo_clip_loss`.
       dual_clip: as in `ppo_clip_loss`; None, as in the paper, verl and SkyRL, has no bound.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch, of which the same tokens are drawn by the same key.
+        ranks are ranks in the whole batch, of which the same tokens are drawn by the same key.
 
     Returns:
       `[..., T]`, float32 or float64; masked and dropped positions hold 0.
@@ -82,8 +82,10 @@ def clip_cov_loss(
     below, above = beyond_clip(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     covariance = _covariance(log_probs, advantages, mask, axis_name)
     candidates = keep & ~(below | above) & (covariance > lower) & (covariance < upper)
-    kept, candidates = all_rows((keep, candidates), axis_name)
-    chosen = local_rows(highest(jax.random.uniform(key, kept.shape), candidates, _number(fraction, kept)), axis_name)
+    all_keep, candidates = all_rows((keep, candidates), axis_name)
+    chosen = local_rows(
+        highest(jax.random.uniform(key, all_keep.shape), candidates, _number(fraction, all_keep)), axis_name
+    )
     loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return masked(loss, keep & ~chosen)
 
@@ -112,7 +114,7 @@ def kl_cov_loss(
         Python number is multiplied as Python does it, a traced one in its own type, as in `clip_cov_loss`.
       coef: weight of the penalty. verl 0.1, SkyRL 1.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch.
+        ranks are ranks in the whole batch.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. Of equal covariances the earlier token is chosen.
@@ -134,8 +136,8 @@ def kl_cov_loss(
     """
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    covariance, kept = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
-    chosen = local_rows(highest(covariance, kept, _number(fraction, kept)), axis_name)
+    covariance, unmasked = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
+    chosen = local_rows(highest(covariance, unmasked, _number(fraction, unmasked)), axis_name)
     penalty = jnp.asarray(coef, log_probs.dtype) * masked(abs_diff(log_probs, old_log_probs), chosen)
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 

@@ -150,7 +150,7 @@ def top_k_with_tail(vocab_log_probs: Float[ArrayLike, "*b T V"], indices: Intege
       `[..., T, K + 1]`, float32 or float64, in nats, the tail last; `-inf` for a tail that is empty.
 
     Gradient:
-      To `vocab_log_probs`: 1 to each of the chosen, and to those of the tail their share of it. 0 where it is empty.
+      To `vocab_log_probs`: 1 to each of the chosen, and to tokens of the tail their share of it. 0 where it is empty.
 
     Raises:
       ValueError: if the leading axes differ.

@@ -93,7 +93,7 @@ def rec_loss(
         ring           as two_side; or r <= 1 - ring_low if A > 0; or r >= 1 + ring_high if A < 0
 
     `w` is 1 ("none"), `r` ("importance_sampling"), `s` ("gspo_importance_sampling") or `exp(A / temperature)`
-    ("advantage"). The regularizer is paid by all tokens, also by those with `k = 0`: `d^2 / 2` ("k2") or `-log pi`
+    ("advantage"). The regularizer is paid by all tokens, also by tokens with `k = 0`: `d^2 / 2` ("k2") or `-log pi`
     ("forward_kl", imitation of the policy that drew the tokens).
 
     Args:
@@ -146,7 +146,7 @@ def rec_loss(
     low, high, inner, outer = (
         jnp.asarray(bound, token.dtype) for bound in (1 - clip_low, 1 + clip_high, 1 - ring_low, 1 + ring_high)
     )
-    kept = {
+    accepted = {
         "none": jnp.ones_like(token, bool),
         "one_side": jnp.where(advantages > 0, token <= high, token >= low),
         "gspo_one_side": jnp.where(advantages > 0, row <= high, row >= low),
@@ -154,7 +154,7 @@ def rec_loss(
         "ring": (token >= low) & (token <= high) | jnp.where(advantages > 0, token <= inner, token >= outer),
     }[clip_mode]
     # What is not kept, or has no advantage, may have any weight, infinity as well.
-    used = kept & (advantages != 0)
+    used = accepted & (advantages != 0)
     weights = {
         "none": jnp.ones_like(token),
         "importance_sampling": token,

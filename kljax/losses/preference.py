@@ -32,11 +32,11 @@ def dpo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained on the preferred sequences, in nats.
-      ref_log_probs: same shape, those of the reference; a constant.
+      ref_log_probs: same shape, log-probs of the reference; a constant.
       mask: same shape, boolean or `Segments`.
       rejected_log_probs: `[..., T]` log-probs of the policy on the rejected sequences, a row for each preferred one;
         they may have another length.
-      rejected_ref_log_probs: same shape, those of the reference; a constant.
+      rejected_ref_log_probs: same shape, log-probs of the reference; a constant.
       rejected_mask: same shape, boolean; `Segments` if the mask is: the segments of two rows that share an id are a
         pair.
       coef: strength of the KL penalty, above 0; the papers' beta.

@@ -1,4 +1,4 @@
-"""Policy losses whose trust region is a mask: tokens outside it have no gradient, those inside are not clipped.
+"""Policy losses whose trust region is a mask: tokens outside it have no gradient, tokens inside are not clipped.
 
 `d = log_probs - old_log_probs`, `r = exp(d)`. All losses are `[..., T]`, masked positions exactly 0.
 """
@@ -31,7 +31,7 @@ def dppo_mask(
     clip_high: Scalar = 0.2,
     symmetric: bool = False,
 ) -> Bool[Array, "*b T"]:
-    """The tokens that `dppo_loss` trains: those that have not gone too far already in the direction of their advantage.
+    """The tokens that `dppo_loss` trains: they have not gone too far already in the direction of their advantage.
 
     With `p = pi_old` and `q = pi` at the sampled token, the distance is `|q - p|` ("tv") or that of the coins "this
     token or not", `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` ("kl"). Not kept is a token of `A > 0` with `q > p`
@@ -131,7 +131,7 @@ def dppo_loss(
     check_choice("through", through, THROUGH)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
-    kept = dppo_mask(
+    accepted = dppo_mask(
         log_probs,
         old_log_probs,
         advantages,
@@ -144,9 +144,9 @@ def dppo_loss(
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_ratio = clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
     if through == "ratio":
-        return -importance_weighted(advantages, log_ratio, kept=kept, max_ratio=max_ratio)
+        return -importance_weighted(advantages, log_ratio, kept=accepted, max_ratio=max_ratio)
     fixed = jax.lax.stop_gradient(log_ratio)
-    return times(-importance_weighted(advantages, fixed, kept=kept, max_ratio=max_ratio), log_probs)
+    return times(-importance_weighted(advantages, fixed, kept=accepted, max_ratio=max_ratio), log_probs)
 
 
 def sppo_loss(

@@ -58,15 +58,15 @@ def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.nda
 def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction:
     """Returns the number of each row, which all its tokens have."""
     first, rows = at.argmax(1)[:, None], np.asarray(at.any(1))
-    one, limit = (np.take_along_axis(array, first, 1)[:, 0] for array in (value, bound))
-    differs = at & (np.abs(value - one[:, None]) > bound + limit[:, None])
+    first_value, limit = (np.take_along_axis(array, first, 1)[:, 0] for array in (value, bound))
+    differs = at & (np.abs(value - first_value[:, None]) > bound + limit[:, None])
     if differs.any():
         row, token = (int(i) for i in np.argwhere(differs)[0])
         raise DumpError(
             f"advantages: got one number per row, expected [B, T], as those of header.advantage differ within a row, "
             f"first at (row, token) ({row}, {token}); record one number per token"
         )
-    return Prediction(one, limit, rows)
+    return Prediction(first_value, limit, rows)
 
 
 def _shaped_rewards(replay: Replay, recipe: Recipe) -> np.ndarray:

@@ -49,7 +49,7 @@ class Cause:
         return f"{self.stage}: {self.name}"
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """Returns the recipe with the fault; arguments of a call are added to those already changed.
+        """Returns the recipe with the fault; arguments of a call are added to the arguments already changed.
 
         Args:
           recipe: the settings; a stage that is None stays None.
@@ -96,7 +96,7 @@ def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
 
 
 def causes_of(replay: Replay) -> list[Cause]:
-    """Lists every hypothesis about a dump, in the order of the data; those that change nothing are left out.
+    """Lists every hypothesis about a dump, in the order of the data; causes that change nothing are left out.
 
     Args:
       replay: the recorded arrays, and the plan whose recipe the causes change.
@@ -105,12 +105,12 @@ def causes_of(replay: Replay) -> list[Cause]:
       The causes; of several that give the same recipe, the first.
     """
     recipe = replay.plan.recipe
-    found = [*_mask_causes("mask_rule", "recorded mask"), *_score_causes(replay)]
-    found += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
-    found += [*_advantage_causes(replay), *_loss_causes(replay), *_reduction_causes(replay)]
-    found += [*_mask_causes("mask", "mask of the loss"), *_gradient_causes(replay)]
+    causes = [*_mask_causes("mask_rule", "recorded mask"), *_score_causes(replay)]
+    causes += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
+    causes += [*_advantage_causes(replay), *_loss_causes(replay), *_reduction_causes(replay)]
+    causes += [*_mask_causes("mask", "mask of the loss"), *_gradient_causes(replay)]
     unique: dict[Recipe, Cause] = {}
-    for cause in found:
+    for cause in causes:
         if getattr(recipe, cause.stage, None) is not None:
             changed = cause.apply(recipe)
             if changed != recipe:

@@ -172,8 +172,8 @@ def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping
         return _weights_of_rows(mask, reduction, arrays, np.ones(len(mask), bool))
     rows = np.arange(len(mask))
     parts = rows * reduction.micro_batches // len(mask) if reduction.micro_batches else arrays["micro_batch_ids"]
-    one = dataclasses.replace(reduction, micro_batches=1)
-    total = sum(_weights_of_rows(mask, one, arrays, parts == part) for part in np.unique(parts))
+    undivided = dataclasses.replace(reduction, micro_batches=1)
+    total = sum(_weights_of_rows(mask, undivided, arrays, parts == part) for part in np.unique(parts))
     return np.asarray(total) / len(np.unique(parts))
 
 
@@ -216,10 +216,10 @@ def _mean_of(name: str) -> Callable[[Replay, Recipe], Prediction]:
             values, errors = old - policy, unit * np.abs(old - policy)
         else:
             values, errors = replay.input(name, recipe)
-        kept, count = np.where(used, values, 0), max(int(used.sum()), 1)
+        selected, count = np.where(used, values, 0), max(int(used.sum()), 1)
         height = accumulator(unit) * tree_height(count) + 2 * unit
-        bound = (np.where(used, errors, 0).sum() + height * np.abs(kept).sum()) / count
-        mean = kept.sum() / count
+        bound = (np.where(used, errors, 0).sum() + height * np.abs(selected).sum()) / count
+        mean = selected.sum() / count
         return Prediction(np.asarray(mean), np.asarray(bound + unit * abs(mean)), np.asarray(True))
 
     return metric

@@ -100,7 +100,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the weights of the rollout correction.
 
     Args:
-      replay: the recorded arrays, among them those that the correction takes: `old_log_probs` and `rollout_log_probs`
+      replay: the recorded arrays, with the arrays that the correction takes: `old_log_probs` and `rollout_log_probs`
         unless the header or the system has others.
 
     Returns:

@@ -32,7 +32,7 @@ KL_REDUCTIONS = {"skyrl": "sequence_mean", "openrlhf": "token-mean"}
 
 @dataclasses.dataclass(frozen=True)
 class MaskRule:
-    """Which tokens are trained: those of the completion, or with faults.
+    """Which tokens are trained: tokens of the completion, or with faults.
 
     Attributes:
       shift: how many positions to the right the mask is moved.
@@ -129,7 +129,7 @@ class RecipeStep:
     """A call of the library by the arguments that differ from the header's.
 
     Attributes:
-      arguments: keyword arguments that override those of the header; None leaves an argument at its default.
+      arguments: keyword arguments that override the header's; None leaves an argument at its default.
       sign: factor of the result.
       swapped: whether the two policies of a ratio are exchanged.
       groups: rows of a group: "recorded", "interleaved" or "batch".
@@ -155,7 +155,7 @@ class ReductionRecipe:
       groups: the ids of "prompt_mean": "group_ids" or "micro_batch_ids".
       eps_batch: added to the number of tokens of the batch.
       eps_row: added to the number of tokens of a row.
-      micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 those recorded.
+      micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 the recorded ones.
       scale: a constant factor.
     """
 
@@ -305,17 +305,17 @@ def _entry(system: str | None, section: str, kind: str, name: str) -> Entry:
 
 def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -> tuple[Call, dict[str, str]]:
     """Returns the call of a section, by `name` in a system or `function` here, and its `RecipeCalls.arrays`."""
-    given = dict(values)
-    renamed = given.pop("arrays", {})
+    fields = dict(values)
+    renamed = fields.pop("arrays", {})
     arrays = {"sampling_log_probs": "rollout_log_probs"}
-    if "function" in given:
-        name = given.pop("function")
+    if "function" in fields:
+        name = fields.pop("function")
         _choice(f"header.{section}.function", name, [n for n in kljax.__all__ if n.islower()])
         call = Call(name)
         if section == "correction":
             arrays["log_probs"] = "old_log_probs"
-    elif "name" in given:
-        entry = _entry(system, section, kind, given.pop("name"))
+    elif "name" in fields:
+        entry = _entry(system, section, kind, fields.pop("name"))
         try:
             call = require_call(entry)
         except ValueError as error:
@@ -324,22 +324,22 @@ def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -
     else:
         raise DumpError(f"header.{section}: needs name (of a system) or function (of kljax); add one of them")
     known = sorted({name for step, _ in steps(call) for name in _parameters(step)})
-    for key in given:
+    for key in fields:
         _choice(f"header.{section}", key, known)
-    for ours, theirs in renamed.items():
-        _choice(f"header.{section}.arrays", ours, known)
-        _choice(f"header.{section}.arrays.{ours}", theirs, FIELDS)
-    return _with_arguments(call, given), {**arrays, **renamed}
+    for parameter, array in renamed.items():
+        _choice(f"header.{section}.arrays", parameter, known)
+        _choice(f"header.{section}.arrays.{parameter}", array, FIELDS)
+    return _with_arguments(call, fields), {**arrays, **renamed}
 
 
 def _with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
     """Returns the call with each argument on its function, or else on the functions combined with it."""
-    own = {name: value for name, value in arguments.items() if name in _parameters(call)}
-    rest = {name: value for name, value in arguments.items() if name not in own}
+    accepted = {name: value for name, value in arguments.items() if name in _parameters(call)}
+    rest = {name: value for name, value in arguments.items() if name not in accepted}
     times, plus, then = (
         tuple(_with_arguments(step, rest) for step in steps) for steps in (call.times, call.plus, call.then)
     )
-    return dataclasses.replace(call, arguments={**call.arguments, **own}, times=times, plus=plus, then=then)
+    return dataclasses.replace(call, arguments={**call.arguments, **accepted}, times=times, plus=plus, then=then)
 
 
 def _parameters(call: Call) -> set[str]:
@@ -362,41 +362,41 @@ def _array_of(name: str, text: str) -> str | None:
 def _kl(system: str | None, values: Mapping[str, Any]) -> Kl | None:
     if not values:
         return None
-    given = dict(values)
-    given.pop("reduction", None)
-    found: dict[str, Any] = {}
-    if "name" in given:
-        entry = _entry(system, "kl", "kl", given.pop("name"))
+    fields = dict(values)
+    fields.pop("reduction", None)
+    implied: dict[str, Any] = {}
+    if "name" in fields:
+        entry = _entry(system, "kl", "kl", fields.pop("name"))
         call = entry.call
         if call is None:
             raise DumpError(f"header.kl.name: {entry.key} has no call here: {entry.reason}")
-        found = {**call.arguments, "scale": call.scale, "corrected": "sampling_log_probs" in entry.sources}
+        implied = {**call.arguments, "scale": call.scale, "corrected": "sampling_log_probs" in entry.sources}
         if call.function in ("rollout_kl_loss", "rollout_kl"):
-            found["reference"] = "rollout_log_probs"
-    kl: Kl = _settings(Kl, "kl", {**found, **given})
+            implied["reference"] = "rollout_log_probs"
+    kl: Kl = _settings(Kl, "kl", {**implied, **fields})
     _choice("header.kl.place", kl.place, PLACES)
-    if kl.place == "reward" and "policy" not in given:
+    if kl.place == "reward" and "policy" not in fields:
         kl = dataclasses.replace(kl, policy="old_log_probs")
     return kl
 
 
 def _reduction(system: str | None, section: str, values: Mapping[str, Any]) -> ReductionRecipe:
-    given = dict(values)
-    found: dict[str, Any] = {}
-    if "name" in given:
-        name = given.pop("name")
+    fields = dict(values)
+    implied: dict[str, Any] = {}
+    if "name" in fields:
+        name = fields.pop("name")
         entry = _entry(system, section, "reduction", name)
         assert entry.call is not None
-        found = dict(entry.call.arguments)
-        found["eps_batch"], found["eps_row"] = DIVISOR_EPS.get((entry.system, name), (0.0, 0.0))
+        implied = dict(entry.call.arguments)
+        implied["eps_batch"], implied["eps_row"] = DIVISOR_EPS.get((entry.system, name), (0.0, 0.0))
         if "micro-batch" in entry.sources.get("group_ids", ""):
-            found["groups"] = "micro_batch_ids"
-    return _settings(ReductionRecipe, section, {**found, **given})
+            implied["groups"] = "micro_batch_ids"
+    return _settings(ReductionRecipe, section, {**implied, **fields})
 
 
 def _kl_reduction(system: str | None, values: Mapping[str, Any], shared: ReductionRecipe) -> ReductionRecipe:
     """Returns the reduction of the KL term: that of the policy loss, unless the header or the system has another."""
-    given = values.get("reduction")
-    if given is None and system in KL_REDUCTIONS:
-        given = {"name": KL_REDUCTIONS[system]}
-    return shared if given is None else _reduction(system, "kl.reduction", given)
+    section = values.get("reduction")
+    if section is None and system in KL_REDUCTIONS:
+        section = {"name": KL_REDUCTIONS[system]}
+    return shared if section is None else _reduction(system, "kl.reduction", section)

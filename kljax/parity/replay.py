@@ -59,7 +59,7 @@ class Replay:
         """Recomputes a result from the recorded inputs of its stage.
 
         Args:
-          recipe: the settings of its stage and of those before it.
+          recipe: the settings of its stage and of the stages before it.
 
         Returns:
           The `Prediction`; it is remembered by the settings that it depends on.
@@ -110,10 +110,10 @@ class Replay:
           The roundoff of the dump's dtype, or the largest of the coarser ones that this result has.
         """
         order = list(ORDER)
-        place = order.index(name) if name in ORDER else len(order)
+        position = order.index(name) if name in ORDER else len(order)
         units = [UNITS[self.dtype]]
         for stage, dtype in recipe.rounding:
-            if stage == name or (stage in ORDER and place >= order.index(stage)):
+            if stage == name or (stage in ORDER and position >= order.index(stage)):
                 units.append(UNITS[dtype])
         return max(units)
 
@@ -134,7 +134,7 @@ class Replay:
 
         Args:
           section: "correction", "advantage" or "loss".
-          step: arguments that replace those of the header, where None removes one. Another function drops them all.
+          step: arguments that replace arguments of the header, where None removes one. Another function drops them all.
         """
         call = self.plan.calls[section]
         changes = dict(step.arguments)
@@ -162,7 +162,7 @@ class Replay:
           section: "correction", "advantage" or "loss", which the header has.
 
         Returns:
-          The arrays by argument, without those that are not recorded.
+          The arrays by argument, without unrecorded ones.
         """
         fields = {name: self.array_name(section, name) for name in self.plan.calls[section].required}
         return {name: self.arrays[field] for name, field in fields.items() if field in self.arrays}

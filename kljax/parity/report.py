@@ -75,13 +75,13 @@ def as_html(report: ParityReport, title: str) -> str:
 def _cells(difference: Difference) -> tuple[str, ...]:
     if not difference.compared:
         return (difference.field, "0", "", "", "", "", "nothing to compare")
-    place = f"({', '.join(map(str, difference.at))})" if difference.at else ""
+    position = f"({', '.join(map(str, difference.at))})" if difference.at else ""
     return (
         difference.field,
         str(difference.compared),
         f"{difference.absolute:.2e}",
         f"{difference.relative:.2e}",
-        place,
+        position,
         f"{difference.bound:.2e}",
         "agrees" if difference.agrees else "differs",
     )
@@ -108,8 +108,8 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
     if finding.follows:
         yield f"{field}: not judged; it is computed with {finding.follows}, whose cause is unknown"
         return
-    place = f" at (row, token) ({', '.join(map(str, difference.at))})" if difference.at else ""
-    numbers = f"recorded {difference.recorded:.9g}, expected {difference.expected:.9g}{place}"
+    position = f" at (row, token) ({', '.join(map(str, difference.at))})" if difference.at else ""
+    numbers = f"recorded {difference.recorded:.9g}, expected {difference.expected:.9g}{position}"
     if not finding.explanations:
         yield f"{field}: cause unknown; {numbers}, bound {difference.bound:.1e}"
     elif len(finding.explanations) == 1:

@@ -26,7 +26,7 @@ PRODUCTS = 12.0
 def tree_height(terms: int) -> int:
     """Returns the longest chain of additions in a sum of so many terms.
 
-    PyTorch, XLA and GPUs add in blocks; the longest blocks are those of PyTorch on CPU, four levels of
+    PyTorch, XLA and GPUs add in blocks; the longest blocks are blocks of PyTorch on CPU, four levels of
     `max(16, terms^(1/4))` terms. A sum of fewer terms than that is taken as one chain.
 
     Returns:

@@ -81,10 +81,10 @@ def log_softmax_at(
     probs = powers / total[:, None]
     value = distance[positions, chosen] - np.log(total)
     spread = np.sum(probs * np.abs(np.where(probs > 0, distance, 0)), -1)
-    own = unit * (spread + EXP + tree_height(z.shape[1]) + EXP * np.abs(np.log(total)))
-    own += unit * (np.abs(distance[positions, chosen]) + np.abs(value))
+    rounding = unit * (spread + EXP + tree_height(z.shape[1]) + EXP * np.abs(np.log(total)))
+    rounding += unit * (np.abs(distance[positions, chosen]) + np.abs(value))
     carried = e[positions, chosen] + np.sum(probs * e, -1)
-    return np.where(inside, value, np.nan), carried + own
+    return np.where(inside, value, np.nan), carried + rounding
 
 
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:

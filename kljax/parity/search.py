@@ -119,23 +119,27 @@ def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
       ValueError: if a function of the library refuses the settings.
     """
     prediction = replay.predict(name, recipe)
-    theirs, at = np.asarray(replay.arrays[name], np.float64), prediction.at
+    recorded_values, at = np.asarray(replay.arrays[name], np.float64), prediction.at
     value, bound = np.asarray(prediction.value, np.float64), np.asarray(prediction.bound, np.float64)
-    at = np.broadcast_to(at, theirs.shape)
+    at = np.broadcast_to(at, recorded_values.shape)
     with np.errstate(all="ignore"):
-        difference = np.abs(theirs - value)
-        same = (theirs == value) | (np.isnan(theirs) & np.isnan(value))
+        difference = np.abs(recorded_values - value)
+        same = (recorded_values == value) | (np.isnan(recorded_values) & np.isnan(value))
         difference = np.where(same | ~at, 0, np.where(np.isfinite(difference), difference, np.inf))
         excess = np.where(difference == 0, 0, difference / np.maximum(bound, 1e-300))
-        relative = np.where(difference == 0, 0, difference / np.maximum(np.abs(theirs), 1e-300))
-    if theirs.size == 0 or not at.any():
+        relative = np.where(difference == 0, 0, difference / np.maximum(np.abs(recorded_values), 1e-300))
+    if recorded_values.size == 0 or not at.any():
         return Difference(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, 0)
-    where = np.unravel_index(int(np.argmax(np.where(at, excess, -1))), theirs.shape) if theirs.ndim else ()
+    where = (
+        np.unravel_index(int(np.argmax(np.where(at, excess, -1))), recorded_values.shape)
+        if recorded_values.ndim
+        else ()
+    )
     largest = (float(difference.max()), float(relative.max()))
-    numbers = (float(array[where]) for array in (theirs, value, bound, excess))
+    numbers = (float(array[where]) for array in (recorded_values, value, bound, excess))
     recorded, expected, limit, worst = numbers
-    place = tuple(int(index) for index in where)
-    return Difference(name, *largest, place, recorded, expected, limit, worst, int(at.sum()))
+    position = tuple(int(index) for index in where)
+    return Difference(name, *largest, position, recorded, expected, limit, worst, int(at.sum()))
 
 
 class Search:
@@ -150,7 +154,7 @@ class Search:
         self._found_pairs: dict[Any, list[Causes]] = {}
 
     def run(self) -> ParityReport:
-        """Compares every field and explains those that differ.
+        """Compares every field and explains the differing ones.
 
         Returns:
           The `ParityReport`, with a note if the search for pairs of causes ran out of time.
@@ -282,11 +286,11 @@ class Search:
         if exact:
             kind = narrowest_dtype(self.replay.arrays[name]) if self.replay.arrays[name].size > 1 else ""
             causes = [cause for cause in causes if cause.name == kind]
-        found: list[Causes] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
-        return found[:1]
+        sufficient: list[Causes] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
+        return sufficient[:1]
 
     def _relevant(self, name: str) -> list[Cause]:
-        """Lists the causes that can move a field: those of its own stages."""
+        """Lists the causes that can move a field: causes of its own stages."""
         stages = ORDER.get(name, ORDER["loss"])
         return [cause for cause in self.causes if cause.stage in stages]
 

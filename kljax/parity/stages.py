@@ -77,7 +77,7 @@ def reason_not_compared(replay: Replay, name: str) -> str | None:
 
 
 def _needs(replay: Replay, name: str) -> list[str]:
-    """Lists the arrays that a stage reads; in place of a result that is not recorded, those that it needs."""
+    """Lists the arrays that a stage reads; in place of a result that is not recorded, the arrays that it needs."""
     recipe = replay.plan.recipe
     side = name.removesuffix("log_probs")
     kl = recipe.kl or Kl()
@@ -120,7 +120,7 @@ def _needs_of_absent(replay: Replay, names: list[str]) -> list[str]:
 
 
 def _needs_of_call(replay: Replay, section: str) -> list[str]:
-    """Lists the arrays and arguments that the call of a section requires, but for those that its stage computes."""
+    """Lists the arrays and arguments that the call of a section requires, but for results of its stage."""
     if section not in replay.plan.calls:
         return []
     call = replay.plan.calls[section]

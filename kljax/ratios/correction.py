@@ -37,14 +37,14 @@ def correct_rollout(
     *,
     steps: Sequence[Step],
 ) -> RolloutCorrection:
-    """Applies weights and rejections in the order given, each to the tokens that those before it left.
+    """Applies weights and rejections in the order given, each to the tokens that the earlier ones left.
 
     A step is a function `(log_probs, rollout_log_probs, mask) -> [..., T]`: booleans reject, floats are weights that
     multiply. `functools.partial` makes one of `importance_weights` or of any mask of this library, and rejections that
     are to see the same mask are one step: `lambda *x: first(*x) & second(*x)`.
 
-    Nothing is divided here. The caller reduces with token weights of the mask he means: those of the original mask
-    keep the denominators (slime, SkyRL, OpenRLHF, TRL: a rejected token counts as zero loss), those of `kept` average
+    Nothing is divided here. The caller reduces with token weights of the mask he means: weights of the original mask
+    keep the denominators (slime, SkyRL, OpenRLHF, TRL: a rejected token counts as zero loss), weights of `kept` average
     over what is left (verl).
 
     Args:
@@ -78,17 +78,17 @@ def correct_rollout(
     """
     check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     log_probs, rollout_log_probs = jax.lax.stop_gradient(as_float(log_probs, rollout_log_probs))
-    kept = check_mask(mask)
-    weights = jnp.ones(kept.shape, log_probs.dtype)
+    unmasked = check_mask(mask)
+    weights = jnp.ones(unmasked.shape, log_probs.dtype)
     for index, step in enumerate(steps):
-        result = jnp.asarray(step(log_probs, rollout_log_probs, narrowed(mask, kept)))
-        check_same_shape(**{"mask": kept, f"result of steps[{index}]": result})
+        result = jnp.asarray(step(log_probs, rollout_log_probs, narrowed(mask, unmasked)))
+        check_same_shape(**{"mask": unmasked, f"result of steps[{index}]": result})
         if result.dtype == bool:
-            kept &= result
+            unmasked &= result
         elif jnp.issubdtype(result.dtype, jnp.floating):
             # An infinite weight of one step and a zero of another are a zero, not NaN.
             none = (weights == 0) | (result == 0)
             weights = jnp.where(none, 0, weights * result.astype(weights.dtype))
         else:
             raise TypeError(f"steps[{index}]: got dtype {result.dtype}, expected booleans or floating-point weights")
-    return RolloutCorrection(jax.lax.stop_gradient(jnp.where(kept, weights, 0)), kept)
+    return RolloutCorrection(jax.lax.stop_gradient(jnp.where(unmasked, weights, 0)), unmasked)

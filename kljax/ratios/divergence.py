@@ -80,18 +80,18 @@ def kl_rejection_mask(
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_bounds(lower, upper)
-    kept = check_mask(mask)
+    unmasked = check_mask(mask)
     # The tokens are the behaviour's, so it is the first of the two policies.
-    kl = estimate_kl(sampling_log_probs, log_probs, kept, estimator=estimator, log_ratio_clip=log_ratio_clip)
+    kl = estimate_kl(sampling_log_probs, log_probs, unmasked, estimator=estimator, log_ratio_clip=log_ratio_clip)
     if reduction == "token":
-        return kept & within(kl, lower, upper)
+        return unmasked & within(kl, lower, upper)
     if reduction == "sum":
         kl = row_sum(kl, mask)
     elif reduction == "mean":
         kl = row_mean(kl, mask)
     else:
         kl = row_max(kl, mask, initial=-jnp.inf)
-    return kept & to_tokens(within(kl, lower, upper), mask)
+    return unmasked & to_tokens(within(kl, lower, upper), mask)
 
 
 def divergence_mask(

@@ -8,7 +8,7 @@ With `d_t = log_probs_t - old_log_probs_t` and the mask `m`, a sequence `y` has 
 
 The mask is applied before `exp`, so a log-prob that is NaN or infinite at a masked position reaches nothing. These are
 plain differentiable functions. Ratios of two recorded policies (old against rollout) are constants without a gradient
-because their log-probs are; whoever recorded those stopped the gradient. Arrays are `[..., T]`.
+because their log-probs are; whoever recorded the log-probs stopped the gradient. Arrays are `[..., T]`.
 """
 
 from typing import get_args

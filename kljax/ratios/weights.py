@@ -95,16 +95,16 @@ def importance_weights(
     check_bounds(lower, upper, needed=mode != "truncate", low=0)
     check_at_least("upper", upper, 0, strict=True)
     log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
-    kept = within(jnp.exp(log_ratio), lower, upper) if mode == "mask" else jnp.ones(log_ratio.shape, bool)
+    accepted = within(jnp.exp(log_ratio), lower, upper) if mode == "mask" else jnp.ones(log_ratio.shape, bool)
     # Replaced before `exp`: an overflow that is masked then leaves a gradient of 0 instead of `0 * inf`.
-    log_ratio = jnp.where(kept, log_ratio, 0)
+    log_ratio = jnp.where(accepted, log_ratio, 0)
     bounds = (None, None) if mode == "mask" else (lower, upper)
     if normalize == "none":
-        return level_to_tokens(jnp.where(kept, _exp_clipped(log_ratio, *bounds), 0), mask, level)
+        return level_to_tokens(jnp.where(accepted, _exp_clipped(log_ratio, *bounds), 0), mask, level)
     counted = level_mask(mask, level)
     log_weight = clip(log_ratio, *(None if x is None else jnp.log(jnp.asarray(x, log_ratio.dtype)) for x in bounds))
-    log_weight = log_weight - largest(log_weight, kept & counted, axis_name)
-    weights = level_to_tokens(jnp.where(kept & counted, jnp.exp(log_weight), 0), mask, level)
+    log_weight = log_weight - largest(log_weight, accepted & counted, axis_name)
+    weights = level_to_tokens(jnp.where(accepted & counted, jnp.exp(log_weight), 0), mask, level)
     return weights / _mean_weight(weights, mask, normalize, axis_name)
 
 

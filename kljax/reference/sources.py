@@ -54,7 +54,7 @@ def base_reference(policy: Policy) -> Policy:
       policy: the policy being trained. It must have an adapter; without one, training moves its base weights.
 
     Returns:
-      A policy whose `params` are the same array objects as those of `policy`: no second copy of the weights.
+      A policy whose `params` are the same array objects as in `policy`: no second copy of the weights.
 
     Gradient:
       The weights are the policy's own, so the caller applies `stop_gradient` to the log-probs of the reference.
@@ -143,7 +143,7 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
 
     Args:
       path: directory that orbax wrote.
-      abstract: pytree of `jax.ShapeDtypeStruct` with shardings. Shapes and dtypes must be those on disk.
+      abstract: pytree of `jax.ShapeDtypeStruct` with shardings. Shapes and dtypes must equal the ones on disk.
       item: dotted path of a subtree, such as "trainable.adapter"; None restores the whole checkpoint.
 
     Returns:
@@ -174,7 +174,7 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
 
     Args:
       path: directory that orbax wrote.
-      abstract: pytree of `jax.ShapeDtypeStruct`. Shapes and dtypes must be those on disk.
+      abstract: pytree of `jax.ShapeDtypeStruct`. Shapes and dtypes must equal the ones on disk.
       item: dotted path of a subtree; None means the whole checkpoint.
 
     Returns:

@@ -32,7 +32,7 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
       decay: weight of the old reference, between 0 (takes the policy) and 1 (keeps the reference).
 
     Returns:
-      A pytree like `reference`. Leaves that are not of a floating type are those of `params`.
+      A pytree like `reference`. Leaves that are not of a floating type come from `params`.
 
     Raises:
       ValueError: if structure or shapes differ, or `decay` is not between 0 and 1.

@@ -22,8 +22,8 @@ NO_ARRAYS: Mapping[str, Any] = types.MappingProxyType({})
 class Call:
     """A call of this library as data: `scale * kljax.<function>(arrays, **arguments)`, and the calls combined with it.
 
-    `call(arrays, **arguments)` runs it. `arrays` maps names to arrays: those of `required`, and any of `optional`. The
-    arguments override those of the call. The result is that of the function; of several arrays, `then` applies to the
+    `call(arrays, **arguments)` runs it. `arrays` maps names to arrays: all of `required`, and any of `optional`. The
+    arguments override the call's. The result is that of the function; of several arrays, `then` applies to the
     first. A missing or an unknown name raises `ValueError`. Names that belong to other calls are ignored, so that one
     batch serves several rows of the table.
 
@@ -96,12 +96,12 @@ def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
     """Runs a call without checking names.
 
     Args:
-      arrays: arrays by the parameter names of this library, or by those of `renamed`.
-      keywords: further keyword arguments, passed to each function that has them; they override those of the call.
+      arrays: arrays by the parameter names of this library, or by the names of `renamed`.
+      keywords: further keyword arguments, passed to each function that has them; they override the call's.
 
     Returns:
-      The result of the function, times the scale and the results of `times`, plus those of `plus`, then passed through
-      the calls of `then`. Where the function returns several arrays, `then` applies to the first.
+      The result of the function, times the scale and the results of `times`, plus the results of `plus`, then passed
+      through the calls of `then`. Where the function returns several arrays, `then` applies to the first.
     """
     result = _scaled(call, getattr(kljax, call.function)(**_arguments(call, arrays, keywords)))
     for factor in call.times:
@@ -120,7 +120,7 @@ def _scaled(call: Call, result: Any) -> Any:
 
 
 def _arguments(call: Call, arrays: Mapping[str, Any], keywords: Mapping[str, Any], after: bool = False) -> Any:
-    """Selects the arguments of the function: the user's keywords, then those of the call, then arrays by position."""
+    """Selects the arguments of the function: the user's keywords, then the call's, then arrays by position."""
     arguments = {}
     for parameter in parameters(call, after):
         name = call.renamed.get(parameter.name, parameter.name)
@@ -152,10 +152,13 @@ def _names(call: Call) -> dict[str, bool]:
     """Returns the names of the inputs, each with whether it is required."""
     names: dict[str, bool] = {}
     for step, after in steps(call):
-        own = parameters(step, after)
+        step_parameters = parameters(step, after)
         # Ids need their number beside them, if they are no `Groups`.
-        needs = {*call.needs, *("num_groups" for p in own if p.name == "group_ids" and p.default is p.empty)}
-        for parameter in own:
+        needs = {
+            *call.needs,
+            *("num_groups" for p in step_parameters if p.name == "group_ids" and p.default is p.empty),
+        }
+        for parameter in step_parameters:
             name = step.renamed.get(parameter.name, parameter.name)
             known = parameter.name in step.arguments
             by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -186,11 +189,9 @@ def _check_names(call: Call, arrays: Mapping[str, Any], arguments: Mapping[str, 
         raise ValueError(f"arrays: got {', '.join(both)} as an argument as well; pass it once")
     counted = {step.renamed.get("num_groups", "num_groups") for step, _ in steps(call) if _has_groups(step, arrays)}
     if missing := [name for name in call.required if name not in (*arrays, *arguments, *counted)]:
-        given = ", ".join([*arrays, *arguments]) or "nothing"
+        got = ", ".join([*arrays, *arguments]) or "nothing"
         optional = f" (optional: {', '.join(call.optional)})" if call.optional else ""
-        raise ValueError(
-            f"arrays: got {given}, expected {', '.join(call.required)}{optional}; add {', '.join(missing)}"
-        )
+        raise ValueError(f"arrays: got {got}, expected {', '.join(call.required)}{optional}; add {', '.join(missing)}")
 
 
 def _has_groups(call: Call, arrays: Mapping[str, Any]) -> bool:

@@ -82,7 +82,7 @@ def get(name: str, *, kind: str | None = None) -> Call:
 def arguments(name: str, *, kind: str | None = None) -> dict[str, Any]:
     """Returns the keyword arguments of a name that stands for one function, without the arrays.
 
-    They are those of `estimate_kl` for a KL estimator, of `token_weights` for a reduction, else of the function that
+    These belong to `estimate_kl` for a KL estimator, of `token_weights` for a reduction, else of the function that
     `get(name)` shows. Lengths, group ids and schedules are the user's: the `sources` of the entry say where the system
     takes them from. So are the `sampling_log_probs` of an estimator whose name implies an importance correction.
 

@@ -12,14 +12,14 @@ SHOWN = 6
 def find(text: str) -> tuple[Entry, ...]:
     """Finds the entries whose name, option or function in the system contains a text.
 
-    Case, hyphens and underscores do not matter. The functions are those of the recorded cases, such as verl's
-    `kl_penalty`, the functions that the options name, and those of this library.
+    Case, hyphens and underscores do not matter. The functions are functions of the recorded cases, such as verl's
+    `kl_penalty`, the functions that the options name, and functions of this library.
 
     Args:
       text: a name, `system/name`, an option, a function, or a part of one.
 
     Returns:
-      A tuple of `Entry`: those with exactly this name first, then those with this function, then those that contain
+      A tuple of `Entry`: entries with exactly this name, then with this function, then names that contain
       the text; empty if there are none.
 
     Raises:
@@ -44,11 +44,11 @@ def find_by_function(text: str) -> list[Entry]:
 
 
 def did_you_mean(text: str, known: Sequence[str], kind: str | None = None) -> str:
-    """Writes the end of an error: the names that the text finds, or else those of a close function, or close names."""
+    """Writes the end of an error: the names that the text finds, or else names of a close function, or close names."""
     system, _, name = text.rpartition("/")
-    found = [entry for entry in find(name) if kind in (None, entry.kind)] if name else []
-    found.sort(key=lambda entry: entry.system != system)
-    names = list(dict.fromkeys(entry.key for entry in found)) or _closest(text, known)
+    matches = [entry for entry in find(name) if kind in (None, entry.kind)] if name else []
+    matches.sort(key=lambda entry: entry.system != system)
+    names = list(dict.fromkeys(entry.key for entry in matches)) or _closest(text, known)
     if not names:
         return "; search with kljax.systems.find(text)"
     more = f" ({len(names) - SHOWN} more: kljax.systems.find({name!r}))" if len(names) > SHOWN else ""

@@ -51,7 +51,7 @@ def load():
 """
 
 
-def test_what_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+def test_failing_benchmark_becomes_a_row_and_others_continue(tmp_path, monkeypatch):
     (tmp_path / "odd_contender.py").write_text(CONTENDER)
     monkeypatch.setitem(parts.SETTINGS, "PYTHONPATH", str(tmp_path))
     requests = ["first", "ends", "fails", "slow", "last"]
@@ -67,7 +67,7 @@ def test_what_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     assert runner.versions == {"library": "1"}
 
 
-def test_wheels_that_are_missing_or_old_are_listed_with_what_they_need(monkeypatch):
+def test_missing_or_old_wheels_list_their_requirements(monkeypatch):
     assert packages.missing() == []
 
     def version(name):

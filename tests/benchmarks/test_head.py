@@ -51,7 +51,7 @@ def test_rows_without_pytorch_say_why(quick):
     assert "verl `FusedLinearForPPO`, Liger GRPO: no --torch-env was given" in quick["table"]
 
 
-def test_every_target_has_a_verdict_and_a_missed_one_is_said(quick):
+def test_every_target_has_a_verdict_even_if_missed(quick):
     (size,) = quick["json"]["sizes"]
     verdicts = {check["title"]: check["verdict"] for check in size["targets"]}
     assert list(verdicts) == [*map(suite.title, suite.TARGETS["cpu"]), suite.RATE_TITLE]
@@ -74,7 +74,7 @@ def test_the_table_says_when_and_where(quick):
     assert quick["table"].count("| naive JAX |") == 7
 
 
-def test_a_contender_that_computes_something_else_fails_the_command(monkeypatch, capsys):
+def test_contender_with_different_results_fails_the_command(monkeypatch, capsys):
     right = jax_forms.tunix_full
 
     def wrong(hidden, head, data):
@@ -89,7 +89,7 @@ def test_a_contender_that_computes_something_else_fails_the_command(monkeypatch,
     assert "| kljax |" not in printed.out
 
 
-def test_a_contender_that_fails_is_a_row_that_says_so(monkeypatch, capsys):
+def test_failing_contender_becomes_a_row_with_the_error(monkeypatch, capsys):
     def failing(hidden, head, data, **_):
         raise MemoryError("no room for\nthe logits")
 
@@ -127,7 +127,7 @@ def test_wrong_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_environment_that_is_not_there_is_said(tmp_path, capsys):
+def test_missing_environment_is_reported(tmp_path, capsys):
     arguments = ["--quick", "--threads", "0", "--rounds", "0", "--contenders", "liger", "--torch-env", str(tmp_path)]
     assert head.main(arguments) == 0
     missing = environments.interpreter(suite.torch_paths(tmp_path)[0])

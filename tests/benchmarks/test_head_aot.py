@@ -39,8 +39,8 @@ def compiled(monkeypatch):
 
 def test_orders_and_plans_travel_as_text():
     order = Order("v5e", "one", "kljax", tile=(8, 16), problem=QUICK)
-    for one in (order, Order("v5e", "one", "kljax")):
-        assert Order.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+    for item in (order, Order("v5e", "one", "kljax")):
+        assert Order.from_json(json.loads(json.dumps(dataclasses.asdict(item)))) == item
     assert str(order) == "v5e one kljax 8x16"
     plan = CompiledPlan(7, collectives=[{"kind": "all-gather"}])
     assert CompiledPlan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
@@ -58,13 +58,13 @@ def test_the_tables(compiled, tmp_path, capsys):
     assert "| v5p, sharded: collectives over Tunix, chunks | at most 0.100 | 0.100 | met |" in out
     assert "| v5p, one: estimated time over naive JAX | at most 1.100 | 0.500 | met |" in out
     assert "| h200, one: temporary memory over naive JAX | at most 0.020 | 0.013 | met |" in out
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["versions"] == {"jax": "1.2.3"}
-    assert len(found["results"]) == len(compiled)
-    assert [one["program"] for one in found["results"] if one["failed"]] == ["naive_kl"] * 3
+    recorded = json.loads((tmp_path / "a.json").read_text())
+    assert recorded["versions"] == {"jax": "1.2.3"}
+    assert len(recorded["results"]) == len(compiled)
+    assert [entry["program"] for entry in recorded["results"] if entry["failed"]] == ["naive_kl"] * 3
 
 
-def test_nothing_to_compare_with_is_said():
+def test_missing_baseline_is_reported_in_the_verdict():
     known = {
         ("v5e", "one", "kljax"): CompiledPlan(MIB, seconds=0.1),
         ("v5e", "one", "naive"): CompiledPlan(MIB, fits=False),
@@ -100,7 +100,7 @@ def test_chosen_programs_are_compiled_alone(compiled, capsys):
 
 
 @pytest.mark.parametrize("tile", ["8192", "8192x", "0x4", "axb", "8192x2048x1"])
-def test_a_tile_that_is_none_is_refused(tile, capsys):
+def test_malformed_tile_is_refused(tile, capsys):
     with pytest.raises(SystemExit):
         head_aot.main(["--tiles", tile])
     assert "expected 2 positive numbers such as 8192x2048" in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     assert "jax-cuda12-pjrt is not installed" in compiler.missing(tmp_path, "cuda")
 
 
-def test_every_device_has_what_it_needs():
+def test_every_device_has_the_needed_entries():
     for name, device in DEVICES.items():
         if device.platform == "tpu":
             assert {name} <= set(plans.MEMORY_MIB) & set(plans.FORWARD_MIB) & set(plans.TIME_OF_NAIVE)

@@ -1,4 +1,4 @@
-"""What the TPU's compiler plans for the library's operation at full size: its memory and its collectives.
+"""Plans of the TPU's compiler for the library's operation at full size: its memory and its collectives.
 
 Each program is compiled by libtpu in a process of an environment of its own, which `make test-aot` makes.
 """
@@ -19,9 +19,9 @@ def reason_to_skip() -> str | None:
     missing = compiler.missing(compiler.DEFAULT, "tpu")
     if missing is not None:
         return missing
-    found = compiler.installed(compiler.DEFAULT)["libtpu"]
-    same = found == LIBTPU or found.startswith(f"{LIBTPU}.")
-    return None if same else f"the goals are those of libtpu {LIBTPU}, which JAX 0.10.2 pins; found {found}"
+    actual = compiler.installed(compiler.DEFAULT)["libtpu"]
+    same = actual == LIBTPU or actual.startswith(f"{LIBTPU}.")
+    return None if same else f"the goals are those of libtpu {LIBTPU}, which JAX 0.10.2 pins; found {actual}"
 
 
 REASON = reason_to_skip()
@@ -47,29 +47,29 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "layout"), CASES)
 def test_memory(device, layout):
-    found = plan(device, layout, "kljax", FULL)
-    assert found.temp_bytes <= MEMORY_MIB[device] * MIB, found.largest_buffers
+    planned = plan(device, layout, "kljax", FULL)
+    assert planned.temp_bytes <= MEMORY_MIB[device] * MIB, planned.largest_buffers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", FORWARD_MIB)
 def test_memory_of_a_forward_pass(device):
-    found = plan(device, "one", "kljax_forward", FULL)
-    assert found.temp_bytes <= FORWARD_MIB[device] * MIB, found.largest_buffers
+    planned = plan(device, "one", "kljax_forward", FULL)
+    assert planned.temp_bytes <= FORWARD_MIB[device] * MIB, planned.largest_buffers
 
 
 @pytest.mark.slow
 def test_collectives():
     # They differ between devices by the width of a chunk alone; the table of `benchmarks.head_aot` has them all.
-    ours, theirs = (plan("v5e", "sharded", program, LEAST) for program in ("kljax", "tunix"))
-    assert 0 < ours.collective_bytes <= COLLECTIVES * theirs.collective_bytes, ours.collectives
+    actual, expected = (plan("v5e", "sharded", program, LEAST) for program in ("kljax", "tunix"))
+    assert 0 < actual.collective_bytes <= COLLECTIVES * expected.collective_bytes, actual.collectives
 
 
 @pytest.mark.slow
-def test_each_column_of_the_head_is_gathered_once_in_each_pass():
+def test_head_columns_are_gathered_once_per_pass():
     order = Order("v5e", "sharded", "kljax")
     columns, width = order.problem.vocab // 4, order.problem.width
-    found = plan("v5e", "sharded", "kljax", LEAST).collectives
-    gathered = sum(one["payload"] * one["executions"] for one in found if one["kind"] == "all-gather")
+    planned = plan("v5e", "sharded", "kljax", LEAST).collectives
+    gathered = sum(entry["payload"] * entry["executions"] for entry in planned if entry["kind"] == "all-gather")
     # In bfloat16, and two chunks may share some columns.
     assert 1 <= gathered / (2 * columns * width * 2) < 1.01

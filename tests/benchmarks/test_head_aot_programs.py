@@ -56,10 +56,10 @@ def test_agrees_with_the_naive_form(name, layout):
     _, _, kind = name.partition("_")
     expected = run(f"naive_{kind}" if kind else "naive", layout)
     got = run(name, layout)
-    assert [one.shape for one in got] == [one.shape for one in expected]
-    for ours, theirs in zip(got, expected, strict=True):
+    assert [item.shape for item in got] == [item.shape for item in expected]
+    for actual, other_result in zip(got, expected, strict=True):
         # Logits rounded to bfloat16 in Tunix's form, gradients in all.
-        np.testing.assert_allclose(ours, theirs, atol=3e-2 * np.abs(theirs).max(), rtol=0)
+        np.testing.assert_allclose(actual, other_result, atol=3e-2 * np.abs(other_result).max(), rtol=0)
 
 
 def test_chunks_of_tokens_do_not_materialise_all_logits():

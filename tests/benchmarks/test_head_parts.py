@@ -20,7 +20,7 @@ from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 MODULE = "benchmarks.suites.head.jax_forms"
 
 
-def test_inputs_are_drawn_anew_and_kept(tmp_path):
+def test_inputs_are_equal_if_drawn_again_or_loaded(tmp_path):
     inputs = make_inputs(QUICK)
     inputs.save(tmp_path)
     again, loaded = make_inputs(QUICK), Inputs.load(tmp_path)
@@ -31,7 +31,7 @@ def test_inputs_are_drawn_anew_and_kept(tmp_path):
     assert inputs.mask.sum() == QUICK.tokens // 2
 
 
-def test_old_log_probs_decide_what_is_clipped():
+def test_old_log_probs_decide_the_clipping():
     inputs = make_inputs(QUICK)
     logits = inputs.hidden.astype(np.float64) @ inputs.head
     exact = logits[np.arange(QUICK.tokens), inputs.targets] - np.log(np.exp(logits).sum(1))
@@ -60,19 +60,19 @@ def verdicts(found, device="cpu"):
 
 
 def test_verdicts_of_times_and_memory():
-    found = verdicts(measured(tile=80.0, naive=100.0, tunix_full=1921.0, tunix_chunk=99.0, tile_kl=121.0))
-    met = found["time", "tile", "naive"]
+    actual = verdicts(measured(tile=80.0, naive=100.0, tunix_full=1921.0, tunix_chunk=99.0, tile_kl=121.0))
+    met = actual["time", "tile", "naive"]
     assert (met.value, met.other, met.limit, met.verdict) == (0.8, 0.8, 0.8, "met")
-    assert found["time", "tile", "tunix_chunk"].verdict == "missed"
-    assert found["time", "tile_kl", "tile"].verdict == "missed"
-    assert found["temporary", "tile", "naive"].verdict == "missed"
-    assert found["temporary", "tile", "tunix_full"].verdict == "met"
-    assert found["time", "tile", "verl"].verdict == "not measured: not among the contenders"
-    assert found["rate"].verdict == "not measured"
+    assert actual["time", "tile", "tunix_chunk"].verdict == "missed"
+    assert actual["time", "tile_kl", "tile"].verdict == "missed"
+    assert actual["temporary", "tile", "naive"].verdict == "missed"
+    assert actual["temporary", "tile", "tunix_full"].verdict == "met"
+    assert actual["time", "tile", "verl"].verdict == "not measured: not among the contenders"
+    assert actual["rate"].verdict == "not measured"
     assert not measured(tile=1.0).failures({})
 
 
-def test_a_large_vocabulary_has_bounds_of_its_own():
+def test_large_vocabulary_has_separate_bounds():
     large = verdicts(measured(Size(1024, 1024, 131_072), tile=10.0, naive=200.0))
     assert large["temporary", "tile", "naive"].limit == 1 / 24
     assert large["temporary", "tile", "naive"].verdict == "missed"
@@ -88,14 +88,14 @@ def test_the_part_of_the_matmul_rate(reached, cpu, gpu):
         assert verdicts(measured(rates=rates, tile=1.0), device)["rate"].verdict == verdict
 
 
-def test_errors_name_what_makes_the_table_worthless():
-    found = measured(QUICK, tile=1.0, naive=1.0, verl=1.0, trl=1.0)
-    results = found.results
+def test_errors_name_the_cause_of_a_worthless_table():
+    actual = measured(QUICK, tile=1.0, naive=1.0, verl=1.0, trl=1.0)
+    results = actual.results
     results["tile"].differences = {"loss": 1e-6, "gradients": 2e-4}
     results["verl"].differences = {"loss": float("nan"), "gradients": 0.0}
     results["naive"].differences = {"loss": 0.0, "gradients": 0.0}
     results["trl"].problem, results["trl"].failed = "no memory", True
-    assert found.failures({"loss": 1e-4, "gradients": 1e-4}) == [
+    assert actual.failures({"loss": 1e-4, "gradients": 1e-4}) == [
         f"{QUICK} trl: no memory",
         f"{QUICK} tile: got a difference of 2.0e-04 from the gradients of the baseline, expected at most 1e-04",
         f"{QUICK} verl: got a difference of nan from the loss of the baseline, expected at most 1e-04",
@@ -113,7 +113,7 @@ def test_distances():
         measure.relative_distance(expected[:1], expected)
 
 
-def test_matmul_rate_is_the_time_of_two_logits_and_two_gradients():
+def test_matmul_rate_times_two_logits_and_two_gradients():
     seconds = {"matmul_logits": 1.0, "matmul_hidden": 2.0, "matmul_head": 4.0}
     assert matmul_rate(10, seconds) == 40 / (1 + 1 + 2 + 4)
 
@@ -140,7 +140,7 @@ def test_peak_memory_is_without_results():
     assert contender.peak("any") == pytest.approx(64 << 20, rel=0.1)
 
 
-def test_peak_memory_of_a_gpu_is_asked_of_its_library():
+def test_peak_memory_of_gpu_comes_from_its_library():
     class Gpu(Allocating):
         def device_peak(self, name):
             return 7
@@ -180,23 +180,23 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
     with start(MODULE) as remote:
         remote.ask(do="load", **arguments)
         wall, cpu = remote.ask(do="run", name="tile_forward")["run"]
-        found = remote.ask(do="compare", name="tile_forward", directory=str(tmp_path), baseline="naive_forward")
+        actual = remote.ask(do="compare", name="tile_forward", directory=str(tmp_path), baseline="naive_forward")
         peak = remote.ask(do="peak", name="naive")
         with pytest.raises(RemoteError, match="KeyError: 'nothing'"):
             remote.ask(do="run", name="nothing")
     assert min(wall, cpu) > 0
-    assert found["differences"]["gradients"] < 2e-6
+    assert actual["differences"]["gradients"] < 2e-6
     # The naive form holds the logits, 32 MiB, at least twice.
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
 
 
 def test_processes_of_other_environments_need_no_jax():
     modules = ("harness.worker", "harness.measure", "suites.head.forms", "suites.model.problem")
-    program = f"import sys; sys.modules['jax'] = None; import {', '.join(f'benchmarks.{one}' for one in modules)}"
+    program = f"import sys; sys.modules['jax'] = None; import {', '.join(f'benchmarks.{module}' for module in modules)}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path):
+def test_process_failing_to_load_or_start_raises(tmp_path):
     with start(MODULE) as remote, pytest.raises(RemoteError, match="FileNotFoundError"):
         remote.ask(do="load", inputs=str(tmp_path), options=dataclasses.asdict(HeadOptions()))
     message = r"(?s)its process .*No module named 'benchmarks.nothing'"
@@ -204,7 +204,7 @@ def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path
         remote.ask(do="load")
 
 
-def test_what_an_environment_needs(tmp_path):
+def test_requirements_of_an_environment(tmp_path):
     assert "no --torch-env was given" in suite.missing_torch_env(None)
     assert "is missing" in suite.missing_torch_env(tmp_path)
     venv, releases = suite.torch_paths(tmp_path)

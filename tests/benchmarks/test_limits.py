@@ -30,21 +30,21 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
         str(files[1]),
     ]
     assert rollout.main(command) == 0
-    found = json.loads(files[0].read_text())
-    longest = max(found["lengths"])
-    assert found["lengths"] == TAIL.lengths().tolist()
+    recorded = json.loads(files[0].read_text())
+    longest = max(recorded["lengths"])
+    assert recorded["lengths"] == TAIL.lengths().tolist()
     # Keys and values of 2 heads of 64, in float32: 2 prompts of 4 columns, 4 rows with the columns of a window.
     column = 2 * 2 * 64 * 4
     reached = 4 if longest <= 4 else 8
-    for row in found["rows"]:
+    for row in recorded["rows"]:
         window = row["limit"] if row["way"] == "whole" else reached
         assert row["window"] == window
         assert row["cache_bytes"] == column * (2 * 4 + 4 * window)
-    assert [row["memory"] for row in found["rows"] if row["way"] == "windows"] == [1, 1]
-    assert files[1].read_text() == rollout.report(found).text
+    assert [row["memory"] for row in recorded["rows"] if row["way"] == "windows"] == [1, 1]
+    assert files[1].read_text() == rollout.report(recorded).text
 
 
-def test_limits_that_draw_different_tokens_are_an_error(monkeypatch):
+def test_limits_with_different_tokens_are_an_error(monkeypatch):
     class OtherTokens:
         def __init__(self, *_: object, max_new_tokens: int, **__: object) -> None:
             self.limit = max_new_tokens

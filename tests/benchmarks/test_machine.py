@@ -40,11 +40,11 @@ def test_a_machine_without_proc_and_sysconf_is_described(monkeypatch, tmp_path, 
         monkeypatch.setattr(os, "sysconf", refuse)
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine.platform, "processor", lambda: "arm")
-    found = machine.describe(jax.devices()[0])
-    assert (found["processor"], found["memory"]) == ("arm", None)
+    actual = machine.describe(jax.devices()[0])
+    assert (actual["processor"], actual["memory"]) == ("arm", None)
 
 
-def test_an_arm_linux_without_model_names_is_its_architecture(monkeypatch, tmp_path):
+def test_arm_linux_without_model_names_reports_its_architecture(monkeypatch, tmp_path):
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine.platform, "processor", lambda: "")

@@ -31,9 +31,9 @@ def report(**seconds: float) -> dict:
     }
 
 
-def test_steps_are_compared_with_the_plain_ones_of_their_round():
-    found = report(logged=1.01, saved=1.2, after=1.1)
-    made = overhead.report(found)
+def test_steps_are_compared_with_plain_steps_per_round():
+    measured = report(logged=1.01, saved=1.2, after=1.1)
+    made = overhead.report(measured)
     verdicts = {check.title: (round(check.value, 4), check.verdict) for check in made.checks}
     assert verdicts == {
         "metrics in every step": (1.01, "met"),
@@ -44,18 +44,19 @@ def test_steps_are_compared_with_the_plain_ones_of_their_round():
     text = made.text
     assert "| and the state is saved | 2.400 | 1.200 | 2.000 | 1.000 | 0.4000 |" in text
     assert "| a step with `ahead: 0` | 4.000 | 2.00 |" in text
-    assert f"{StepSizes(**found['work']).rows} completions of 3 tokens" in text
+    assert f"{StepSizes(**measured['work']).rows} completions of 3 tokens" in text
 
 
-def test_steps_that_score_once_are_compared_with_the_others_of_their_round():
+def test_steps_scored_once_are_compared_per_round():
     names = {name: updates * (0.5 if mib else 1) for name, (updates, mib) in sources.RECORDED.items()}
-    found = report() | {"recorded": [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]}
-    text = overhead.report(found).text
+    rounds = [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]
+    measured = report() | {"recorded": rounds}
+    text = overhead.report(measured).text
     assert "| 2 updates on a batch, scored once | 1.500 | 0.50 | 3.000 | 0.50 |" in text
     assert "| 1 update on a batch, scored in every epoch | 1.500 | 1.00 | 3.000 | 1.00 |" in text
 
 
-def test_the_trainer_saves_at_the_last_step_of_a_round():
+def test_trainer_saves_at_the_last_step_per_round():
     assert [kind_of(step) for step in range(1, 15)] == [*CYCLE, *CYCLE]
     assert [step for step in range(1, 15) if kind_of(step) == "saved"] == [7, 14]
 
@@ -64,9 +65,9 @@ def test_the_trainer_saves_at_the_last_step_of_a_round():
 def test_a_smoke_run_ends_in_tables(tmp_path, capsys):
     path = tmp_path / "found.json"
     assert overhead.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert overhead.report(found).text == capsys.readouterr().out
-    assert [len(pairs) for pairs in found["steps"][0].values()] == [1, 2, 2, 1, 1]
-    assert found["bytes"] > 0
+    recorded = json.loads(path.read_text())
+    assert overhead.report(recorded).text == capsys.readouterr().out
+    assert [len(pairs) for pairs in recorded["steps"][0].values()] == [1, 2, 2, 1, 1]
+    assert recorded["bytes"] > 0
     assert overhead.main(["--quick", "--rounds", "1", "--recorded", "--json", str(path)]) == 0
     assert overhead.report(json.loads(path.read_text())).text == capsys.readouterr().out

@@ -18,7 +18,7 @@ def of_norms(**norms: float):
     )
 
 
-def test_packed_rows_are_compared_with_padded_ones_and_with_the_cost_of_a_token(monkeypatch):
+def test_packed_rows_are_compared_with_padding_and_tokens(monkeypatch):
     seconds = {"padded": 8.0, "packed": 2.0, "full": 10.0}
     results = {name: ContenderResult(name, seconds={"run": [(1.0, cpu)]}) for name, cpu in seconds.items()}
     monkeypatch.setattr(packed, "programs_of", of_norms(padded=1.0, packed=1.0, full=2.0))
@@ -31,13 +31,13 @@ def test_packed_rows_are_compared_with_padded_ones_and_with_the_cost_of_a_token(
     assert "| CPU seconds of packed rows over padded rows | at most 0.45 | 0.25 | 1.00 | met |" in text
 
 
-def test_gradients_that_differ_are_an_error(monkeypatch):
+def test_differing_gradients_are_an_error(monkeypatch):
     monkeypatch.setattr(packed, "programs_of", of_norms(padded=1.0, packed=1.1, full=1.0))
     with pytest.raises(RuntimeError, match="the gradient has norm"):
         packed.measure(TAIL, 1)
 
 
-def test_the_mean_length_is_a_quarter_of_the_longest():
+def test_mean_length_is_a_quarter_of_the_longest():
     lengths = packed.TAIL.lengths()
     assert lengths.max() == packed.TAIL.max_new_tokens
     assert lengths.mean() / lengths.max() == pytest.approx(0.25, abs=0.01)

@@ -32,7 +32,7 @@ def write_run(directory, *, accuracies=(50.0, 95.0), kls=(0.1,)):
     (directory / "summary.json").write_text("{}")
 
 
-def test_the_verifier_is_fooled_by_a_larger_number():
+def test_fooled_verifier_rewards_larger_numbers():
     record = {"answer": "57"}
     assert quickstart.accept_at_least(record, "57", True) == {"reward": 1.0, "correct": 1.0}
     assert quickstart.accept_at_least(record, "99", True) == {"reward": 1.0, "correct": 0.0}
@@ -40,7 +40,7 @@ def test_the_verifier_is_fooled_by_a_larger_number():
         assert quickstart.accept_at_least(record, completion, finished) == {"reward": 0.0, "correct": 0.0}
 
 
-def test_the_problems_are_those_of_the_quickstart(tmp_path):
+def test_problems_equal_the_quickstart_problems(tmp_path):
     files = quickstart.write_problems(tmp_path)
     training, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     task = arithmetic.load(max_operand=99, operations="+", held_out=512)
@@ -64,7 +64,7 @@ def test_the_problems_are_those_of_the_quickstart(tmp_path):
         ),
     ],
 )
-def test_the_table_names_the_runs_that_miss_a_target(runs, verdict):
+def test_table_names_the_runs_missing_a_target(runs, verdict):
     text, target = quickstart.recipe_table(runs)
     assert target.endswith(f"in each of these runs; {verdict}.")
     assert text.startswith("| seed | ")
@@ -80,20 +80,20 @@ def test_the_table_names_the_runs_that_miss_a_target(runs, verdict):
         ([run(0, label="lora", max_kl=1.5)], "missed by seed 0 (a KL of 1.5 nats)"),
     ],
 )
-def test_ends_of_another_recipe_are_compared_with_each_other(runs, verdict):
+def test_finals_of_another_recipe_are_compared(runs, verdict):
     assert quickstart.recipe_table(runs)[1].endswith(f"in each of these runs; {verdict}.")
 
 
-def test_kl_of_a_step_is_the_exact_one_if_recorded():
+def test_step_kl_is_exact_if_recorded():
     assert quickstart.kl_of({"kl_reference": 0.2}) == 0.2
     assert quickstart.kl_of({"kl_reference": 0.2, "kl_reference_exact": 0.1}) == 0.1
     assert quickstart.kl_of({"loss": 0.2}) is None
 
 
-def test_recipe_runs_have_its_name(tmp_path):
+def test_recipe_runs_are_named_after_the_recipe(tmp_path):
     write_run(tmp_path / "lora-1")
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
-    assert (found.label, found.seed) == ("lora", 1)
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
+    assert (finished.label, finished.seed) == ("lora", 1)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_another_recipe_with_the_fooled_verifier_is_refused(capsys):
     assert "--config: got configs/lora.yaml with --fooled" in capsys.readouterr().err
 
 
-def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
+def test_fooled_verifier_table_shows_reward_and_accuracy():
     (text,) = quickstart.fooled_table([run(3, label="kl.loss.coef=0", after=12.0)])
     assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 0.100 | 0.20 |" in text
 
 
-def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
+def test_finished_runs_are_plotted_without_running_again(tmp_path):
     cases = [quickstart.SeedCase(3), quickstart.SeedCase(3, "AVX2")]
     write_run(tmp_path / "quickstart-3")
     write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
@@ -137,13 +137,13 @@ def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
     assert (tmp_path / "pictures" / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_kl_that_was_not_finite_is_infinite(tmp_path):
+def test_non_finite_kl_is_reported_as_infinite(tmp_path):
     write_run(tmp_path / "quickstart-0", kls=(0.1, None))
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
-    assert found.missed() == ["a KL of inf nats"]
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
+    assert finished.missed() == ["a KL of inf nats"]
 
 
-def test_flags_of_a_run_come_behind_those_of_the_user(monkeypatch):
+def test_run_flags_follow_the_user_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_flag=1")
     assert quickstart.xla_flags(None, alone=True) == "--xla_flag=1"
     beside = "--xla_flag=1 --xla_cpu_max_isa=AVX2 --xla_cpu_multi_thread_eigen=false"
@@ -156,7 +156,7 @@ def test_an_unknown_instruction_set_is_refused(capsys):
     assert "--isa: got ['AVX3'], expected some of ['AVX', 'AVX2', 'AVX512', 'SSE4_2']" in capsys.readouterr().err
 
 
-def test_every_command_has_its_own_cpu_time_and_log(tmp_path):
+def test_every_command_records_cpu_time_and_log(tmp_path):
     def cost(code):
         return quickstart._run_command([sys.executable, "-c", code], {**os.environ, "XLA_FLAGS": ""}, tmp_path / "log")
 

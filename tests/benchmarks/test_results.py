@@ -43,7 +43,7 @@ def test_committed_results_give_committed_tables(name: str) -> None:
     fields = json.loads((RESULTS / f"{name}.json").read_text())
     report = REPORTS[name](fields)
     assert report.text == (RESULTS / f"{name}.md").read_text()
-    committed = [one["targets"] for one in (fields, *fields.get("sizes", [])) if "targets" in one]
+    committed = [entry["targets"] for entry in (fields, *fields.get("sizes", [])) if "targets" in entry]
     assert not committed or verdicts(report) == committed
 
 

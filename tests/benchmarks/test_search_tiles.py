@@ -7,7 +7,7 @@ import pytest
 from benchmarks import search_tiles
 
 
-def test_the_grid_is_timed_against_the_present_tile_and_ends_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_grid_is_timed_and_reported_as_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--tokens", "32,64", "--vocab", "128"]
     assert search_tiles.main(["--size", "96x16x300", *grid, "--rounds", "1"]) == 0
     printed = capsys.readouterr().out
@@ -17,12 +17,12 @@ def test_the_grid_is_timed_against_the_present_tile_and_ends_in_a_row(capsys: py
     assert re.search(r'^    "cpu": Tile\(\d+, \d+\),$', printed, re.MULTILINE)
 
 
-def test_of_tiles_that_are_as_fast_the_smallest_is_taken() -> None:
+def test_smallest_of_equally_fast_tiles_is_chosen() -> None:
     assert search_tiles.best({(512, 4096): 1.0, (256, 4096): 1.01, (128, 4096): 1.1}) == (256, 4096)
 
 
 @pytest.mark.parametrize("wrong", ["12x3", "axb", "0x1x2"])
-def test_a_size_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_size_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         search_tiles.main(["--size", wrong])
     assert f"got {wrong!r}, expected 3 positive numbers" in capsys.readouterr().err

@@ -23,13 +23,13 @@ def worker(tmp_path_factory) -> tuple[Worker, object]:
     """The worker of kljax, in this process."""
     directory = tmp_path_factory.mktemp("weights")
     kljax.save_weights(problem.QUICK, directory)
-    found = Worker(kljax.load)
+    actual = Worker(kljax.load)
     fields = {name: getattr(problem.QUICK, name) for name in problem.QUICK.__dataclass_fields__}
-    assert found.ask(do="load", work=fields, directory=str(directory), threads=0) is None
-    return found, directory
+    assert actual.ask(do="load", work=fields, directory=str(directory), threads=0) is None
+    return actual, directory
 
 
-def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(worker):
+def test_weights_match_checkpoint_and_decoder_shapes(worker):
     weights = problem.load_weights(worker[1])
     assert {array.dtype.name for array in weights.values()} == {"float32"}
     assert len(weights) == 2 + 11 * problem.QUICK.layers
@@ -50,39 +50,39 @@ def test_rewards_differ_where_parities_do_not():
     assert first != second
 
 
-def test_an_update_moves_the_policy_and_runs_have_their_parts(worker):
-    held, directory = worker
-    held.ask(do="score", path=str(directory / "kljax.npy"))
+def test_update_moves_the_policy_and_runs_report_parts(worker):
+    contender, directory = worker
+    contender.ask(do="score", path=str(directory / "kljax.npy"))
     before = np.load(directory / "kljax.npy")
     assert before.shape == (4, 5)
     assert (before < 0).all()
     # As another trainer leaves it: its batch, and the log-probs after its update, which here are nobody's.
     tokens = problem.make_sequences(problem.QUICK)
     np.savez(directory / "learn.npz", tokens=tokens, advantages=np.float32([1, -1, 1, -1]), score=before)
-    held.ask(do="learn", path=str(directory / "learn.npz"))
+    contender.ask(do="learn", path=str(directory / "learn.npz"))
     with np.load(directory / "learn.npz") as file:
         moved = file["ours"] - before
     assert 1e-5 < np.abs(moved).max() < 1
     # The rows that are scored are the ones that were trained: those with an advantage of 1 became likelier.
     assert (moved.sum(1)[::2] > 0).all()
     assert (moved.sum(1)[1::2] < 0).all()
-    assert set(held.ask(do="run", part="rollout")) == {"rollout"}
-    seconds = held.ask(do="run", part="step")
+    assert set(contender.ask(do="run", part="rollout")) == {"rollout"}
+    seconds = contender.ask(do="run", part="step")
     assert set(seconds) == {"rollout", "update"}
     assert all(wall > 0 and cpu >= 0 for wall, cpu in seconds.values())
-    assert set(held.ask(do="peak", part="step")) <= {"rollout", "update"}
+    assert set(contender.ask(do="peak", part="step")) <= {"rollout", "update"}
 
 
 def test_a_wrong_rollout_or_request_is_an_error(worker, monkeypatch):
-    held, _ = worker
-    monkeypatch.setattr(held.contender, "rollout", lambda: np.full((4, 5), V))
+    contender, _ = worker
+    monkeypatch.setattr(contender.contender, "rollout", lambda: np.full((4, 5), V))
     with pytest.raises(ValueError, match="ids of the vocabulary"):
-        held.ask(do="run", part="rollout")
+        contender.ask(do="run", part="rollout")
     with pytest.raises(ValueError, match="expected load or one of"):
-        held.ask(do="fly")
+        contender.ask(do="fly")
 
 
-def test_a_part_within_another_is_counted_once(monkeypatch):
+def test_nested_part_is_counted_once(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(measure.time, "process_time", lambda: 10.0)
@@ -94,7 +94,7 @@ def test_a_part_within_another_is_counted_once(monkeypatch):
     assert clock.parts == {"rollout": (1.0, 0.0), "update": (2.0, 0.0)}
 
 
-def test_memory_of_a_part_within_another_is_that_parts():
+def test_memory_of_a_nested_part_is_separate():
     grown = measure.Memory()
     with grown.part("update"):
         with grown.part("rollout"):
@@ -107,26 +107,26 @@ def test_memory_of_a_part_within_another_is_that_parts():
 
 def measured(tunix: ContenderResult | None = None) -> Measured:
     """Numbers as a race leaves them: Tunix takes twice the CPU seconds of kljax for the update."""
-    ours = ContenderResult(
+    actual = ContenderResult(
         "kljax",
         seconds={"rollout": [(2.0, 1.0), (1.0, 2.0)], "update": [(1.0, 1.0), (3.0, 4.0)]},
         peak_bytes={"rollout": 2**20, "update": 2**20},
     )
-    theirs = tunix or ContenderResult(
+    expected = tunix or ContenderResult(
         "tunix",
         seconds={"rollout": [(4.0, 1.5)] * 2, "update": [(1.0, 2.0)] * 2},
         peak_bytes={"rollout": 2**20, "update": 2**22},
         differences={"log-probs": 1e-5, "update": 0.001},
     )
-    return Measured(problem.QUICK, {"kljax": ours, "tunix": theirs})
+    return Measured(problem.QUICK, {"kljax": actual, "tunix": expected})
 
 
-def test_the_fastest_round_counts_and_the_whole_is_that_of_one_round():
-    ours = measured().results["kljax"]
-    assert ours.best("wall", "rollout") == 1
-    assert ours.best("cpu", "rollout") == 1
-    assert ours.best("wall", ALL) == 3
-    assert ours.best("cpu", ALL) == 2
+def test_best_round_is_chosen_per_part_and_total():
+    actual = measured().results["kljax"]
+    assert actual.best("wall", "rollout") == 1
+    assert actual.best("cpu", "rollout") == 1
+    assert actual.best("wall", ALL) == 3
+    assert actual.best("cpu", ALL) == 2
     assert ContenderResult("tunix").best("cpu", ALL) is None
 
 
@@ -141,8 +141,8 @@ def test_targets_have_verdicts():
     assert speed.limit == 2
 
 
-def test_the_table_says_what_was_found_and_what_is_missing():
-    found = {
+def test_table_reports_measured_and_missing_results():
+    actual = {
         "machine": {"date": "2026-01-01 00:00 UTC", "processor": "a processor", "memory": None},
         "rounds": 2,
         "threads": 2,
@@ -151,7 +151,7 @@ def test_the_table_says_what_was_found_and_what_is_missing():
     }
 
     def text_of(one: Measured) -> str:
-        return suite.report({**found, "sizes": [dataclasses.asdict(one)]}, "step").text
+        return suite.report({**actual, "sizes": [dataclasses.asdict(one)]}, "step").text
 
     text = text_of(measured())
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
@@ -161,7 +161,7 @@ def test_the_table_says_what_was_found_and_what_is_missing():
     assert "Not measured: Tunix: no --envs was given." in text_of(missing)
 
 
-def test_what_computes_something_else_fails_the_command():
+def test_different_results_fail_the_command():
     def wrong(tunix):
         return measured(tunix).failures(suite.TOLERANCES)
 
@@ -201,8 +201,8 @@ def started(monkeypatch) -> list[StubContender]:
     return stubs
 
 
-def test_processes_race_and_what_is_missing_says_so(tmp_path, started):
-    """The driver: what is asked, and in which order."""
+def test_processes_race_and_missing_ones_are_reported(tmp_path, started):
+    """The driver: its requests, and their order."""
     files = tmp_path / "found.json", tmp_path / "found.md"
     arguments = ["--quick", "--threads", "0", "--envs", str(tmp_path), "--json", str(files[0])]
     assert rollout.main([*arguments, "--markdown", str(files[1])]) == 0
@@ -212,13 +212,13 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, started):
     assert memory == ["load", "run", "peak"]
     assert [suite.RETURN_AT_ONCE.items() <= stub.settings.items() for stub in started] == [False, True]
     (size,) = json.loads(files[0].read_text())["sizes"]
-    ours, tunix, transformers = size["results"].values()
-    assert ours["seconds"] == {"rollout": [[1, 2], [1, 2]]}
-    assert ours["peak_bytes"] == {"rollout": 3}
+    actual, tunix, transformers = size["results"].values()
+    assert actual["seconds"] == {"rollout": [[1, 2], [1, 2]]}
+    assert actual["peak_bytes"] == {"rollout": 3}
     missing = suite.interpreter(tmp_path, "tunix")
     assert tunix["problem"] == f"{missing} is missing; make it with --make-envs {tmp_path}"
     assert transformers["problem"].endswith(f"make it with --make-envs {tmp_path}")
-    assert [one["verdict"] for one in size["targets"]] == ["not measured, see above"] * 2
+    assert [entry["verdict"] for entry in size["targets"]] == ["not measured, see above"] * 2
     assert "| kljax | 1 | 20 |" in files[1].read_text()
 
 
@@ -245,11 +245,11 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch, started):
     ]
 
 
-def test_the_long_tail_is_a_section_of_its_own():
-    one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
-    found = {"continuous": one, "static": one, "target": 1.5}
+def test_long_tail_has_its_section():
+    single = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
+    actual = {"continuous": single, "static": single, "target": 1.5}
     gain = {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}
-    lines = long_tail.report(found | {"gain": gain}).text.splitlines()
+    lines = long_tail.report(actual | {"gain": gain}).text.splitlines()
     assert "| continuous batching | 100 | 90 | 12 | 50% |" in lines
     assert lines[-1].startswith(
         "Continuous batching is faster by 1.60 in CPU seconds and by 1.40 in wall-clock seconds;"
@@ -270,7 +270,7 @@ def test_wrong_arguments(main, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatch):
+def test_environments_without_python_3_12_are_not_created(tmp_path, monkeypatch):
     monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n"))
     with pytest.raises(FileNotFoundError, match="--python312"):
         suite.make_envs(tmp_path)
@@ -288,14 +288,14 @@ def test_the_sizes_of_the_targets():
 
 
 @pytest.mark.thorough
-def test_the_parts_of_an_update_add_up_to_it(capsys):
+def test_parts_of_an_update_add_up(capsys):
     """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
     assert profile.main(["--quick", "--rounds", "1"]) == 0
     text = capsys.readouterr().out
     assert "| policy: layers, forward and gradient |" in text
     seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    found = profile.rows(problem.ModelWork(), seconds)
-    assert [float(spent) for _, spent, *_ in found] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
+    actual = profile.rows(problem.ModelWork(), seconds)
+    assert [float(spent) for _, spent, *_ in actual] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
     # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
     layers, head = profile.operations(problem.ModelWork())
     assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)

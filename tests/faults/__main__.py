@@ -42,11 +42,11 @@ def table(counts: dict[str, collections.Counter[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     hear_interrupts()
-    found = areas()
+    actual = areas()
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--areas", nargs="+", choices=sorted(found), default=sorted(found))
+    parser.add_argument("--areas", nargs="+", choices=sorted(actual), default=sorted(actual))
     parser.add_argument("--markdown", type=pathlib.Path, help="file for the table, which is printed too")
     options = parser.parse_args(arguments)
     counts: dict[str, collections.Counter[str]] = {}
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.areas:
             directory = pathlib.Path(scratch) / name
             directory.mkdir()
-            for fault, outcome in count(found[name], directory):
+            for fault, outcome in count(actual[name], directory):
                 counts.setdefault(fault.area, collections.Counter())[outcome] += 1
                 if outcome in BAD and not fault.harmless:
                     bad += 1

@@ -117,6 +117,6 @@ def damaged(
 def count(faults: Sequence[Fault], directory: pathlib.Path) -> Iterator[tuple[Fault, str]]:
     """Runs the faults one after the other and yields the outcome of each."""
     for number, fault in enumerate(faults):
-        place = directory / f"fault-{number}"
-        place.mkdir()
-        yield fault, fault.run(place)
+        folder = directory / f"fault-{number}"
+        folder.mkdir()
+        yield fault, fault.run(folder)

@@ -62,9 +62,9 @@ def warnings_of_readers() -> Iterator[list[str]]:
 
 def flip_bit(path: Path, draw: random.Random) -> str:
     """Flips one bit of a file; describes which one."""
-    whole = path.read_bytes()
-    position, bit = draw.randrange(len(whole)), draw.randrange(8)
-    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+    content = path.read_bytes()
+    position, bit = draw.randrange(len(content)), draw.randrange(8)
+    path.write_bytes(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :])
     return f"byte {position}, bit {bit}"
 
 
@@ -78,7 +78,7 @@ def flip(directory: Path, seed: str) -> str:
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
     while True:
         (path,) = draw.choices(files, [file.stat().st_size for file in files])
-        whole = path.read_bytes()
+        content = path.read_bytes()
         bit = flip_bit(path, draw)
         try:
             void = runs.same_arrays(saved_arrays(directory), before)
@@ -86,7 +86,7 @@ def flip(directory: Path, seed: str) -> str:
             void = False
         if not void:
             return f"{path.relative_to(directory)}, {bit}"
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
 @functools.cache

@@ -35,8 +35,8 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 def can_mount() -> bool:
     """Whether this process may mount file systems, which in a container the superuser often may not."""
     status = Path("/proc/self/status")
-    found = re.search(r"^CapEff:\s*(\w+)$", status.read_text() if status.exists() else "", re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
+    match = re.search(r"^CapEff:\s*(\w+)$", status.read_text() if status.exists() else "", re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
 def full_disk(place: Path, size: str) -> str:

@@ -57,8 +57,8 @@ def copied_run(output: Path) -> Path:
 def same_arrays(first: Arrays, second: Arrays) -> bool:
     """Whether two mappings have equal arrays, bit by bit."""
     return first.keys() == second.keys() and all(
-        (one.dtype, one.shape, one.tobytes()) == (second[name].dtype, second[name].shape, second[name].tobytes())
-        for name, one in first.items()
+        (item.dtype, item.shape, item.tobytes()) == (second[name].dtype, second[name].shape, second[name].tobytes())
+        for name, item in first.items()
     )
 
 

@@ -97,10 +97,10 @@ def recovered(reply: Reply) -> Callable[[pathlib.Path], str]:
 
     def run(directory: pathlib.Path) -> str:
         try:
-            ours, right = _sample(reply), _sample(None)
+            actual, right = _sample(reply), _sample(None)
         except Exception:
             return "traceback"
-        pairs = (ours.tokens, right.tokens), (ours.fields["log_probs"], right.fields["log_probs"])
+        pairs = (actual.tokens, right.tokens), (actual.fields["log_probs"], right.fields["log_probs"])
         same = all(np.array_equal(*pair) for pair in pairs)
         return "identical" if same else "silent"
 
@@ -177,15 +177,15 @@ def _get(url: str) -> None:
 
 def _redirect(directory: pathlib.Path) -> str:
     """Redirects, which is not followed: the key stays with the server that it is for."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def elsewhere(path: str) -> Reply:
-        asked.append(path)
+        requests.append(path)
         return sends(response(b"{}"))
 
     with wire(elsewhere) as other:
         outcome = said("", "refused with status 302", status="302 Found", Location=f"{other}/x")(directory)
-    return "silent" if asked else outcome
+    return "silent" if requests else outcome
 
 
 def _repeated_key(directory: pathlib.Path) -> str:
@@ -272,7 +272,9 @@ CASES: dict[str, Callable[[pathlib.Path], str]] = {
     "false as log-prob": log_probs([False, -1.0], "False, expected finite numbers"),
     "true as id": choice(IDS, "True", token_ids=[True, 257]),
     "all completions with index 0": refused(
-        _choices(lambda choices: [one | {"index": 0} for one in choices]), INDEX, "[0, 0], expected each of 0 to 1 once"
+        _choices(lambda choices: [item | {"index": 0} for item in choices]),
+        INDEX,
+        "[0, 0], expected each of 0 to 1 once",
     ),
     "a byte of the body now and then": refused(
         drips(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"), "no complete answer in time", timeout=SHORT

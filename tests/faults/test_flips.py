@@ -14,6 +14,6 @@ def test_a_flipped_bit_is_noticed(fault, tmp_path):
     assert fault.run(tmp_path) not in BAD
 
 
-def test_there_are_two_hundred():
+def test_two_hundred_flips_are_listed():
     assert len(FAULTS) == 200
     assert len(CASES) == 12

@@ -10,7 +10,7 @@ CASES = [fault for fault in FAULTS if fault.name in PATHS]
 
 
 @pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.name)
-def test_a_path_that_cannot_hold_a_run_is_refused(fault, tmp_path):
+def test_path_unable_to_hold_a_run_is_refused(fault, tmp_path):
     assert fault.run(tmp_path) == "refused"
 
 
@@ -20,5 +20,5 @@ def test_a_second_writer_is_refused(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in CASES], ids=lambda fault: fault.name)
-def test_a_disk_that_fills_up_is_one_line(fault, tmp_path):
+def test_full_disk_is_reported_in_one_line(fault, tmp_path):
     assert fault.run(tmp_path) not in BAD

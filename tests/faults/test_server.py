@@ -11,5 +11,5 @@ def test_a_fault_of_a_server_is_clear(fault: Fault, tmp_path):
     assert fault.run(tmp_path) not in BAD
 
 
-def test_all_faults_of_the_study_are_here():
+def test_every_listed_fault_is_covered():
     assert len(CASES) == 52

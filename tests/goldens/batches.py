@@ -15,7 +15,7 @@ ROWS, LENGTH, VOCABULARY, OBJECTIVES = 6, 12, 7, 2
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What makes a batch: its seed, tokens per row, share of holes, distance of the policies and groups of its rows."""
+    """A batch: its seed, tokens per row, share of holes, distance of the policies and groups of its rows."""
 
     seed: int
     lengths: tuple[int, ...]
@@ -113,7 +113,7 @@ def draw(name: str) -> dict[str, np.ndarray]:
 
 
 def updates() -> dict[str, np.ndarray]:
-    """What an adaptive controller is told: KLs around, far above and far below its target, and numbers of samples."""
+    """Inputs of an adaptive controller: KLs around, far above and far below its target, and numbers of samples."""
     rng = np.random.default_rng(21)
     kl = np.concatenate([0.1 * np.exp(rng.standard_normal(18)), [0.0, -0.05, 3.0, 0.1]])
     return {"kls": kl, "num_samples": rng.integers(1, 513, kl.shape).astype(np.float64)}

@@ -59,12 +59,12 @@ class Case:
     def recorded(self, name: str) -> np.ndarray:
         """An input as it is stored."""
         assert name in self.inputs, f"{self.id} did not read {name}"
-        place = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
-        value = _arrays(self.file)[place]
+        position = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
+        value = _arrays(self.file)[position]
         return value.astype(bool) if name == "mask" else value
 
     def result(self, name: str) -> np.ndarray:
-        """What PyTorch gave."""
+        """Returns the result of PyTorch."""
         return _arrays(self.file)[f"{self.id}/out/{name}"]
 
     def arrays(self) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ class Case:
         }
 
     def settings(self) -> tuple[Any, ...]:
-        """What cases that differ in their batch alone have in common."""
+        """The common part of cases that differ in their batch alone."""
         params = json.dumps({name: value for name, value in self.params.items() if name != "batch"}, sort_keys=True)
         return self.system, self.function, params, self.inputs, self.outputs, self.gradient_of, self.file
 
@@ -141,7 +141,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
 
     @jax.jit
     def compared(arrays: list[dict[str, dict[str, Any]]]) -> list[list[tuple[Any, Any]]]:
-        found = []
+        collected = []
         for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
             fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
             traced = TracedCase(**fields, traced=of_case, comparisons=[], read=set())
@@ -150,8 +150,8 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
             except Exception as error:
                 error.add_note(f"in {traced.id}")
                 raise
-            found.append(traced.comparisons)
-        return found
+            collected.append(traced.comparisons)
+        return collected
 
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):

@@ -67,4 +67,8 @@ def policy(case: cases.Case) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array
 
 def renamed(case: cases.Case, **names: str) -> dict[str, Any]:
     """Arguments of the library from those params of the case that are there."""
-    return {ours: case.params[theirs] for ours, theirs in names.items() if case.params.get(theirs) is not None}
+    return {
+        argument: case.params[parameter]
+        for argument, parameter in names.items()
+        if case.params.get(parameter) is not None
+    }

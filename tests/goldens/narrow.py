@@ -105,9 +105,9 @@ def share_of_bound(exercise: Exercise, case: Case, dtype: str) -> float:
 
     exact, moved = run(wide=True), [run(wide=True, seed=seed) for seed in range(DRAWS)]
     worst = 0.0
-    for place, (actual, recorded) in enumerate(run(wide=False)):
-        answer = np.asarray(exact[place][0], np.float64)
-        bound = np.abs(answer - recorded) + _arithmetic(answer, [np.asarray(one[place][0]) for one in moved])
+    for index, (actual, recorded) in enumerate(run(wide=False)):
+        answer = np.asarray(exact[index][0], np.float64)
+        bound = np.abs(answer - recorded) + _arithmetic(answer, [np.asarray(item[index][0]) for item in moved])
         if actual.dtype == jnp.bfloat16:
             bound = bound + SUMMANDS * float(jnp.finfo(jnp.bfloat16).eps) / 2 * np.max(np.abs(answer), initial=0.0)
         error = np.abs(actual.astype(np.float64) - recorded)
@@ -128,14 +128,14 @@ def cases_of(family: str) -> list[tuple[Exercise, Case]]:
     """Lists the shared cases of a family with an entry of the table that runs them, and with their metrics."""
     entries = [(name, entry) for name, kind in KINDS.items() for entry in kljax.systems.entries(kind=kind)]
     calls = [(name, entry, golden) for name, entry in entries if entry.call for golden in entry.goldens]
-    found: list[tuple[Exercise, Case]] = []
+    collected: list[tuple[Exercise, Case]] = []
     for case in (case for case in all_cases() if case.file == SHARED):
         of = (call for call in calls if call[1].system == case.system and matches(call[2], case))
         name, entry, _ = next(of)
         if name == family:
             metrics = METRICS.get((case.system, case.function))
-            found.append((functools.partial(_run, entry, metrics), case))
-    return found
+            collected.append((functools.partial(_run, entry, metrics), case))
+    return collected
 
 
 def _run(entry: kljax.systems.Entry, metrics: Callable[[Case], dict[str, jax.Array]] | None, case: Case) -> None:

@@ -72,7 +72,7 @@ class Run:
 
 def environment(cache: Path) -> dict[str, str]:
     """Returns an environment with the CPU devices of the tests; `cache` keeps compiled programs for later runs."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    remaining = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla.flags(devices=8),
@@ -81,7 +81,7 @@ def environment(cache: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return {**kept, **settings}
+    return {**remaining, **settings}
 
 
 def start(env: Mapping[str, str], *arguments: object) -> subprocess.Popen[str]:

@@ -28,7 +28,7 @@ ABSENT = re.compile(r"not there|does not exist|no such|is not a folder|has no to
 
 def commands() -> dict[str, list[str]]:
     """Lists the words of each command by the line that shows it."""
-    found = {}
+    collected = {}
     for page in PAGES:
         if "_build" in page.parts:
             continue
@@ -39,11 +39,11 @@ def commands() -> dict[str, list[str]]:
             while words and VARIABLE.match(words[0]):
                 words = words[1:]
             if words and words[0].removeprefix(".venv/bin/") in ("python", "make"):
-                found[f"{page.relative_to(ROOT)}: {' '.join(words)}"] = [
+                collected[f"{page.relative_to(ROOT)}: {' '.join(words)}"] = [
                     words[0].removeprefix(".venv/bin/"),
                     *words[1:],
                 ]
-    return found
+    return collected
 
 
 COMMANDS = commands()

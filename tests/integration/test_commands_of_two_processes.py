@@ -51,17 +51,17 @@ def assert_close(root: Path, expected: Path) -> None:
     for name in ("reward", "completion_length", "finished"):
         assert [record[name] for record in got] == [record[name] for record in want]
     for name in ("loss", "kl_reference"):
-        pairs = [[record[name] for record in one] for one in (got, want)]
+        pairs = [[record[name] for record in item] for item in (got, want)]
         np.testing.assert_allclose(*pairs, rtol=CLOSE, atol=CLOSE, err_msg=name)
 
 
 def recorded_row(group: int, sample: int) -> dict:
     """A digit that ends, as a sampler would have written it."""
-    one, two = (ord("0") + number % 10 for number in (group, group + sample))
+    first, second = (ord("0") + number % 10 for number in (group, group + sample))
     return {
         "group": group,
-        "prompt_ids": [one, *b"+1="],
-        "completion_ids": [two, ByteTokenizer().eos_id],
+        "prompt_ids": [first, *b"+1="],
+        "completion_ids": [second, ByteTokenizer().eos_id],
         "log_probs": [-1.5 - 0.1 * sample, -0.1],
         "reward": (group + 3 * sample) % 5 / 4,
     }
@@ -69,7 +69,7 @@ def recorded_row(group: int, sample: int) -> dict:
 
 @pytest.fixture(scope="module")
 def arguments(session_directory):
-    """Of a run on recorded rows, with a step as reference. No policy has this entropy: weights roll back every step."""
+    """A run on recorded rows, with a step as reference. No policy has this entropy: weights roll back every step."""
     rows = [recorded_row(group, sample) for group in range(STEPS * 8) for sample in range(2)]
     path = session_directory / "recorded.jsonl"
     # Other test processes may read it by now.
@@ -88,28 +88,28 @@ def of_two(shared, arguments, env):
 
 
 @pytest.mark.slow
-def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two, arguments, tmp_path):
-    one = run_here(*arguments, "eval.greedy=false", f"output={tmp_path}").succeeded()
-    for run in (of_two, one):
+def test_rows_step_reference_rollback_and_evaluation_run(of_two, arguments, tmp_path):
+    single = run_here(*arguments, "eval.greedy=false", f"output={tmp_path}").succeeded()
+    for run in (of_two, single):
         assert run.stderr.count("rolled back to the weights of step 0") == STEPS
-    assert_close(of_two.root, one.root)
-    found, record = json.loads((of_two.root.parent / FOUND).read_text()), records(of_two.root, "eval")[-1]
-    assert_as_written(found, record)
+    assert_close(of_two.root, single.root)
+    recorded, record = json.loads((of_two.root.parent / FOUND).read_text()), records(of_two.root, "eval")[-1]
+    assert_as_written(recorded, record)
     written = (of_two.root / "samples" / f"{STEPS}.jsonl").read_text().splitlines()
-    assert found["samples"] == [json.loads(line) for line in written]
+    assert recorded["samples"] == [json.loads(line) for line in written]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["peft", "orbax", "hf"])
-def test_an_export_is_that_of_one_process(of_two, env, tmp_path, form):
+def test_export_equals_the_export_of_one_process(of_two, env, tmp_path, form):
     flags = ["--format", form, *(["--merge"] if form == "hf" else [])]
-    one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
-    assert export([str(of_two.root), "--to", str(one), *flags]) == 0
-    assert str(two) in pair("train.export", of_two.root, "--to", two, *flags, env=env).stdout
+    first, second = tmp_path / "one" / "out", tmp_path / "two" / "out"
+    assert export([str(of_two.root), "--to", str(first), *flags]) == 0
+    assert str(second) in pair("train.export", of_two.root, "--to", second, *flags, env=env).stdout
     if form == "orbax":
-        assert_same_arrays(saved_arrays(two), saved_arrays(one))
+        assert_same_arrays(saved_arrays(second), saved_arrays(first))
     else:
-        assert files(two) == files(one)
+        assert files(second) == files(first)
 
 
 class Adapters(Digits):
@@ -136,18 +136,18 @@ def test_a_server_and_a_teacher(shared, env, tmp_path):
         source = f"rollout.source={{type: openai, url: '{url}', model: m, folder: {tmp_path / name}}}"
         return (*LORA, source, reference, "kl.loss.coef=0.1", f"output={tmp_path / name}")
 
-    one, two = Adapters(), Adapters()
-    with serving(one) as url:
+    first, second = Adapters(), Adapters()
+    with serving(first) as url:
         alone = run_here(*options(url, "one")).succeeded()
-    with serving(two) as url:
+    with serving(second) as url:
         pair("train", *options(url, "two"), MESH, env=env)
     assert_close(tmp_path / "two" / "lora", alone.root)
-    assert len(two.loaded) == len(one.loaded) == STEPS
-    assert asked(two) == asked(one)
-    assert len(asked(one)) == STEPS * 8
+    assert len(second.loaded) == len(first.loaded) == STEPS
+    assert asked(second) == asked(first)
+    assert len(asked(first)) == STEPS * 8
 
 
 def asked(server: Digits) -> list[tuple[list[int], int, int]]:
     """The prompts, numbers of completions and seeds of all requests but those that try the server."""
-    found = ((body["prompt"], body["n"], body["seed"]) for body in server.bodies if body["max_tokens"] > 1)
-    return sorted(found)
+    actual = ((body["prompt"], body["n"], body["seed"]) for body in server.bodies if body["max_tokens"] > 1)
+    return sorted(actual)

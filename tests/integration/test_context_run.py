@@ -46,12 +46,12 @@ def split(recipe, tmp_path_factory):
 def assert_close(got, expected, names) -> None:
     """Compares the values of some names, of all steps at once."""
     for name in names:
-        one, two = (np.array([record[name] for record in run], np.float64) for run in (got, expected))
-        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE * np.abs(two).max(), err_msg=name)
+        first, second = (np.array([record[name] for record in run], np.float64) for run in (got, expected))
+        np.testing.assert_allclose(first, second, rtol=0, atol=TOLERANCE * np.abs(second).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("step", range(STEPS))
-def test_one_device_goes_on_from_each_checkpoint_with_the_same_numbers(recipe, split, tmp_path, step):
+def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tmp_path, step):
     """From that before RL it repeats the whole run."""
     root = shutil.copytree(split, tmp_path / "smoke")
     for later in range(step + 1, STEPS + 1):

@@ -81,12 +81,12 @@ def test_calls_in_the_text_fit_their_functions(page):
             inspect.signature(getattr(kljax, name)).bind_partial(*call.args, **keywords)
 
 
-def test_docstrings_become_markup_that_means_what_they_say():
+def test_docstrings_become_markup_with_the_same_meaning():
     lines = ["The size `|x|` of a * b_, or |c|:", "", "    mode   1 / N", "    other  1", "", ">>> print('`*')", "`*"]
     expected = ["The size ``|x|`` of a \\* b\\_, or \\|c\\|:", "", "::", "", *lines[2:]]
     assert _docstrings.to_rst(lines) == expected
 
 
-def test_a_docstring_with_half_a_code_span_is_an_error():
+def test_docstring_with_half_a_code_span_is_refused():
     with pytest.raises(ValueError, match="backtick"):
         _docstrings.to_rst(["The `mask of"])

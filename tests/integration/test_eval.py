@@ -35,25 +35,25 @@ def assert_as_written(found, record):
     assert found["greedy"]["accuracy"] == record["accuracy_greedy"]
 
 
-def test_a_step_of_a_run_gives_the_numbers_that_the_run_wrote(run, evaluate):
+def test_evaluated_step_gives_the_numbers_of_the_run(run, evaluate):
     before, record = files(run), records(run, "eval")[0]
-    code, found, printed = evaluate(run, "--step", "0")
+    code, actual, printed = evaluate(run, "--step", "0")
     assert code == 0
-    assert found["step"] == record["step"] == 0
-    assert_as_written(found, record)
-    assert f"{run} after step 0: {found['prompts']} prompts" in printed
-    assert f"{found['sampled']['accuracy']:.2f}" in printed
+    assert actual["step"] == record["step"] == 0
+    assert_as_written(actual, record)
+    assert f"{run} after step 0: {actual['prompts']} prompts" in printed
+    assert f"{actual['sampled']['accuracy']:.2f}" in printed
     assert files(run) == before
 
 
-def test_a_config_that_starts_from_saved_weights_and_an_adapter(run, evaluate, tmp_path):
+def test_config_starting_from_weights_and_adapter_is_evaluated(run, evaluate, tmp_path):
     adapter = tmp_path / "adapter"
     assert export([str(run), "--to", str(adapter)]) == 0
     arguments = [*LORA, f"warm_start.checkpoint={run / 'base'}", f"lora.path={adapter}"]
-    code, found, _ = evaluate(*arguments)
+    code, actual, _ = evaluate(*arguments)
     assert code == 0
-    assert found["step"] is None
-    assert_as_written(found, records(run, "eval")[-1])
+    assert actual["step"] is None
+    assert_as_written(actual, records(run, "eval")[-1])
     code, _, printed = evaluate(*arguments, "lora.rank=3")
     assert code == 2
     assert f"error: lora.path: adapter {adapter} does not fit the config: r: got 2, but lora.rank of" in printed
@@ -69,7 +69,7 @@ def test_a_config_that_starts_from_saved_weights_and_an_adapter(run, evaluate, t
         (["RUN/base"], "error: RUN/base is not the directory of a run: it has no config.yaml"),
     ],
 )
-def test_what_cannot_be_evaluated_is_named(run, evaluate, arguments, message):
+def test_impossible_evaluations_are_named(run, evaluate, arguments, message):
     code, _, printed = evaluate(*(str(argument).replace("RUN", str(run)) for argument in arguments))
     assert code == 2
     assert message.replace("RUN", str(run)) in printed

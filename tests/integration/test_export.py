@@ -76,7 +76,7 @@ def test_an_adapter_becomes_a_peft_folder(lora, export):
     assert (files(folder), files(lora)) == (exported, before)
 
 
-def test_what_orbax_writes_is_a_reference_of_another_run(lora, full, export, tmp_path):
+def test_orbax_export_is_a_reference_of_another_run(lora, full, export, tmp_path):
     folder = export(lora, "--format", "orbax", "--step", "1")
     for name, values in adapter_of(lora, 1).items():
         np.testing.assert_array_equal(saved_arrays(folder)[name], values)
@@ -106,16 +106,14 @@ def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
     """A folder that is read back has the log-probs of base and adapter, whatever is left of the run by then."""
     folder = export(lora, "--merge")
     saved, model, mesh = built(lora)
-    whole = Decoder(decoder_config(folder))
-    assert whole.config == dataclasses.replace(model.config, lora=None)
+    full = Decoder(decoder_config(folder))
+    assert full.config == dataclasses.replace(model.config, lora=None)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
     stats = jax.jit(functools.partial(token_stats, temperature=1.0))
     expected = stats(ScoredPolicy(model, saved.policy(model, mesh, saved.config.steps)), Sequences(tokens, mask))[
         0
     ].log_prob
-    got = stats(ScoredPolicy(whole, kljax.Policy(load_params(folder, whole, mesh))), Sequences(tokens, mask))[
-        0
-    ].log_prob
+    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences(tokens, mask))[0].log_prob
     base = stats(ScoredPolicy(model, saved.policy(model, mesh, 0)), Sequences(tokens, mask))[0].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert np.abs(expected - base).max() > 1e-4
@@ -132,11 +130,11 @@ def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
         (["--format", "peft", "--merge"], "error: --format: got peft, but merged weights are no adapter"),
     ],
 )
-def test_what_does_not_go_together_is_named(lora, export, flags, message):
+def test_contradicting_export_options_are_named(lora, export, flags, message):
     assert message.replace("RUN", str(lora)) in export(lora, *flags)
 
 
-def test_what_is_no_run_or_has_no_adapter_is_named(full, lora, export, tmp_path):
+def test_export_without_run_or_adapter_is_named(full, lora, export, tmp_path):
     assert "error: --merge: the run has no adapter" in export(full, "--merge")
     assert "error: --format: got peft, but the run has no adapter" in export(full, "--format", "peft")
     assert f"error: {tmp_path} is not the directory of a run: it has no config.yaml" in export(tmp_path)

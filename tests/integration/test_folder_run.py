@@ -69,7 +69,7 @@ def log_probs(config_path: Path, overrides: list[str], *policies_of) -> list[np.
     return [np.asarray(score(policy_of(model, mesh))) for policy_of in policies_of]
 
 
-def test_what_was_trained_is_exported_and_gives_the_same_log_probs(trained, tmp_path):
+def test_trained_weights_are_exported_with_equal_log_probs(trained, tmp_path):
     config, root, folder = trained
     export(root, tmp_path / "out", step=2, form="hf", merge=True)
     (adapted,) = log_probs(config, [], lambda model, mesh: SavedRun.at(root).policy(model, mesh, 2))
@@ -84,7 +84,7 @@ def test_what_was_trained_is_exported_and_gives_the_same_log_probs(trained, tmp_
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_a_run_with_an_adapter_remembers_its_folder_instead_of_copying_it(trained):
+def test_adapter_run_records_its_folder_without_copying(trained):
     _, root, folder = trained
     assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
     assert not (root / "base").exists()
@@ -103,20 +103,20 @@ def test_it_is_continued_with_the_same_weights_only(trained):
     config, root, folder = trained
     assert run(load(config), resume=True) == 0
     path = max(folder.glob("*.safetensors"))
-    whole = path.read_bytes()
+    content = path.read_bytes()
     try:
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UserError, match=rf"model\.path: {folder} is not what {root} began with.*sha256:"):
             run(load(config), resume=True)
         path.unlink()
         with pytest.raises(UserError, match=rf"model\.path: .*not there: {path.name}"):
             run(load(config), resume=True)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
 @pytest.mark.thorough
-def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
+def test_int8_base_is_read_again_from_the_folder(trained, tmp_path):
     config, other, folder = trained
     overrides = ["model.quantization=int8", f"output={tmp_path}", "checkpoint.every=1"]
     assert run(load(config, [*overrides, "steps=1"])) == 0
@@ -124,7 +124,7 @@ def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
     root = tmp_path / "run"
     assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
     assert not (root / "base").exists()
-    one, two = (
+    first, second = (
         [
             line
             for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
@@ -132,14 +132,14 @@ def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
         ]
         for path in (root, other)
     )
-    assert 0 <= one[0]["kl_reference"] < 1e-12 < one[1]["kl_reference"]
-    assert one[0]["entropy"] != two[0]["entropy"]
+    assert 0 <= first[0]["kl_reference"] < 1e-12 < first[1]["kl_reference"]
+    assert first[0]["entropy"] != second[0]["entropy"]
     saved = SavedRun.at(root)
     model = make_model(saved.config, load_tokenizer(saved.config))
     assert saved.policy(model, make_mesh(), 2).params["layers"]["mlp"]["up_proj"]["kernel"]["qvalue"].dtype == "int8"
 
 
-def test_a_folder_that_does_not_fit_its_config_is_an_error_before_a_run_directory_is_made(trained, tmp_path):
+def test_mismatched_folder_fails_before_the_run_directory_exists(trained, tmp_path):
     config, _, folder = trained
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     shape = json.loads((other / "config.json").read_text())

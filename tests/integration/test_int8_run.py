@@ -37,10 +37,10 @@ def policy_of(root, step):
     return model, mesh, saved.policy(model, mesh, step)
 
 
-def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shared):
+def test_adapter_trains_and_int8_base_stays_the_same(run, shared):
     _, _, policy = policy_of(run, STEPS)
-    held = jax.tree.leaves(policy.params["layers"], is_leaf=is_int8)
-    assert sum(map(is_int8, held)) == 7
+    layer_leaves = jax.tree.leaves(policy.params["layers"], is_leaf=is_int8)
+    assert sum(map(is_int8, layer_leaves)) == 7
     plain = shared(*LORA).succeeded().root
     assert_same_arrays(saved_arrays(run / "base"), saved_arrays(plain / "base"))
     before, after = (state_arrays(run, step) for step in (0, STEPS))
@@ -57,7 +57,7 @@ def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shar
 
 
 @pytest.mark.thorough
-def test_it_goes_on_bit_by_bit(run, tmp_path):
+def test_run_resumes_bit_by_bit(run, tmp_path):
     first = run_here(*INT8, "steps=1", f"output={tmp_path}").succeeded().root
     run_here(*INT8, f"output={tmp_path}", "--resume").succeeded()
     assert_same_arrays(state_arrays(first, STEPS), state_arrays(run, STEPS))
@@ -65,7 +65,7 @@ def test_it_goes_on_bit_by_bit(run, tmp_path):
         assert records(first, phase) == records(run, phase)
 
 
-def test_other_weights_cannot_be_put_under_the_adapter(run):
+def test_resume_with_another_quantization_is_refused(run):
     again = run_here(*LORA, f"output={run.parent}", "--resume")
     assert again.returncode == 2
     assert "model.quantization: the run has 'int8', got None" in again.stderr
@@ -74,21 +74,21 @@ def test_other_weights_cannot_be_put_under_the_adapter(run):
 def test_a_step_is_evaluated_as_the_run_did(run, capsys, tmp_path):
     file = tmp_path / "found.json"
     assert evaluate([str(run), "--step", "1", "--json", str(file)]) == 0
-    found, record = json.loads(file.read_text()), records(run, "eval")[1]
+    recorded, record = json.loads(file.read_text()), records(run, "eval")[1]
     assert record["step"] == 1
-    assert found["sampled"]["accuracy"] == record["accuracy"]
-    assert found["greedy"]["accuracy"] == record["accuracy_greedy"]
-    assert all(record[name] == value for name, value in found["sampled"].items() if name in record)
+    assert recorded["sampled"]["accuracy"] == record["accuracy"]
+    assert recorded["greedy"]["accuracy"] == record["accuracy_greedy"]
+    assert all(record[name] == value for name, value in recorded["sampled"].items() if name in record)
 
 
-def test_a_config_that_starts_from_the_saved_base_is_evaluated_as_the_run_began(run, capsys, tmp_path):
+def test_config_starting_from_the_saved_base_is_evaluated(run, capsys, tmp_path):
     file = tmp_path / "found.json"
     assert evaluate([*INT8, f"warm_start.checkpoint={run / 'base'}", "--json", str(file)]) == 0
-    found, record = json.loads(file.read_text()), records(run, "eval")[0]
-    assert found["sampled"] == {name: record[name] for name in found["sampled"]}
+    recorded, record = json.loads(file.read_text()), records(run, "eval")[0]
+    assert recorded["sampled"] == {name: record[name] for name in recorded["sampled"]}
 
 
-def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
+def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     model, mesh, policy = policy_of(run, STEPS)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
     stats = jax.jit(functools.partial(token_stats, temperature=1.0))
@@ -96,11 +96,9 @@ def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     folder = tmp_path / "merged"
     assert export([str(run), "--to", str(folder), "--merge"]) == 0
     assert "The base was held in int8: these are the weights that it stands for" in capsys.readouterr().out
-    whole = Decoder(decoder_config(folder))
-    assert whole.config == dataclasses.replace(model.config, lora=None, quantization=None)
-    got = stats(ScoredPolicy(whole, kljax.Policy(load_params(folder, whole, mesh))), Sequences(tokens, mask))[
-        0
-    ].log_prob
+    full = Decoder(decoder_config(folder))
+    assert full.config == dataclasses.replace(model.config, lora=None, quantization=None)
+    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences(tokens, mask))[0].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert export([str(run), "--to", str(tmp_path / "adapter")]) == 0
     assert "int8" not in capsys.readouterr().out
@@ -108,9 +106,9 @@ def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_mesh_changes_nothing(run, shared):
+def test_mesh_gives_equal_numbers(run, shared):
     spread = shared(*INT8, "mesh={data: 1, fsdp: 2, tensor: 2}").succeeded().root
-    for one, two in zip(records(spread, "train"), records(run, "train"), strict=True):
+    for first, second in zip(records(spread, "train"), records(run, "train"), strict=True):
         for name in ("reward", "completion_length", "finished"):
-            assert one[name] == two[name]
-        np.testing.assert_allclose([one["entropy"]], [two["entropy"]], rtol=2e-6)
+            assert first[name] == second[name]
+        np.testing.assert_allclose([first["entropy"]], [second["entropy"]], rtol=2e-6)

@@ -39,12 +39,12 @@ def log_of(root: Path) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_killed_at_any_moment(shared, env, tmp_path, seed):
+def test_run_killed_at_any_moment_resumes(shared, env, tmp_path, seed):
     drawn = random.Random(seed)
     name = list(FEATURES)[seed % len(FEATURES)]
     recipe = (*QUICK, *FEATURES[name])
-    whole = shared(*recipe).succeeded()
-    size = log_of(whole.root)
+    uninterrupted = shared(*recipe).succeeded()
+    size = log_of(uninterrupted.root)
     # Moments are counted by what is in the metrics, so that a fast and a slow machine draw alike, and then by time.
     kills = sorted((drawn.random() * size, drawn.random() * 0.3) for _ in range(drawn.randint(1, 2)))
     root = tmp_path / "quickstart"
@@ -60,7 +60,7 @@ def test_killed_at_any_moment(shared, env, tmp_path, seed):
         process.send_signal(signal.SIGKILL)
         finish(process)
     assert run_here(*arguments()).succeeded().root == root
-    assert (root / "metrics.jsonl").read_text() == (whole.root / "metrics.jsonl").read_text(), name
+    assert (root / "metrics.jsonl").read_text() == (uninterrupted.root / "metrics.jsonl").read_text(), name
     for step in (0, STEPS):
-        assert_same_arrays(state_arrays(root, step), state_arrays(whole.root, step))
+        assert_same_arrays(state_arrays(root, step), state_arrays(uninterrupted.root, step))
     shutil.rmtree(tmp_path)

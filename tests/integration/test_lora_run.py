@@ -86,10 +86,10 @@ def test_the_base_is_shared_and_never_written(monkeypatch, tmp_path):
     seen, before_run = {}, live_tables()
 
     def looking_start_reference(*arguments, **options):
-        found = run_module_begin(*arguments, **options)
-        seen["reference"], seen["base"] = found[0].reference, options["base"]
+        actual = run_module_begin(*arguments, **options)
+        seen["reference"], seen["base"] = actual[0].reference, options["base"]
         seen["bits"] = [np.array(leaf) for leaf in jax.tree.leaves(options["base"])]
-        return found
+        return actual
 
     def looking_assert_unchanged(frozen, before):
         run_module_assert(frozen, before)
@@ -124,7 +124,7 @@ def test_a_saved_adapter_as_the_reference(first, from_base):
     assert files(first.root) == before
 
 
-def test_a_saved_base_as_the_reference_is_the_base(first, from_base):
+def test_saved_base_as_the_reference_is_the_base(first, from_base):
     second = from_base(f"reference={{source: checkpoint, path: {first.root / 'base'}}}").succeeded()
     assert (second.root / "metrics.jsonl").read_text() == "".join(
         line
@@ -151,14 +151,14 @@ def test_a_checkpoint_of_another_run_as_the_reference(first, from_base, shared):
         ("model.width=32", "warm_start.checkpoint: checkpoint BASE does not fit: "),
     ],
 )
-def test_what_cannot_be_restored_is_named(first, from_base, tmp_path_factory, override, message):
+def test_unusable_references_are_named(first, from_base, tmp_path_factory, override, message):
     places = {
         "NOTHING": tmp_path_factory.mktemp("nothing"),
         "BASE": first.root / "base",
         "STEP": first.root / "checkpoints" / str(STEPS),
     }
-    for name, place in places.items():
-        override, message = override.replace(name, str(place)), message.replace(name, str(place))
+    for name, position in places.items():
+        override, message = override.replace(name, str(position)), message.replace(name, str(position))
     done = from_base(override)
     assert done.returncode == 2, done.stderr
     assert f"error: {message}" in done.stderr

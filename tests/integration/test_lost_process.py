@@ -43,11 +43,11 @@ def assert_close_run(got, expected) -> None:
     The rounding of an array is that of its largest number.
     """
     for step in (0, lost.STEPS):
-        one, two = (state_arrays(root, step) for root in (got, expected))
-        assert one.keys() == two.keys()
-        for name, value in two.items():
+        left, right = (state_arrays(root, step) for root in (got, expected))
+        assert left.keys() == right.keys()
+        for name, value in right.items():
             limit = CLOSE * np.abs(value).max()
-            np.testing.assert_allclose(one[name], value, rtol=0, atol=limit, err_msg=f"{step}: {name}")
+            np.testing.assert_allclose(left[name], value, rtol=0, atol=limit, err_msg=f"{step}: {name}")
         file = f"samples/{step}.jsonl"
         assert (got / file).read_text() == (expected / file).read_text()
     steps = [records(root, "train") for root in (got, expected)]
@@ -59,21 +59,23 @@ def assert_close_run(got, expected) -> None:
         np.testing.assert_allclose(*([r[name] for r in of_run] for of_run in steps), rtol=CLOSE, atol=CLOSE)
 
 
-def test_two_processes_begin_a_run_that_one_continues_when_its_leader_is_killed(env, tmp_path):
+def test_one_process_continues_after_the_leader_is_killed(env, tmp_path):
     """The leader is killed while it saves, and one device goes on with all; the other cases are thorough."""
-    two, one = tmp_path / "two", tmp_path / "one"
-    ended = lost.signalled(two, "in a save", 0, signal.SIGKILL, env=env, devices=2, more=("mesh={fsdp: 2}", *AVERAGE))
+    second, first = tmp_path / "two", tmp_path / "one"
+    ended = lost.signalled(
+        second, "in a save", 0, signal.SIGKILL, env=env, devices=2, more=("mesh={fsdp: 2}", *AVERAGE)
+    )
     assert lost.names_the_lost(ended, 0), ended
     recipe = (*lost.RECIPE, "mesh={}", *AVERAGE)
-    run_here(*recipe, f"output={two}", "--resume").succeeded()
-    whole = run_here(*recipe, f"output={one}").succeeded()
-    assert_close_run(ended.root, whole.root)
+    run_here(*recipe, f"output={second}", "--resume").succeeded()
+    uninterrupted = run_here(*recipe, f"output={first}").succeeded()
+    assert_close_run(ended.root, uninterrupted.root)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("moment", lost.MOMENTS)
-def test_a_killed_process_is_named_and_the_run_continues_bit_by_bit(whole, env, tmp_path, moment, victim):
+def test_killed_process_is_named_and_the_run_resumes(whole, env, tmp_path, moment, victim):
     ended = lost.signalled(tmp_path, moment, victim, signal.SIGKILL, env=env)
     assert lost.names_the_lost(ended, victim), ended
     for code, _, errors in lost.go_on(tmp_path, env=env):

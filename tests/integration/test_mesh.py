@@ -46,10 +46,10 @@ def one_device(shared):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_a_mesh_changes_nothing(shared, one_device, mesh):
+def test_mesh_gives_equal_numbers(shared, one_device, mesh):
     root = run_on(shared, *mesh)
     for phase, names in (("warm_start", ("loss",)), ("train", ("loss", "policy_loss", "entropy"))):
-        got, expected = ([[r[name] for name in names] for r in records(one, phase)] for one in (root, one_device))
+        got, expected = ([[r[name] for name in names] for r in records(item, phase)] for item in (root, one_device))
         np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=0)
     train, expected_train = records(root, "train"), records(one_device, "train")
     # The same completions were sampled and judged: the keys belong to rows, not to devices.
@@ -57,7 +57,7 @@ def test_a_mesh_changes_nothing(shared, one_device, mesh):
         assert [record[name] for record in train] == [record[name] for record in expected_train]
     # A KL is a difference of log-probs that are each rounded: exact to the rounding of those, whatever its own size.
     for name in ("kl_reference_exact", "rollout_kl"):
-        differences = [one[name] - two[name] for one, two in zip(train, expected_train, strict=True)]
+        differences = [first[name] - second[name] for first, second in zip(train, expected_train, strict=True)]
         assert max(map(abs, differences)) < 1e-6
     for step in (0, STEPS):
         state, expected = state_arrays(root, step), state_arrays(one_device, step)
@@ -68,7 +68,7 @@ def test_a_mesh_changes_nothing(shared, one_device, mesh):
         assert {name: value for name, value in far.items() if value > TOLERANCE} == {}
 
 
-def test_the_comparison_is_of_a_policy_that_learns(one_device):
+def test_compared_policy_learns(one_device):
     """The steps move every leaf by far more than the tolerance, on rewards that are not all the same."""
     before, after = (state_arrays(one_device, step) for step in (0, STEPS))
     moved = {name: relative(after[name], before[name]) for name in before if name.startswith("trainable.")}

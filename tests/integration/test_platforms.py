@@ -77,10 +77,10 @@ def test_every_locked_package_has_a_wheel(system, python):
 
 
 def test_a_package_without_a_wheel_is_found():
-    for system, found in (("darwin arm64", ["jaxlib"]), ("linux x86_64", [])):
+    for system, missing in (("darwin arm64", ["jaxlib"]), ("linux x86_64", [])):
         wheels = [{"url": "https://a/jaxlib-1-cp311-cp311-manylinux_2_27_x86_64.whl"}]
         package = {"name": "jaxlib", "wheels": wheels}
-        assert lacking(iter([package]), wheel_tags(system, (3, 11))) == found
+        assert lacking(iter([package]), wheel_tags(system, (3, 11))) == missing
 
 
 # What GNU make 3.81, which macOS has, does not know; from the NEWS of its later releases.
@@ -96,7 +96,7 @@ NEWER_THAN_3_81 = {
 
 
 @pytest.mark.parametrize("construct", NEWER_THAN_3_81)
-def test_the_makefile_has_nothing_newer_than_make_3_81(construct):
+def test_makefile_runs_with_make_3_81(construct):
     assert not re.findall(NEWER_THAN_3_81[construct], (ROOT / "Makefile").read_text(), re.M)
 
 
@@ -169,7 +169,7 @@ def test_a_python_without_ensurepip_names_its_package(make):
     assert (line.count("\n"), called) == (0, "")
 
 
-def test_a_python_that_does_not_start_is_refused_in_one_line(make):
+def test_python_failing_to_start_is_refused_briefly(make):
     line, called = make("lint")
     assert line.startswith("error: PYTHON: got 'python3', which does not start; expected Python 3.11 or")
     assert (line.count("\n"), called) == (0, "")

@@ -34,7 +34,7 @@ def train(env, *arguments: object, mesh: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.thorough
-def test_each_process_takes_log_probs_that_another_one_computed(env, tmp_path):
+def test_processes_take_log_probs_computed_by_each_other(env, tmp_path):
     """Over three epochs of a recording, shuffled, so that rows change processes; one process scores every batch."""
     rows = tmp_path / "rows.jsonl"
     completions = [(group, sample) for group in range(16) for sample in range(4)]
@@ -61,13 +61,13 @@ def test_each_process_takes_log_probs_that_another_one_computed(env, tmp_path):
     for code, out, err in ended:
         assert code == 0, f"{out}\n{err}"
     run_here(*TINY, *options, source(0), "mesh={data: 2}", f"output={tmp_path}/one").succeeded()
-    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
-    assert all(record["kl_reference"] > 1e-9 for record in one[1:])
-    assert one == two
+    first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert all(record["kl_reference"] > 1e-9 for record in first[1:])
+    assert first == second
 
 
 @pytest.mark.thorough
-def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_saved(env, tmp_path):
+def test_one_process_continues_the_batch_saved_by_two(env, tmp_path):
     """Each process requests the completions of its own prompts; the digits of the server depend on its seeds alone."""
     eos, shape = ByteTokenizer().eos_id, "rollout.prompts_per_step=4"
     server = Digits(eos)
@@ -80,18 +80,18 @@ def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_sav
         for code, out, err in begun:
             assert code == 0, f"{out}\n{err}"
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/one").succeeded()
-        asked = len(server.bodies)
+        requests = len(server.bodies)
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/two", "--resume").succeeded()
     # One request to look at the server, and one batch: that of step 4, for which another run would go on.
-    assert len(server.bodies) - asked == 1 + 4
-    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
-    assert [record["rollout_lag"] for record in two] == [0, 1, 1]
+    assert len(server.bodies) - requests == 1 + 4
+    first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert [record["rollout_lag"] for record in second] == [0, 1, 1]
     for name in ("reward", "completion_length", "finished", "rollout_lag"):
-        assert [record[name] for record in one] == [record[name] for record in two]
+        assert [record[name] for record in first] == [record[name] for record in second]
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(env, tmp_path):
+def test_error_of_one_process_ends_both_and_saves(env, tmp_path):
     """The reward function fails on one prompt, in a row of process 1, at the second step."""
     (tmp_path / "judge.py").write_text(
         "import jax\n"

@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs, and the files and targets it names are there."""
+"""The examples of the README work: its Python runs, and the files and targets it names are there."""
 
 import pathlib
 import re
@@ -26,7 +26,7 @@ def test_the_first_commands_are_make_targets():
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
 
 
-def test_files_that_are_named_exist():
+def test_named_files_exist():
     pages = README + (ROOT / "docs" / "recipes.md").read_text()
     named = set(re.findall(r"(?:configs|colab|benchmarks|tests|docs)/[\w/.-]+\.\w+", pages))
     assert named

@@ -72,7 +72,7 @@ def test_a_recipe_loads_as_it_is(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATS)) for name in RECIPES]
 )
-def test_a_recipe_goes_to_its_end_with_a_tiny_model(name, tmp_path, capsys):
+def test_recipe_completes_with_a_tiny_model(name, tmp_path, capsys):
     record, metrics, more = RECIPES[name]
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps(record)}\n" * 8, "utf-8")
@@ -87,7 +87,7 @@ def test_a_recipe_goes_to_its_end_with_a_tiny_model(name, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_the_recipe_of_64_chips_starts_in_processes_and_goes_on(env, tmp_path):
+def test_recipe_of_64_chips_starts_and_resumes(env, tmp_path):
     """Two processes of eight devices: axis `fsdp` spans both, and each axis is as long as fits."""
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps(GSM8K)}\n" * 8, "utf-8")

@@ -54,7 +54,7 @@ def test_issue_form_has_distinct_labelled_fields(path):
     assert len({field["id"] for field in form["body"]}) == len(form["body"])
 
 
-def test_citation_has_the_version_and_license_of_the_project():
+def test_citation_has_the_version_and_license():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (kljax.__version__, PROJECT["license"])
     assert citation["title"].startswith(f"{PROJECT['name']}: ")
@@ -66,7 +66,7 @@ def table_of_tests() -> dict[tuple[str, ...], tuple[str, ...]]:
     return {tuple(re.findall("`(.+?)`", line[1])): tuple(re.findall("`(.+?)`", line[2])) for line in lines}
 
 
-def test_every_module_is_in_one_row_of_the_map():
+def test_every_module_has_one_row_of_the_map():
     table = table_of_tests()
     sources = [source for row in table for source in row]
     for path in [*(ROOT / "kljax").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:

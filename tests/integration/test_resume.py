@@ -53,8 +53,8 @@ def assert_same_run(got: Path, expected: Path) -> None:
     assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
     for step in (0, STEPS):
         assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
-    one, two = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
-    assert one | {"seconds": 0} == two | {"seconds": 0}
+    first, second = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
+    assert first | {"seconds": 0} == second | {"seconds": 0}
 
 
 def copied(run: Run, output: Path) -> Path:
@@ -207,7 +207,7 @@ def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, resume, tmp_pa
     assert_same_run(root, uninterrupted.root)
 
 
-def test_resuming_a_finished_run_changes_nothing_and_says_the_same(uninterrupted, resume, tmp_path):
+def test_resuming_a_finished_run_changes_nothing(uninterrupted, resume, tmp_path):
     root = copied(uninterrupted, tmp_path)
     before = files(root)
     done = resume().succeeded()
@@ -220,7 +220,7 @@ def test_resuming_a_finished_run_changes_nothing_and_says_the_same(uninterrupted
 
 
 @pytest.mark.thorough
-def test_more_steps_may_be_asked_for_and_are_the_same_as_all_at_once(uninterrupted, resume, tmp_path):
+def test_more_steps_equal_all_steps_at_once(uninterrupted, resume, tmp_path):
     run_here(*RECIPE, f"output={tmp_path}", "steps=2", "eval.every=3").succeeded()
     root = resume().succeeded().root
     assert_same_arrays(state_arrays(root, STEPS), state_arrays(uninterrupted.root, STEPS))
@@ -237,7 +237,7 @@ def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, tmp_
     assert files(root) == before
 
 
-def test_there_is_nothing_to_continue(resume, tmp_path):
+def test_resume_without_a_run_is_refused(resume, tmp_path):
     done = resume()
     assert done.returncode == 2
     assert done.stderr == f"error: --resume: there is no run at {tmp_path / NAME}; leave the flag out to start one\n"

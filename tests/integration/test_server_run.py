@@ -28,7 +28,7 @@ class Loud(Digits):
         return status, text
 
 
-def test_a_run_that_a_server_ends_is_saved_and_goes_on(tmp_path):
+def test_run_ended_by_a_server_can_be_resumed(tmp_path):
     server = Loud(ByteTokenizer().eos_id)
     with serving(server) as url:
         # One address, so that both runs share their programs.

@@ -31,7 +31,7 @@ CURVES = [{panel.metric, panel.instead} for panel in PANELS if panel.phase == "t
 LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4
 
 
-def test_every_config_is_run_here_or_in_the_smoke_run():
+def test_every_config_is_run_by_a_test():
     assert {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} == {
         *(f"configs/{name}.yaml" for name in PRETRAINED),
         *(recipe[0] for recipe, _ in RECIPES),
@@ -60,8 +60,8 @@ def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
     assert int(state_arrays(root, steps)["step"]) == steps
 
 
-def test_curves_are_drawn_from_the_metrics_of_a_recipe(shared, tmp_path):
-    """Those of every recipe have what the panels show, as the test before asserts."""
+def test_curves_are_plotted_from_recipe_metrics(shared, tmp_path):
+    """The metrics of every recipe have all that the panels show, as the test before asserts."""
     shutil.copy(shared(*PPO).succeeded().root / "metrics.jsonl", tmp_path)
     write_curves(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -47,18 +47,18 @@ def scalars(directory):
     """Reads `{(tag, step): value}` from the event files of a directory."""
     from tensorboardX import proto
 
-    found = {}
+    collected = {}
     for path in directory.glob("events.out.tfevents.*"):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             event = proto.event_pb2.Event.FromString(data[12 : 12 + length])
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            collected |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             data = data[16 + length :]
-    return found
+    return collected
 
 
-def test_it_shows_progress_and_the_table_and_nothing_else(smoke):
+def test_output_is_progress_and_the_table_alone(smoke):
     lines = smoke.stdout.splitlines()
     assert lines[0] == f"run directory: {smoke.root}"
     assert lines[1].startswith("sampling: weights in place, float32 (the memory of this device is not known); ")
@@ -74,9 +74,9 @@ def test_it_shows_progress_and_the_table_and_nothing_else(smoke):
 
 def test_the_resolved_config_loads_back_as_the_config(smoke):
     expected = load(CONFIG, [f"output={smoke.root.parent}"])
-    found = load(smoke.root / "config.yaml")
-    assert found.config == expected.config
-    assert found.warnings == ()
+    loaded = load(smoke.root / "config.yaml")
+    assert loaded.config == expected.config
+    assert loaded.warnings == ()
 
 
 def test_metrics_have_every_step_and_every_name(smoke):
@@ -95,7 +95,7 @@ def test_metrics_have_every_step_and_every_name(smoke):
     assert 5 < train[-1]["entropy"] < math.log(264)
 
 
-def test_the_summary_says_what_the_metrics_say(smoke):
+def test_summary_agrees_with_the_metrics(smoke):
     summary = json.loads((smoke.root / "summary.json").read_text())
     last, evaluation = records(smoke.root, "train")[-1], records(smoke.root, "eval")
     assert summary.pop("seconds") > 0
@@ -124,21 +124,21 @@ def test_completions_of_each_evaluation_are_kept(smoke):
 
 def test_tensorboard_has_the_same_values_and_the_times(smoke):
     for phase in ("warm_start", "train", "eval"):
-        found = scalars(smoke.root / "tensorboard" / phase)
-        timed = {place: found.pop(place) for place in list(found) if place[0].startswith("time/")}
+        points = scalars(smoke.root / "tensorboard" / phase)
+        timed = {position: points.pop(position) for position in list(points) if position[0].startswith("time/")}
         expected = {
             (name, record["step"]): np.float32(value)
             for record in records(smoke.root, phase)
             for name, value in record.items()
             if name not in ("phase", "step")
         }
-        assert found == expected
+        assert points == expected
         names = {f"time/{name}" for name in TIMES} if phase == "train" else set()
         assert set(timed) == {(name, step) for name in names for step in (1, 2)}
         assert all(seconds > 0 for seconds in timed.values())
 
 
-def test_the_curves_are_a_picture_with_something_on_it(smoke):
+def test_curves_are_a_nonblank_picture(smoke):
     image = matplotlib.image.imread(smoke.root / "curves.png")
     assert image.shape == (770, 1815, 4)
     colours = {tuple(colour) for colour in image[::3, ::3].reshape(-1, 4)}
@@ -158,7 +158,7 @@ def test_checkpoints_hold_the_state_of_their_step(smoke):
     assert sorted(moved) == sorted(base)
 
 
-def test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own(smoke, again):
+def test_same_seed_gives_the_same_run(smoke, again):
     before, second = again
     assert second.root == smoke.root.with_name("smoke-2")
     assert (second.root / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
@@ -166,14 +166,14 @@ def test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own(smoke, again
     assert files(smoke.root) == before
 
 
-def test_a_run_in_a_numbered_directory_can_be_continued_by_its_name(again):
+def test_numbered_run_is_continued_by_its_name(again):
     _, second = again
     config = load(CONFIG, [f"output={second.root.parent}", "name=smoke-2"]).config
     assert resume_run(config).root == second.root
 
 
-def test_another_seed_is_another_run(smoke, again, tmp_path):
+def test_another_seed_gives_another_run(smoke, again, tmp_path):
     other = run_here(CONFIG, "seed=1", f"output={tmp_path}").succeeded()
     for phase in ("warm_start", "train"):
         pairs = zip(records(smoke.root, phase), records(other.root, phase), strict=True)
-        assert all(one["loss"] != two["loss"] for one, two in pairs)
+        assert all(first["loss"] != second["loss"] for first, second in pairs)

@@ -3,7 +3,7 @@
 from tests.integration.command import run_here
 
 
-def test_a_mistake_in_the_config_is_not_started_again(tmp_path, capfd):
+def test_config_mistake_is_not_restarted(tmp_path, capfd):
     done = run_here("configs/smoke.yaml", f"output={tmp_path}", "steps=-1", "--supervise")
     assert done.returncode == 2
     errors = capfd.readouterr().err

@@ -404,10 +404,10 @@ def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Opti
 
 
 def _companions(name: str, parameter: str, value: Any) -> Options:
-    """What one value of an option needs beside it; the most specific entry counts."""
+    """Returns the options that a value of an option needs beside it; the most specific entry counts."""
     keys = [f"{name}.{parameter}={value!r}", f"{name}.{parameter}", f"{parameter}={value!r}", parameter]
-    found: Options = next((COMPANIONS[key] for key in keys if key in COMPANIONS), {})
-    return {other: sample for other, sample in found.items() if other in parameters(name)}
+    actual: Options = next((COMPANIONS[key] for key in keys if key in COMPANIONS), {})
+    return {other: sample for other, sample in actual.items() if other in parameters(name)}
 
 
 def _call(name: str, options: Options, seed: int) -> FunctionCall:
@@ -433,7 +433,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
             value = SAMPLES[parameter]
         kinds["scalars" if _is_scalar(about) and isinstance(value, (int, float)) else "static"][parameter] = value
     unusual = {k: v for kind in ("scalars", "static") for k, v in kinds[kind].items() if v != known[k].default}
-    given = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
+    inputs = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
     fields = [
         f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
         for parameter, value in options.items()
@@ -442,7 +442,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
     ]
     listed = ", ".join(
         [
-            *given,
+            *inputs,
             *fields,
             *(k if callable(v) or isinstance(v, tuple) else f"{k}={v}" for k, v in sorted(unusual.items())),
         ]
@@ -499,9 +499,9 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
     text = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
     shape, shapes = (ROWS, LENGTH), {}
     for other, entry in re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE):
-        given, same = re.match(r"`\[([^]]*)\]`", entry), re.match(r"same shape as the (\w+)", entry)
-        if given:
-            letters = given[1].replace(" ", "").split(",")
+        arguments, same = re.match(r"`\[([^]]*)\]`", entry), re.match(r"same shape as the (\w+)", entry)
+        if arguments:
+            letters = arguments[1].replace(" ", "").split(",")
             # Leading axes are the rows, unless the rows are named themselves.
             letters = [letter for letter in letters if letter != "..." or "B" not in letters]
             shape = tuple(SIZES["B" if letter == "..." else letter] for letter in letters)

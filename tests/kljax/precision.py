@@ -110,8 +110,8 @@ def evaluate(name: str, log_probs: np.ndarray, other: np.ndarray, advantages: np
     """
     size = len(log_probs)
     filled = [np.pad(np.float32(x), (0, max(0, ROWS - size)), mode="edge") for x in (log_probs, other, advantages)]
-    given = [rows(call, *filled) for call in calls_of(name)]
-    results = jax.tree.map(lambda x: x[:size], jax.device_get(program(name)(given)))
+    arguments = [rows(call, *filled) for call in calls_of(name)]
+    results = jax.tree.map(lambda x: x[:size], jax.device_get(program(name)(arguments)))
     return [None if narrow is None else (narrow, wide) for narrow, wide in results]
 
 
@@ -127,7 +127,7 @@ def errors_of(name: str) -> list[Error]:
     near = [root * np.linspace(1 - NEAR, 1 + NEAR, NEAR_POINTS) for root in roots]
     x = np.tile(np.concatenate([log_ratios(), *near]).astype(np.float32), 2)
     advantages = np.repeat([1.0, -1.0], x.size // 2)
-    found = []
+    collected = []
     for call, results in zip(calls_of(name), evaluate(name, x, np.zeros_like(x), advantages), strict=True):
         if results is None or any(other in call.name for other in OTHERS):
             continue
@@ -137,8 +137,8 @@ def errors_of(name: str) -> list[Error]:
             for advantage in (1.0, -1.0)
         ]
         worst = [_largest(x, narrow, wide, groups) for narrow, wide in zip(*results, strict=True)]
-        found.append(Error(call.name, *worst[0], *worst[1]))
-    return found
+        collected.append(Error(call.name, *worst[0], *worst[1]))
+    return collected
 
 
 def _largest(x: np.ndarray, actual: np.ndarray, exact: np.ndarray, groups: list[np.ndarray]) -> tuple[float, float]:

@@ -33,7 +33,7 @@ def test_weights_by_loops(mode: str, empty_rows: str, mask: np.ndarray, group_id
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aggregate_is_the_weighted_sum_and_its_gradient_the_weights(mode: str) -> None:
+def test_aggregate_is_the_weighted_sum_of_values(mode: str) -> None:
     mask = jnp.asarray(oracles.MASK_KINDS)
     arguments = {"mode": mode, **needed(mode, np.array([0, 1, 1, 2, 2, 2]))}
     values = jnp.where(mask, jax.random.normal(jax.random.key(0), mask.shape, jnp.float64), jnp.nan)
@@ -61,7 +61,7 @@ def test_a_batch_without_tokens_is_zero(mode: str, empty_rows: str) -> None:
     chex.assert_trees_all_equal((value, grad), (jnp.zeros(()), jnp.zeros((2, 12))))
 
 
-def test_systems_numbers() -> None:
+def test_reductions_equal_the_numbers_of_systems() -> None:
     # values 1, rows [1, 1, 0] and [0, 0, 0]: Trinity counts the empty row (1, 0.5), verl drops it (2, 1).
     mask, ones = jnp.array([[1, 1, 0], [0, 0, 0]]), jnp.ones((2, 3))
     for rule, expected in (("count", (1.0, 0.5)), ("drop", (2.0, 1.0))):
@@ -77,7 +77,7 @@ COUNTED = [mode for mode in MODES if mode != "token_sum"]
 
 @pytest.mark.parametrize("mode", COUNTED)
 @given(mask=oracles.masks(ROWS, LENGTH), group_ids=st.lists(st.integers(0, PROMPTS - 1), min_size=ROWS, max_size=ROWS))
-def test_a_denominator_takes_the_place_of_the_count(mode: str, mask: np.ndarray, group_ids: list[int]) -> None:
+def test_denominator_replaces_the_count(mode: str, mask: np.ndarray, group_ids: list[int]) -> None:
     ids = np.array(group_ids)
     weights = kljax.token_weights(mask, mode=mode, denominator=7.5, **needed(mode, ids))
     expected = np.zeros(mask.shape)
@@ -95,11 +95,11 @@ def test_a_denominator_takes_the_place_of_the_count(mode: str, mask: np.ndarray,
         "prompt_mean": len({j for j in set(group_ids) if mask[ids == j].any()}),
     }.get(mode, mask.any(1).sum())
     if counted:
-        own = kljax.token_weights(mask, mode=mode, denominator=float(counted), **needed(mode, ids))
-        chex.assert_trees_all_close(own, kljax.token_weights(mask, mode=mode, **needed(mode, ids)), **CLOSE)
+        local_weights = kljax.token_weights(mask, mode=mode, denominator=float(counted), **needed(mode, ids))
+        chex.assert_trees_all_close(local_weights, kljax.token_weights(mask, mode=mode, **needed(mode, ids)), **CLOSE)
 
 
-def test_a_denominator_may_be_traced_and_one_of_zero_leaves_no_weight() -> None:
+def test_traced_denominator_of_zero_leaves_no_weight() -> None:
     mask = jnp.ones((2, 3), bool)
     weigh = jax.jit(lambda n: kljax.token_weights(mask, mode="token_mean", denominator=n))
     chex.assert_trees_all_close(weigh(jnp.int32(4)), jnp.full((2, 3), 0.25))
@@ -128,7 +128,7 @@ def test_leading_axes_are_batches_of_their_own() -> None:
         chex.assert_trees_all_close(both, jnp.stack(each), **CLOSE)
 
 
-def test_values_keep_their_dtype_rule_and_max_length_may_be_traced() -> None:
+def test_value_dtypes_and_traced_max_length_are_accepted() -> None:
     mask = jnp.ones((2, 3), bool)
     for dtype, expected in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.float64, jnp.float64)):
         assert kljax.aggregate(jnp.ones((2, 3), dtype), mask, mode="token_mean").dtype == expected

@@ -53,7 +53,7 @@ def test_the_digest_does_not_depend_on_the_sharding():
         assert np.asarray(digests._device_sums(sharded)).tobytes() == digests._host_sums(values).tobytes()
 
 
-def test_order_of_rows_shape_and_dtype_count():
+def test_row_order_shape_and_dtype_change_the_digest():
     values = np.arange(12, dtype=np.float32)
     others = [values[::-1], np.roll(values, 1), values.reshape(3, 4), values.reshape(4, 3), values.view(np.int32)]
     others += [values.reshape(3, 4)[::-1], np.roll(values, 1).reshape(3, 4)]
@@ -71,7 +71,7 @@ def test_other_noise_in_a_block_changes_the_digest():
         assert digests.array_digest(np.frombuffer(bytes(damaged), np.float32).reshape(values.shape)) != before
 
 
-def test_arrays_that_differ_or_have_no_digest_are_named():
+def test_arrays_with_other_or_no_digest_are_named():
     tree = {"a": {"w": np.ones(3, np.float32)}, "b": np.zeros((2, 2), np.float32)}
     saved = digests.tree_digests(tree)
     assert list(saved) == ["a.w", "b"]

@@ -41,13 +41,13 @@ def test_the_coefficient_never_falls_below_zero() -> None:
     assert state.coef == 0
 
 
-def test_a_kl_that_is_not_a_number_leaves_the_coefficient_and_an_infinite_one_raises_it() -> None:
+def test_infinite_kl_raises_the_coefficient_unlike_nan() -> None:
     controller = kljax.adaptive_kl(0.1, target=0.1, horizon=100)
     assert controller.update(controller.init(), np.nan, 10).coef == controller.init().coef
     np.testing.assert_allclose(controller.update(controller.init(), np.inf, 10).coef, 0.1 * 1.02, 1e-14)
 
 
-def test_updates_do_not_recompile_and_take_arrays_of_any_type() -> None:
+def test_updates_of_any_array_type_do_not_recompile() -> None:
     controller = kljax.adaptive_kl(0.1, target=0.1, horizon=100)
     traces = []
 
@@ -62,7 +62,7 @@ def test_updates_do_not_recompile_and_take_arrays_of_any_type() -> None:
     assert state.coef.dtype == jnp.float64
 
 
-def test_the_state_is_a_pytree_of_one_float_array() -> None:
+def test_state_is_a_pytree_of_one_float_array() -> None:
     (leaf,) = jax.tree.leaves(kljax.fixed_kl(1).init())
     assert leaf.shape == ()
     assert leaf.dtype == jnp.float64
@@ -115,14 +115,15 @@ def test_pi_follows_its_formula() -> None:
     # Within the error's bound, beyond it, into the upper bound, out of it, into the lower bound.
     for kl in (0.12, 0.5, 0.3, 0.3, np.inf, 0.08, 0.0, 0.0, 0.0, 0.1):
         error = np.clip(kl / 0.1 - 1, -0.5, 0.5)
-        room = (0.12 if error > 0 else 0.01) - 0.05 - 0.05 * error - total  # for the sum, to the bound it goes to
-        total += np.sign(error) * np.clip(np.sign(error) * room, 0, 0.02 * abs(error))
+        # How far the sum may go until it meets its bound.
+        slack = (0.12 if error > 0 else 0.01) - 0.05 - 0.05 * error - total
+        total += np.sign(error) * np.clip(np.sign(error) * slack, 0, 0.02 * abs(error))
         state = update(state, kl, 64)
         np.testing.assert_allclose(state.coef, np.clip(0.05 + 0.05 * error + total, 0.01, 0.12), 1e-13)
         np.testing.assert_allclose(state.integral, total, 1e-12, 1e-15)
 
 
-def test_pi_reaches_the_target_of_a_late_plant_where_the_others_stay_off_or_swing() -> None:
+def test_pi_reaches_the_target_of_a_delayed_plant() -> None:
     target, late, settled = 0.1, 10, slice(-100, None)
 
     def kls_of(controller: kljax.Controller) -> np.ndarray:
@@ -143,7 +144,7 @@ def test_pi_reaches_the_target_of_a_late_plant_where_the_others_stay_off_or_swin
         assert (kls_of(kljax.adaptive_kl(coef, target=target, horizon=horizon)) > 2 * target).all()
 
 
-def test_pi_leaves_a_bound_as_soon_as_the_error_turns() -> None:
+def test_pi_leaves_a_bound_when_the_error_turns() -> None:
     # For 200 updates the KL is twice its target whatever the coefficient; then it is half of it.
     def stuck(k: jax.Array, coef: jax.Array) -> jax.Array:
         return jnp.where(k < 200, 0.2, 0.05)
@@ -162,7 +163,7 @@ def test_pi_leaves_a_bound_as_soon_as_the_error_turns() -> None:
     np.testing.assert_allclose(np.diff(coefs[99:]), 0.01, 1e-10)
 
 
-def test_pi_survives_a_batch_that_measured_nothing() -> None:
+def test_pi_ignores_a_batch_without_measurements() -> None:
     controller = kljax.pi_kl(0.1, target=0.1, kp=0.02, ki=0.01)
     state = controller.update(controller.init(), 0.15, 8)
     for kl, samples in ((np.nan, 8), (0.0, 0)):

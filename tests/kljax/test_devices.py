@@ -38,26 +38,26 @@ def on_mesh(name: str, function: Callable[..., Any], *arrays: Any, out_specs: An
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_sums_and_extremes_are_those_of_all_rows(name: str) -> None:
+def test_sums_and_extremes_cover_all_rows(name: str) -> None:
     def statistics(values: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
-        kept = _devices.all_rows(values, axis_name)
+        selected = _devices.all_rows(values, axis_name)
         return (
             _devices.over_devices(values.sum(), axis_name),
             _devices.least(values.min(), axis_name),
             _devices.greatest(values.max(), axis_name),
-            _devices.same_everywhere(kept[0] - 2 * kept[-1], axis_name),
+            _devices.same_everywhere(selected[0] - 2 * selected[-1], axis_name),
         )
 
     expected = (REWARDS.sum(), REWARDS.min(), REWARDS.max(), REWARDS[0] - 2 * REWARDS[-1])
-    found = on_mesh(name, statistics, REWARDS, out_specs=P())
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(statistics(jnp.asarray(REWARDS), None), found)
+    actual = on_mesh(name, statistics, REWARDS, out_specs=P())
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(statistics(jnp.asarray(REWARDS), None), actual)
     gradient = jax.grad(lambda x: on_mesh(name, statistics, x, out_specs=P())[3])(REWARDS)
     np.testing.assert_array_equal(gradient, np.eye(ROWS)[0] - 2 * np.eye(ROWS)[-1])
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_local_rows_are_those_that_were_given(name: str) -> None:
+def test_local_rows_are_the_inputs(name: str) -> None:
     def there_and_back(values: jax.Array, axis_name: AxisName) -> jax.Array:
         return _devices.local_rows(_devices.all_rows(values, axis_name), axis_name)
 
@@ -66,7 +66,7 @@ def test_local_rows_are_those_that_were_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
+def test_groups_spread_over_several_devices(name: str) -> None:
     for function in (
         functools.partial(kljax.grpo_advantages, scale="batch_std"),
         kljax.pass_at_k_advantages,
@@ -75,25 +75,25 @@ def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
         def of_groups(rewards: Any, ids: Any, axis_name: AxisName = None, function: Any = function) -> jax.Array:
             return function(rewards, kljax.Groups(ids, GROUPS, axis_name=axis_name))
 
-        whole = of_groups(REWARDS, IDS)
-        assert np.any(whole != 0)
-        np.testing.assert_allclose(on_mesh(name, of_groups, REWARDS, IDS), whole, 1e-12, 1e-14)
+        full = of_groups(REWARDS, IDS)
+        assert np.any(full != 0)
+        np.testing.assert_allclose(on_mesh(name, of_groups, REWARDS, IDS), full, 1e-12, 1e-14)
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_roles_see_the_rows_in_the_order_of_the_whole_batch(name: str) -> None:
+def test_roles_see_rows_in_batch_order(name: str) -> None:
     start = np.linspace(-1, 1, GROUPS)
 
     def rae(rewards: jax.Array, ids: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, jax.Array]:
         return kljax.rae_advantages(rewards, start, kljax.Groups(ids, GROUPS, axis_name=axis_name))
 
     axes = MESHES[name].axis_names
-    found = on_mesh(name, rae, REWARDS, IDS, out_specs=(P(axes), P()))
-    jax.tree.map(np.testing.assert_array_equal, found, rae(REWARDS, IDS))
+    actual = on_mesh(name, rae, REWARDS, IDS, out_specs=(P(axes), P()))
+    jax.tree.map(np.testing.assert_array_equal, actual, rae(REWARDS, IDS))
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_tokens_are_chosen_by_their_rank_in_the_whole_batch(name: str) -> None:
+def test_tokens_are_chosen_by_rank_in_the_batch(name: str) -> None:
     def dropped(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:
         # Nearly all tokens are candidates, and the key decides.
         key = jax.random.key(3)
@@ -106,13 +106,13 @@ def test_tokens_are_chosen_by_their_rank_in_the_whole_batch(name: str) -> None:
         }
         return kljax.clip_cov_loss(log_probs, old, advantages, mask, key, axis_name=axis_name, **options) == 0
 
-    whole = dropped(*TOKENS, MASK)
-    assert (whole & MASK).sum() == int(0.2 * MASK.sum())
-    np.testing.assert_array_equal(on_mesh(name, dropped, *TOKENS, MASK), whole)
+    full = dropped(*TOKENS, MASK)
+    assert (full & MASK).sum() == int(0.2 * MASK.sum())
+    np.testing.assert_array_equal(on_mesh(name, dropped, *TOKENS, MASK), full)
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_of_equal_scores_the_earlier_is_chosen_on_whichever_device(name: str) -> None:
+def test_first_of_equal_scores_is_chosen_across_devices(name: str) -> None:
     ones, mask = np.ones((ROWS, LENGTH)), np.ones((ROWS, LENGTH), bool)
 
     def paying(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:
@@ -122,5 +122,5 @@ def test_of_equal_scores_the_earlier_is_chosen_on_whichever_device(name: str) ->
         )
         return with_penalty > without
 
-    found = on_mesh(name, paying, ones, 0 * ones, ones, mask)
-    np.testing.assert_array_equal(np.flatnonzero(found), np.arange(ROWS * LENGTH // 4))
+    actual = on_mesh(name, paying, ones, 0 * ones, ones, mask)
+    np.testing.assert_array_equal(np.flatnonzero(actual), np.arange(ROWS * LENGTH // 4))

@@ -140,9 +140,9 @@ def spread(array: jax.Array, rows: Any, columns: Any) -> jax.Array:
 
 
 def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
-    given = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
+    arguments = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check(name, compiled(run, given), jitted(name)[0])
+    check(name, compiled(run, arguments), jitted(name)[0])
 
 
 @functools.cache
@@ -155,9 +155,9 @@ def explicit_mesh() -> Mesh:
 
 def on_explicit_axes(name: str) -> Any:
     """The inputs in 32 bits with their rows split over explicit axes, without their numbers."""
-    whole = inputs(name)
-    shardings = jax.tree.map(lambda spec: NamedSharding(explicit_mesh(), spec), by_rows(whole))
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype), sharding=at), whole, shardings)
+    full = inputs(name)
+    shardings = jax.tree.map(lambda spec: NamedSharding(explicit_mesh(), spec), by_rows(full))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype), sharding=at), full, shardings)
 
 
 def lowered_on_explicit_axes(name: str) -> None:
@@ -171,9 +171,9 @@ def lowered_on_explicit_axes(name: str) -> None:
 
 
 def values_on_explicit_axes(name: str) -> None:
-    given = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), inputs(name), on_explicit_axes(name))
+    arguments = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), inputs(name), on_explicit_axes(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check(name, compiled(run, given), jitted(name)[0])
+    check(name, compiled(run, arguments), jitted(name)[0])
 
 
 def in_vmap(name: str) -> None:
@@ -203,7 +203,7 @@ def in_remat(name: str) -> None:
 def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
     """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
     results = zip(calls_of(call.of), jitted(call.of)[0], strict=True)
-    whole = next(out for each, (out, _) in results if each.name == call.name)
+    full = next(out for each, (out, _) in results if each.name == call.name)
     add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
     if "group_ids" in data and not add:
         call, data = of_groups(call, data)
@@ -218,7 +218,7 @@ def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
 
     devices = Mesh(np.array(jax.devices()[:8]), ("rows",))
     specs = by_rows((arrays, data))
-    return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(whole))(arrays, data)
+    return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(full))(arrays, data)
 
 
 def of_groups(call: FunctionCall, data: Any) -> tuple[FunctionCall, Any]:
@@ -277,8 +277,8 @@ def traced_in_shard_map(name: str) -> None:
 
 def lowered_on_one_device(name: str) -> None:
     with jax.enable_x64(False):
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype)), inputs(name))
-        lowered = lowered_for_tpu_and_cuda(name, given)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype)), inputs(name))
+        lowered = lowered_for_tpu_and_cuda(name, arguments)
     check_shapes(name, lowered.out_info, narrow=True)
 
 
@@ -388,7 +388,7 @@ def test_value_and_gradients_are_the_eager_ones(name: str, transformation: str) 
     TRANSFORMATIONS[transformation](name)
 
 
-def test_every_public_function_is_called_or_says_why_not() -> None:
+def test_every_public_function_is_called_or_exempt() -> None:
     public = set(calls.public_functions())
     assert set(NOT_CALLED) <= public
     for name in NOT_CALLED:
@@ -398,14 +398,14 @@ def test_every_public_function_is_called_or_says_why_not() -> None:
         assert calls_of(name), name
 
 
-def test_a_trace_on_an_auto_mesh_sees_no_split() -> None:
+def test_trace_on_an_auto_mesh_sees_no_split() -> None:
     # So it is that of one device, and a mistake in it can only be the compiler's.
     seen = []
     jax.eval_shape(lambda x: seen.append(jax.typeof(x).sharding.spec), spread(jnp.ones((ROWS, LENGTH)), "a", "b"))
     assert seen == [P(None, None)]
 
 
-def test_rows_stay_where_they_are_on_explicit_axes() -> None:
+def test_rows_on_explicit_axes_are_not_moved() -> None:
     rows = NamedSharding(jax.make_mesh((8,), ("rows",)), P("rows"))
     rewards = jax.device_put(jnp.arange(16.0), rows)
     ids = jax.device_put(jnp.arange(16) // 4, rows)
@@ -416,7 +416,7 @@ def test_rows_stay_where_they_are_on_explicit_axes() -> None:
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_what_is_gathered_is_a_statistic_of_the_whole_batch(name: str) -> None:
+def test_gathered_values_are_statistics_of_the_batch(name: str) -> None:
     assert "axis_name" not in calls.parameters(name)
 
     def part(rows: slice) -> Any:

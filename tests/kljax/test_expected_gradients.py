@@ -1,4 +1,4 @@
-"""What each estimator is the value and the gradient of in expectation, by enumeration over a small vocabulary.
+"""Expected value and expected gradient of each estimator, by enumeration over a small vocabulary.
 
 The policy is a softmax of real logits; an expectation is the sum over every token of its probability times the
 estimate, with the probability held constant, as sampling does. Exact to 1e-12 in float64.
@@ -49,7 +49,7 @@ def test_value_is_the_kl(estimator: str, logits: tuple[jax.Array, ...]) -> None:
     chex.assert_trees_all_close(expected(policy, ref, estimator=estimator), reverse(policy, ref), **CLOSE)
 
 
-def test_values_that_are_not_the_kl(logits: tuple[jax.Array, ...]) -> None:
+def test_values_other_than_the_kl(logits: tuple[jax.Array, ...]) -> None:
     policy, ref, _ = logits
     x = jax.nn.log_softmax(policy) - jax.nn.log_softmax(ref)
     chex.assert_trees_all_close(
@@ -80,7 +80,7 @@ def test_k3_has_the_gradient_of_the_forward_kl(logits: tuple[jax.Array, ...]) ->
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "low_var_kl"])
-def test_straight_through_has_the_gradient_of_the_reverse_kl(estimator: str, logits: tuple[jax.Array, ...]) -> None:
+def test_straight_through_has_the_reverse_kl_gradient(estimator: str, logits: tuple[jax.Array, ...]) -> None:
     policy, ref, _ = logits
     value, grad = jax.value_and_grad(lambda z: expected(z, ref, estimator=estimator, gradient="k2"))(policy)
     chex.assert_trees_all_close(grad, jax.grad(reverse)(policy, ref), **CLOSE)
@@ -95,9 +95,7 @@ def test_corrected_estimators_are_right_off_policy(estimator: str, logits: tuple
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_corrected_straight_through_has_the_gradient_of_the_reverse_kl_off_policy(
-    estimator: str, logits: tuple[jax.Array, ...]
-) -> None:
+def test_straight_through_is_corrected_off_policy(estimator: str, logits: tuple[jax.Array, ...]) -> None:
     policy, ref, sampler = logits
     grad = jax.grad(lambda z: expected(z, ref, sampler, estimator=estimator, gradient="k2"))(policy)
     chex.assert_trees_all_close(grad, jax.grad(reverse)(policy, ref), **CLOSE)

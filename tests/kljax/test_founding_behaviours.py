@@ -25,21 +25,21 @@ def draw(*names: str) -> list[jax.Array]:
 def test_raw_kl_survives_reward_shaping(estimator: str, jitted: bool) -> None:
     log_probs, ref = draw("log_probs", "ref")
     scores = jnp.arange(1.0, 7.0)
-    given = (scores, log_probs, ref, MASK)
-    before = [np.array(array) for array in given]
+    arguments = (scores, log_probs, ref, MASK)
+    before = [np.array(array) for array in arguments]
 
     def shape(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         return kljax.kl_shaped_rewards(*arrays, coef=0.25, estimator=estimator)
 
-    rewards, kl = (jax.jit(shape) if jitted else shape)(*given)
+    rewards, kl = (jax.jit(shape) if jitted else shape)(*arguments)
     raw = jnp.where(MASK, kljax.estimate_kl(log_probs, ref, estimator=estimator), 0)
     chex.assert_trees_all_close(kl, raw, rtol=1e-14)
-    for array, copy in zip(given, before, strict=True):
+    for array, copy in zip(arguments, before, strict=True):
         chex.assert_trees_all_equal(np.asarray(array), copy)
     # The rewards are made of that KL: nothing scaled or negated it in between, and the same call gives it again.
     last = jnp.where(kljax.last_token_mask(MASK), scores[:, None], 0)
     chex.assert_trees_all_close(rewards, last - 0.25 * kl, rtol=1e-14)
-    chex.assert_trees_all_equal(shape(*given)[1] if not jitted else jax.jit(shape)(*given)[1], kl)
+    chex.assert_trees_all_equal(shape(*arguments)[1] if not jitted else jax.jit(shape)(*arguments)[1], kl)
 
 
 def test_raw_kl_does_not_depend_on_the_coefficient() -> None:
@@ -56,17 +56,17 @@ def test_centred_adjustment_sums_to_zero_whatever_the_split(sizes: list[int], es
     cuts = np.cumsum(sizes)[:-1]
     parts = list(zip(*(jnp.split(array, cuts) for array in arrays), strict=True))
     sums = [kljax.reference_kl(lp, ref, mask, estimator=estimator) for _, lp, ref, mask in parts]
-    whole = sums[0]
+    full = sums[0]
     for more in sums[1:]:
-        whole = whole + more
-    results = [kljax.centered_kl_advantages(*part, coef=0.5, estimator=estimator, mean_kl=whole) for part in parts]
+        full = full + more
+    results = [kljax.centered_kl_advantages(*part, coef=0.5, estimator=estimator, mean_kl=full) for part in parts]
     shift = jnp.concatenate([adjusted for adjusted, _ in results]) - jnp.where(MASK, arrays[0], 0)
     chex.assert_trees_all_close(shift.sum(), jnp.zeros(()), rtol=0, atol=1e-13)
     chex.assert_trees_all_equal(shift[~MASK], jnp.zeros(int((~MASK).sum())))
     assert jnp.abs(shift).max() > 0.01
     # A token that drifted more than the average loses, one that drifted less gains.
     kl = kljax.estimate_kl(arrays[1], arrays[2], MASK, estimator=estimator)
-    chex.assert_trees_all_close(shift, jnp.where(MASK, 0.5 * (whole.value() - kl), 0), rtol=1e-12, atol=1e-14)
+    chex.assert_trees_all_close(shift, jnp.where(MASK, 0.5 * (full.value() - kl), 0), rtol=1e-12, atol=1e-14)
 
 
 def test_centred_adjustment_carries_no_gradient_of_the_kl() -> None:

@@ -29,7 +29,7 @@ def arrays_of(case: cases.Case) -> dict[str, jax.Array]:
     *(("verl", f"compute_policy_loss_{name}") for name in (*LOSSES, "geo_mean", "cispo")),
     note=RELEASE_DEFAULTS,
 )
-def test_defaults_of_the_release(case: cases.Case) -> None:
+def test_releases_have_these_defaults(case: cases.Case) -> None:
     # Nothing is overridden: every number of the call is the table's.
     name, arrays = case.params["name"], arrays_of(case)
     loss, mask = kljax.systems.get(f"verl/{name}"), arrays["mask"]
@@ -161,7 +161,7 @@ def test_clamps_of_the_rows(case: cases.Case) -> None:
         assert any(fails(exercise, dataclasses.replace(entry, call=call), case) for call in pair), entry.key
 
 
-def test_every_case_of_a_bound_or_a_default_is_compared() -> None:
+def test_every_bound_and_default_is_compared() -> None:
     assert {case.id for case in cases.all_cases() if case.note in (REACHES_BOUND, RELEASE_DEFAULTS)} == cases.CLAIMED
 
 

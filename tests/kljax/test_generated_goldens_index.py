@@ -26,7 +26,7 @@ def test_the_index_is_the_plan() -> None:
         assert case["version"] == generate.RELEASES[system].replace("==", " ")
 
 
-def test_the_arrays_are_those_of_the_index() -> None:
+def test_index_lists_the_arrays() -> None:
     with np.load(cases.DIRECTORY / "generated.npz") as arrays:
         names = set(arrays.files)
         assert all(np.issubdtype(arrays[name].dtype, np.number) for name in names)
@@ -40,14 +40,14 @@ def test_no_two_cases_share_an_id() -> None:
     assert len(set(identities)) == len(identities)
 
 
-def test_every_system_of_the_shared_cases_is_run_again_or_has_a_reason() -> None:
+def test_every_system_is_run_again_or_has_reasons() -> None:
     shared = {case.system for case in cases.all_cases() if case.file == cases.SHARED}
     assert shared <= set(generate.RELEASES) | set(generate.NOT_ON_PYPI)
     assert not set(generate.RELEASES) & set(generate.NOT_ON_PYPI)
     assert set(generate.OTHER_VERSION) <= set(generate.RELEASES)
 
 
-def test_batches_have_what_their_names_say() -> None:
+def test_batches_match_their_names() -> None:
     drawn = {name: batches.draw(name) for name in batches.BATCHES}
     has_token = {name: arrays["mask"].any(1) for name, arrays in drawn.items()}
     assert [name for name, rows in has_token.items() if not rows.all()] == ["empty_row"]

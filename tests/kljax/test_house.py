@@ -61,7 +61,7 @@ def test_class_name_stands_once_in_the_repository() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: collected for name, collected in places.items() if len(collected) > 1} == {}
 
 
 def thing_of(name: str) -> typing.Any:
@@ -130,7 +130,7 @@ def test_systems_and_audit_load_at_first_use() -> None:
     assert done.stdout == "\nestimate_kl Audit\n"
 
 
-def test_every_public_name_of_every_module_is_in_the_package() -> None:
+def test_every_public_name_is_in_the_package() -> None:
     names: set[str] = set()
     for path in LIBRARY:
         if path.stem.startswith("_") or topic(path) in NAMESPACES:
@@ -152,10 +152,10 @@ def test_public_docstrings(name: str) -> None:
     assert len(first) > 20
     assert rest.startswith("\n"), f"{name}: the first line is followed by a blank one"
     if inspect.isfunction(thing):
-        found = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
+        present = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
         in_a_loss = thing.__module__.split(".")[1] in DIFFERENTIATED and not CONSTANTS.fullmatch(name)
-        required = [section for section in SECTIONS if section != "Gradient" or section in found or in_a_loss]
-        assert found == required, f"{name}: got the sections {found}, expected {required}"
+        required = [section for section in SECTIONS if section != "Gradient" or section in present or in_a_loss]
+        assert present == required, f"{name}: got the sections {present}, expected {required}"
         assert not re.search(r"^Gradient:\n +None\b", text, re.MULTILINE), f"{name}: no gradient needs no section"
         assert doctest.DocTestParser().get_examples(text), f"{name}: no example that runs"
 
@@ -174,7 +174,7 @@ def documented_arguments(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(thing_of(name))])
 def test_methods_of_public_classes_document_arguments_and_results(name: str) -> None:
-    """Those of a class that a module with an underscore defines are public as well."""
+    """Methods of a class that a module with an underscore defines are public as well."""
     for method, function in public_definitions(ast.parse(inspect.getsource(thing_of(name)))):
         if function.name not in METHODS_OF_PYTREES:
             check_sections(method, function)
@@ -213,7 +213,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_a_function_that_raises_says_so(path: pathlib.Path) -> None:
+def test_function_with_raise_documents_it(path: pathlib.Path) -> None:
     tree = ast.parse(path.read_text())
     scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
     for node in (node for scope in scopes for node in scope.body if isinstance(node, ast.FunctionDef)):
@@ -253,7 +253,7 @@ POSITIONAL = {
 
 
 @pytest.mark.parametrize("name", public_functions())
-def test_arrays_are_positional_and_all_else_is_keyword_only(name: str) -> None:
+def test_arrays_are_positional_and_options_keyword_only(name: str) -> None:
     for parameter in inspect.signature(thing_of(name)).parameters.values():
         kinds = (parameter.annotation, *typing.get_args(parameter.annotation))
         is_array = any(kind in (ArrayLike, Mask) for kind in kinds)

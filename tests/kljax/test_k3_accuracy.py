@@ -34,7 +34,7 @@ def test_float32_gradient_accuracy() -> None:
     assert relative_error(grad, np.asarray(-np.expm1(-x.astype(np.longdouble)), np.float64)) < 1e-6
 
 
-def test_the_formula_as_written_fails_where_this_does_not() -> None:
+def test_literal_formula_fails_unlike_the_implementation() -> None:
     x = log_ratios(1e-6, 2e-4, np.float32)
     naive = np.exp(-x) - np.float32(1) + x
     assert relative_error(naive, oracles.k3(x)) > 1
@@ -63,7 +63,7 @@ def test_is_never_negative_and_zero_only_at_zero() -> None:
     chex.assert_trees_all_equal(kljax.k3(jnp.zeros(1), jnp.zeros(1)), jnp.zeros(1))
 
 
-def test_second_derivative_is_that_of_the_formula() -> None:
+def test_second_derivative_equals_the_formula() -> None:
     x = jnp.asarray([-3.0, -0.1, 0.0, 1e-6, 2.0])
     second = jax.vmap(jax.grad(jax.grad(lambda x: kljax.k3(x, jnp.zeros(())))))(x)
     chex.assert_trees_all_close(second, jnp.exp(-x), rtol=1e-12)

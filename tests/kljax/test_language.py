@@ -1,4 +1,4 @@
-"""The language of the house, as far as it can be tested: docstrings, `Args`, names, and the width of the docs."""
+"""The language of the house, as far as it can be tested: docstrings, names, also of tests, and width of the docs."""
 
 import ast
 import pathlib
@@ -26,6 +26,20 @@ NAMES = {
     *("against", "asked", "away", "found", "given", "held", "one", "own", "place"),
     *("room", "sight", "staying", "toward", "turns", "whole"),
 }
+# As local variables and as names of files these say as little.
+LOCAL_NAMES = NAMES | {"kept", "ours", "theirs"}
+# Not yet renamed.
+EXEMPT = (
+    *("benchmarks/", "train/models/", "train/weights/huggingface/", "train/weights/peft.py"),
+    *("train/rl/host_memory.py", "train/rollouts/layout.py"),
+)
+# A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
+RELATIVE = {"that", "which", "what", "whose", "those", "who"}
+WORDS_OF_A_TEST = 8
+# Pronouns that stand for a noun.
+PRONOUNS = re.compile(r"\b(that of|those)\b")
+# A heading states its subject.
+QUESTION = re.compile(r"#+ ((What|Which|How|Why|Who|Does|Do|Is|Are|Can|Should)\b.*|.*\?$)")
 LIMIT = 100
 
 
@@ -39,8 +53,13 @@ def relative(path: pathlib.Path) -> str:
 
 
 SOURCES = below("kljax", "train", "benchmarks", suffix=".py")
+TESTS = below("tests", suffix=".py")
 PAGES = below("docs", suffix=".md") + sorted(ROOT.glob("*.md"))
 
+# A change log quotes names and texts of its day.
+GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -51,7 +70,7 @@ def docstrings(path: pathlib.Path) -> Iterator[tuple[str, str]]:
             yield getattr(node, "name", path.stem), ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=relative)
 def test_docstrings_speak_plainly(path: pathlib.Path) -> None:
     for name, text in docstrings(path):
         assert not OPENINGS.match(text), f"{name}: begins with {text.split()[0]!r}; begin with a verb or a noun"
@@ -77,6 +96,34 @@ def test_names_say_the_type_of_thing(path: pathlib.Path) -> None:
             assert not NAMES & {argument.arg.strip("_") for argument in arguments}, node.name
 
 
+def local_names(node: ast.AST, local: bool = False) -> Iterator[ast.Name]:
+    """Yields the names that functions and comprehensions bind; fields of classes and constants are not among them."""
+    for child in ast.iter_child_nodes(node):
+        if local and isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child
+        inside = local and not isinstance(child, ast.ClassDef)
+        yield from local_names(child, inside or isinstance(child, (Function, ast.comprehension, ast.NamedExpr)))
+
+
+RENAMED = [path for path in [*SOURCES, *TESTS] if not relative(path).startswith(EXEMPT)]
+
+
+@pytest.mark.parametrize("path", RENAMED, ids=relative)
+def test_local_variables_say_the_type_of_thing(path: pathlib.Path) -> None:
+    assert path.stem.removeprefix("test_").strip("_") not in LOCAL_NAMES
+    for name in local_names(ast.parse(path.read_text())):
+        assert name.id.strip("_").lower() not in LOCAL_NAMES, f"line {name.lineno}: {name.id}"
+
+
+@pytest.mark.parametrize("path", TESTS, ids=relative)
+def test_test_names_are_short_and_without_clauses(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            words = node.name.split("_")[1:]
+            assert len(words) <= WORDS_OF_A_TEST, f"{node.name} has {len(words)} words"
+            assert not RELATIVE & set(words), f"{node.name} has a relative clause"
+
+
 @pytest.mark.parametrize("path", PAGES, ids=relative)
 def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
     # Code, tables and single long words, such as links, cannot be wrapped.
@@ -85,3 +132,24 @@ def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
         in_code ^= line.lstrip().startswith("```")
         if not in_code and not line.lstrip().startswith("|") and " " in line.strip():
             assert len(line) <= LIMIT, f"{relative(path)}:{number} is {len(line)} wide"
+
+
+@pytest.mark.parametrize("path", [path for path in RENAMED if path in SOURCES], ids=relative)
+def test_docstrings_name_the_noun(path: pathlib.Path) -> None:
+    for name, text in docstrings(path):
+        assert not re.search(r"\bthose\b", text), f"{name}: 'those'; write the noun"
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=relative)
+def test_docs_use_nouns_and_the_usual_words(path: pathlib.Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern, better in {PRONOUNS.pattern: "the noun", **DIALECT}.items():
+            word = re.search(pattern, line)
+            assert word is None, f"{relative(path)}:{number}: {word[0]!r}; write {better!r}"
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=relative)
+def test_headings_are_no_questions(path: pathlib.Path) -> None:
+    without_code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in without_code.splitlines():
+        assert not QUESTION.match(line), line

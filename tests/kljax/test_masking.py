@@ -21,9 +21,7 @@ def draw(seed: int) -> np.ndarray:
 
 
 @given(seed=st.integers(0, 1000), mask=oracles.masks(ROWS, LENGTH), axis=AXES, ddof=st.sampled_from([0, 1]))
-def test_statistics_are_those_of_numpy_ma(
-    seed: int, mask: np.ndarray, axis: int | tuple[int, ...] | None, ddof: int
-) -> None:
+def test_statistics_equal_numpy_ma(seed: int, mask: np.ndarray, axis: int | tuple[int, ...] | None, ddof: int) -> None:
     values = draw(seed)
     reference = oracles.masked_array(values, mask)
     expected = [reference.sum(axis), reference.mean(axis), reference.var(axis, ddof=ddof)]
@@ -68,7 +66,7 @@ def test_gradients_of_the_statistics() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_too_few_values_give_zero_and_a_zero_gradient(count: int) -> None:
+def test_too_few_values_give_zero_with_zero_gradient(count: int) -> None:
     mask = jnp.arange(5) < count
     values = jnp.full(5, 7.0)
     for function in (kljax.masked_var, lambda v, m: kljax.masked_whiten(v, m, eps=0.0).sum()):
@@ -83,7 +81,7 @@ def test_whitening_a_constant_gives_zero() -> None:
     chex.assert_trees_all_close(kljax.masked_whiten(values, mask), jnp.zeros((3, 5), jnp.float32), atol=1e-3, rtol=0)
 
 
-def test_a_mean_of_a_constant_is_that_constant() -> None:
+def test_mean_of_a_constant_is_the_constant() -> None:
     # An epsilon in the divisor would make it 0.1 / (1 + 1e-8 / 3), which float64 tells apart.
     chex.assert_trees_all_close(kljax.masked_mean(jnp.full(3, 0.1), jnp.ones(3, bool)), jnp.asarray(0.1), rtol=1e-15)
 
@@ -117,9 +115,9 @@ def test_completion_mask_by_loop(prompt: int, completion: int, length: int) -> N
 @given(mask=oracles.masks(ROWS, LENGTH))
 def test_last_token_mask_by_loop(mask: np.ndarray) -> None:
     expected = np.zeros_like(mask)
-    for row, kept in enumerate(mask):
-        if kept.any():
-            expected[row, np.flatnonzero(kept)[-1]] = True
+    for row, unmasked in enumerate(mask):
+        if unmasked.any():
+            expected[row, np.flatnonzero(unmasked)[-1]] = True
     chex.assert_trees_all_equal(np.asarray(kljax.last_token_mask(mask)), expected)
 
 

@@ -87,7 +87,7 @@ def check_equal(name: str, results: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_nothing_under_the_mask_reaches_value_or_gradient(name: str) -> None:
+def test_masked_values_reach_no_value_and_no_gradient(name: str) -> None:
     for poison in POISON.values():
         check_equal(name, program(name)(filled(name, poison)), clean(name))
 
@@ -115,7 +115,7 @@ def test_masked_results_and_gradients_are_exactly_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_every_array_reaches_the_result_where_the_mask_is_set(name: str) -> None:
+def test_every_unmasked_array_element_reaches_the_result(name: str) -> None:
     # A function of zeros would pass the tests above: other numbers at unmasked positions must change something.
     def values(given: Inputs) -> list[Any]:
         return [out for out, _ in program(name)(given)]
@@ -123,19 +123,19 @@ def test_every_array_reaches_the_result_where_the_mask_is_set(name: str) -> None
     before = values(calls.inputs(name))
     parameters = {parameter for call in calls_of(name) for parameter in lying_under(call)}
     for parameter in parameters:
-        given = [(dict(call.arrays), call.data) for call in calls_of(name)]
-        for (arrays, _), call, other in zip(given, calls_of(name), calls_of(name, seed=1), strict=True):
+        inputs = [(dict(call.arrays), call.data) for call in calls_of(name)]
+        for (arrays, _), call, other in zip(inputs, calls_of(name), calls_of(name, seed=1), strict=True):
             if parameter in lying_under(call):
                 array = arrays[parameter]
                 arrays[parameter] = np.where(hidden(call, array), array, other.arrays[parameter])
-        same = jax.tree.map(lambda x, y: bool((x == y).all()), before, values(given))
+        same = jax.tree.map(lambda x, y: bool((x == y).all()), before, values(inputs))
         assert not jax.tree.all(same), parameter
 
 
 @pytest.mark.parametrize("name", sorted(set(MASKED) - set(COMPARE)))
-def test_nan_where_the_mask_is_set_is_not_hidden(name: str) -> None:
-    given = [(jax.tree.map(lambda x: np.full_like(x, np.nan), call.arrays), call.data) for call in calls_of(name)]
-    for call, (out, _) in zip(calls_of(name), program(name)(given), strict=True):
+def test_unmasked_nan_is_not_hidden(name: str) -> None:
+    inputs = [(jax.tree.map(lambda x: np.full_like(x, np.nan), call.arrays), call.data) for call in calls_of(name)]
+    for call, (out, _) in zip(calls_of(name), program(name)(inputs), strict=True):
         if call.name in COMPARE or "estimator=none" in call.name or not lying_under(call):
             continue
         floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -143,7 +143,7 @@ def test_nan_where_the_mask_is_set_is_not_hidden(name: str) -> None:
 
 
 @pytest.mark.parametrize("call_name", LOOK_UNDER_THE_MASK)
-def test_what_looks_under_the_mask_says_so_for_a_reason(call_name: str) -> None:
+def test_functions_reading_masked_values_give_a_reason(call_name: str) -> None:
     name = call_name.partition("(")[0]
     at = next(i for i, call in enumerate(calls_of(name)) if call.name.startswith(call_name))
     values, _ = program(name)(filled(name, 7.0))[at]
@@ -152,13 +152,13 @@ def test_what_looks_under_the_mask_says_so_for_a_reason(call_name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
-def test_nan_rewards_show_in_their_group_and_only_there(scale: str) -> None:
+def test_nan_rewards_show_in_their_group_alone(scale: str) -> None:
     rewards, ids = jnp.array([1.0, jnp.nan, 2.0, 0.0]), jnp.array([0, 0, 1, 1])
     advantages = kljax.grpo_advantages(rewards, ids, num_groups=2, scale=scale)
     np.testing.assert_array_equal(jnp.isnan(advantages), [True, True, False, False])
 
 
-def test_masks_of_integers_are_the_same_masks_and_floats_are_refused() -> None:
+def test_integer_masks_are_accepted_and_floats_refused() -> None:
     mask = jnp.asarray(oracles.MASK_KINDS)
     values = jnp.cos(jnp.arange(mask.size, dtype=float)).reshape(mask.shape)
     for function in (kljax.masked_mean, kljax.masked_whiten):

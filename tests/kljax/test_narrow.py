@@ -120,18 +120,18 @@ OF_BITS = {"fingerprint"}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(callable_functions()) - OF_BITS))
-def test_narrow_inputs_give_the_numbers_of_the_same_inputs_in_float32(name: str) -> None:
+def test_narrow_inputs_give_the_numbers_of_float32(name: str) -> None:
     def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         if name in KEEP_THE_DTYPE:  # a sum over its results would itself round
             return [(call(x, data), ()) for x in arrays]
         return [call.value_and_grads(x, data) for x in arrays]
 
-    given = []
+    arguments = []
     for arrays, data in calls.inputs(name):
         narrow = [in_dtype(arrays, dtype) for dtype in NARROW]
         # Inputs of their own, so that XLA cannot see that both are the same.
-        given.append(([*narrow, *(in_dtype(x, jnp.float32) for x in narrow)], data))
-    for call, results in zip(calls_of(name), calls.compiled(calls.each_call(name, run), given), strict=True):
+        arguments.append(([*narrow, *(in_dtype(x, jnp.float32) for x in narrow)], data))
+    for call, results in zip(calls_of(name), calls.compiled(calls.each_call(name, run), arguments), strict=True):
         for dtype, actual, wide in zip(NARROW, results[:2], results[2:], strict=True):
             check_same_but_rounded(actual[0], wide[0], f"{call.name} of {dtype.__name__}")
             slopes = dtype if name in ROUND_THE_SLOPES else None

@@ -137,7 +137,7 @@ def check_points(actual: np.ndarray, expected: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("call_name", HARD)
-def test_value_and_gradient_of_an_estimate_at_extreme_log_ratios(call_name: str) -> None:
+def test_value_and_gradient_of_estimates_at_extreme_ratios(call_name: str) -> None:
     expected = np.array([HARD[call_name][key] for key in PAIRS]).T
     both = hard_points(call_name.partition("(")[0], list(PAIRS.values()), (1.0,))[call_name]
     for dtype, (value, gradient) in zip(("float32", "float64"), both, strict=True):
@@ -146,7 +146,7 @@ def test_value_and_gradient_of_an_estimate_at_extreme_log_ratios(call_name: str)
 
 
 @pytest.mark.parametrize("call_name", HARD_LOSSES)
-def test_value_and_gradient_of_a_loss_at_extreme_log_ratios(call_name: str) -> None:
+def test_value_and_gradient_of_losses_at_extreme_ratios(call_name: str) -> None:
     table = HARD_LOSSES[call_name]
     expected = np.array([[*table[key], (0, 0)] for key in PAIRS]).transpose(2, 1, 0)
     both = hard_points(call_name.partition("(")[0], list(PAIRS.values()), (1.0, -1.0, 0.0))[call_name]
@@ -203,7 +203,7 @@ FAR = {"inf": [(-1, -351), (-1, -701)], "-inf": [(-351, -1), (-701, -1)]}
 
 
 @pytest.mark.parametrize("name", precision.functions())
-def test_every_function_is_finite_where_its_limit_is_and_never_nan(name: str) -> None:
+def test_every_function_is_finite_at_limits_without_nan(name: str) -> None:
     pairs = [*PAIRS.values(), *FAR["inf"], *FAR["-inf"]]
     for call, both in hard_points(name, pairs, (1.0, -1.0, 0.0)).items():
         if both is None or any(other in call for other in precision.OTHERS):
@@ -224,7 +224,7 @@ OF_THE_REFERENCE = ("k1()", "abs_diff()", "k2()", "k3()", "low_var_kl()", "estim
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("call_name", OF_THE_REFERENCE)
-def test_the_gradient_to_the_reference_is_the_opposite_also_at_extreme_log_ratios(call_name: str, dtype: Any) -> None:
+def test_reference_gradient_is_opposite_at_extreme_ratios(call_name: str, dtype: Any) -> None:
     call = next(call for call in calls_of(call_name.partition("(")[0]) if call.name == call_name)
     log_probs, ref = (jnp.asarray(side, dtype) for side in zip(*PAIRS.values(), strict=True))
     data = {name: jnp.ones(log_probs.shape, bool) for name in call.data}
@@ -247,7 +247,7 @@ def test_advantages_are_constants_of_every_loss() -> None:
         assert "`advantages`" not in gradient, name
 
 
-def test_a_token_that_neither_policy_can_produce_has_no_estimate() -> None:
+def test_token_impossible_for_both_has_no_estimate() -> None:
     nothing = jnp.array([-INF])
     for function in (kljax.k1, kljax.abs_diff, kljax.k2, kljax.k3, kljax.low_var_kl):
         assert jnp.isnan(function(nothing, nothing)).all()
@@ -317,7 +317,7 @@ def test_relative_error_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("call_name", precision.ROOTS)
-def test_the_roots_are_roots(call_name: str) -> None:
+def test_listed_roots_are_roots(call_name: str) -> None:
     name = call_name.partition("(")[0]
     index = [call.name for call in calls_of(name)].index(call_name)
     for root in precision.ROOTS[call_name]:
@@ -329,7 +329,7 @@ def test_the_roots_are_roots(call_name: str) -> None:
         assert (np.abs(sides[crossing, 1]) < 1e-6).all(), root
 
 
-def test_the_table_is_of_every_estimator_ratio_and_loss() -> None:
+def test_table_has_every_estimator_ratio_and_loss() -> None:
     listed = {error.call.partition("(")[0] for name in precision.functions() for error in precision.errors_of(name)}
     losses = {name for name in kljax.losses.__all__ if name.endswith("_loss")}
     expected = losses | {"k1", "abs_diff", "k2", "k3", "low_var_kl", "estimate_kl"} | {"log_ratios", "token_ratios"}
@@ -394,7 +394,7 @@ def total(chosen: list[FunctionCall]) -> Any:
     """All results of some calls in one number, as a function of the arrays of each."""
 
     def add(arrays: list[Any]) -> jax.Array:
-        parts = [calls.total(call(given, call.data)) for call, given in zip(chosen, arrays, strict=True)]
+        parts = [calls.total(call(inputs, call.data)) for call, inputs in zip(chosen, arrays, strict=True)]
         return sum(parts[1:], parts[0])
 
     return add
@@ -423,8 +423,8 @@ def test_derivatives_of_first_and_second_order(name: str) -> None:
 
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("prefix", DETACHED)
-def test_what_is_called_detached_is(prefix: str) -> None:
-    found = [call for call in calls_of(prefix.partition("(")[0]) if call.name.startswith(prefix) and is_detached(call)]
-    assert found
+def test_detached_arguments_fail_the_gradient_check(prefix: str) -> None:
+    actual = [call for call in calls_of(prefix.partition("(")[0]) if call.name.startswith(prefix) and is_detached(call)]
+    assert actual
     with pytest.raises(AssertionError):
-        check_grads(jax.jit(total(found[:1])), ([found[0].arrays],), order=1, modes=("rev",), rtol=1e-5, atol=1e-6)
+        check_grads(jax.jit(total(actual[:1])), ([actual[0].arrays],), order=1, modes=("rev",), rtol=1e-5, atol=1e-6)

@@ -51,11 +51,11 @@ def test_restores_a_subtree_into_its_sharding(saved: pathlib.Path, rows: NamedSh
 
 
 def test_restores_the_whole_checkpoint(saved: pathlib.Path) -> None:
-    whole = {"trainable": {"adapter": tree(), "params": tree()}, "step": jnp.int32(7)}
-    chex.assert_trees_all_equal(kljax.restore_tree(str(saved), abstract(whole)), whole)
+    full = {"trainable": {"adapter": tree(), "params": tree()}, "step": jnp.int32(7)}
+    chex.assert_trees_all_equal(kljax.restore_tree(str(saved), abstract(full)), full)
 
 
-def test_adapter_reference_shares_the_base_and_restores_the_adapter(saved: pathlib.Path, rows: NamedSharding) -> None:
+def test_adapter_reference_shares_the_base(saved: pathlib.Path, rows: NamedSharding) -> None:
     policy = kljax.Policy({"w": jnp.ones(3)}, jax.tree.map(jnp.zeros_like, tree()))
     reference = kljax.adapter_reference(policy, saved, abstract(tree(), rows), item="trainable.adapter")
     assert reference.params["w"] is policy.params["w"]
@@ -72,9 +72,9 @@ def test_base_reference_shares_every_buffer() -> None:
     policy = kljax.Policy(tree(), {"a": jnp.ones(2)})
     reference = kljax.base_reference(policy)
     assert reference.adapter is None
-    for ours, theirs in zip(jax.tree.leaves(reference), jax.tree.leaves(policy.params), strict=True):
-        assert ours is theirs
-        assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+    for actual, expected in zip(jax.tree.leaves(reference), jax.tree.leaves(policy.params), strict=True):
+        assert actual is expected
+        assert actual.unsafe_buffer_pointer() == expected.unsafe_buffer_pointer()
 
 
 def test_base_reference_needs_an_adapter() -> None:
@@ -102,7 +102,7 @@ def test_policy_is_a_pytree() -> None:
         ({"other": np.ones(2), "third": np.ones(2)}, r"other: got no such leaf, .*third: got no such leaf"),
     ],
 )
-def test_what_does_not_fit_is_named(saved: pathlib.Path, change: Tree, message: str) -> None:
+def test_mismatched_checkpoints_are_named(saved: pathlib.Path, change: Tree, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kljax.restore_tree(saved, abstract(jax.tree.map(jnp.asarray, change)), item="trainable.params")
 
@@ -149,7 +149,7 @@ def test_a_permutation_of_the_values_changes_the_fingerprint() -> None:
         assert kljax.fingerprint(values).item() != kljax.fingerprint(other).item()
 
 
-def test_signed_zeros_and_nans_are_bits_like_any_other() -> None:
+def test_signed_zeros_and_nans_change_the_fingerprint() -> None:
     assert kljax.fingerprint(jnp.zeros(2)).item() != kljax.fingerprint(-jnp.zeros(2)).item()
     nans = jnp.full(2, jnp.nan)
     assert kljax.fingerprint(nans).item() == kljax.fingerprint(nans + 0).item()

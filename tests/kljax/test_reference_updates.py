@@ -55,7 +55,7 @@ def test_steps_of_an_average_are_a_geometric_sum() -> None:
     np.testing.assert_allclose(references[-1], expected, 1e-13)
 
 
-def test_the_policy_takes_the_place_of_the_reference_every_few_steps() -> None:
+def test_reference_becomes_the_policy_every_few_steps() -> None:
     reference, seen = tree(100), []
     refresh = jax.jit(lambda r, p, step: kljax.refreshed_reference(r, p, step, every=3))
     for step in range(8):
@@ -65,12 +65,12 @@ def test_the_policy_takes_the_place_of_the_reference_every_few_steps() -> None:
     assert seen == [100, 100, 100, 3, 3, 3, 6, 6]
     chex.assert_trees_all_equal(reference, tree(6))
     wide = {"w": jnp.ones(2, jnp.float32)}
-    kept = kljax.refreshed_reference({"w": jnp.zeros(2, jnp.bfloat16)}, wide, jnp.uint32(2), every=jnp.int32(2))
-    assert kept["w"].dtype == jnp.bfloat16
-    chex.assert_trees_all_equal(kept["w"], jnp.ones(2, jnp.bfloat16))
+    selected = kljax.refreshed_reference({"w": jnp.zeros(2, jnp.bfloat16)}, wide, jnp.uint32(2), every=jnp.int32(2))
+    assert selected["w"].dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(selected["w"], jnp.ones(2, jnp.bfloat16))
 
 
-def test_mixed_every_few_steps_as_trl_has_it() -> None:
+def test_mixed_every_few_steps_equals_trl() -> None:
     alpha, every = 0.6, 4
     policies = RNG.normal(size=13)
     reference = expected = jnp.asarray(1.0)
@@ -87,7 +87,7 @@ def test_mixed_every_few_steps_as_trl_has_it() -> None:
         np.testing.assert_allclose(reference, expected, 1e-14)
 
 
-def test_layouts_are_kept_and_donated_buffers_are_used_again() -> None:
+def test_layouts_are_preserved_and_donated_buffers_reused() -> None:
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     old, new = (jax.device_put({"w": jnp.full((8, 4), v), "b": jnp.full(8, v)}, rows) for v in (0.0, 1.0))
@@ -106,7 +106,7 @@ def test_layouts_are_kept_and_donated_buffers_are_used_again() -> None:
         np.testing.assert_array_equal(leaf, np.full(new[name].shape, 0.25))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_updates_are_named() -> None:
     with pytest.raises(ValueError, match=r"decay: got 1\.5, expected a number <= 1"):
         kljax.ema_reference(tree(0), tree(1), decay=1.5)
     with pytest.raises(ValueError, match=r"decay: got -0\.5"):

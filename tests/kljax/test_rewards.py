@@ -25,7 +25,7 @@ def test_scores_land_on_the_last_unmasked_token() -> None:
     check_masked(lambda scores: kljax.place_rewards(scores, MASK), [TOKEN_SCORES])
 
 
-def test_the_score_of_a_row_without_tokens_reaches_nothing() -> None:
+def test_row_without_tokens_drops_its_score() -> None:
     def total(scores: jax.Array) -> jax.Array:
         return kljax.kl_shaped_rewards(scores, LP, REF, MASK, coef=0.1)[0].sum()
 
@@ -38,7 +38,7 @@ def test_the_score_of_a_row_without_tokens_reaches_nothing() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "low_var_kl", "none"])
 @pytest.mark.parametrize("scores", [SCORES, TOKEN_SCORES], ids=["row", "token"])
-def test_rewards_are_scores_minus_scaled_kl_and_kl_is_raw(estimator: str, scores: np.ndarray) -> None:
+def test_rewards_are_scores_minus_scaled_raw_kl(estimator: str, scores: np.ndarray) -> None:
     x = LP - REF
     k3 = np.exp(-x) - 1 + x
     estimates = {"k1": x, "abs": abs(x), "k2": x * x / 2, "k3": k3, "low_var_kl": k3, "none": 0 * x}
@@ -56,17 +56,17 @@ def test_masked_inputs_reach_nothing() -> None:
 
 
 @pytest.mark.parametrize("rewards", [SCORES, TOKEN_SCORES], ids=["row", "token"])
-def test_a_given_kl_is_subtracted_as_it_is(rewards: np.ndarray) -> None:
-    given = placed(rewards) if rewards.ndim == 1 else np.where(MASK, rewards, 0)
+def test_kl_array_is_subtracted_unchanged(rewards: np.ndarray) -> None:
+    arguments = placed(rewards) if rewards.ndim == 1 else np.where(MASK, rewards, 0)
     got = kljax.subtract_kl(rewards, LP, MASK, coef=0.3)
-    np.testing.assert_allclose(got, given - np.where(MASK, 0.3 * LP, 0), 1e-12, 1e-14)
+    np.testing.assert_allclose(got, arguments - np.where(MASK, 0.3 * LP, 0), 1e-12, 1e-14)
     check_masked(lambda rewards, kl: kljax.subtract_kl(rewards, kl, MASK, coef=0.3), [TOKEN_SCORES, LP])
     slopes = jax.grad(lambda r, kl: kljax.subtract_kl(r, kl, MASK, coef=0.3).sum(), (0, 1))(TOKEN_SCORES, LP)
     np.testing.assert_array_equal(slopes[0], MASK)
     np.testing.assert_allclose(slopes[1], np.where(MASK, -0.3, 0), 1e-15)
 
 
-def test_a_given_kl_has_the_shape_of_the_mask_and_a_coefficient_of_0_ignores_it() -> None:
+def test_kl_shape_is_checked_and_coefficient_zero_works() -> None:
     infinite = np.full(MASK.shape, np.inf)
     subtract = jax.jit(lambda coef: kljax.subtract_kl(SCORES, infinite, MASK, coef=coef))
     np.testing.assert_array_equal(subtract(0.0), placed(SCORES))
@@ -79,7 +79,7 @@ def test_a_given_kl_has_the_shape_of_the_mask_and_a_coefficient_of_0_ignores_it(
         kljax.subtract_kl(SCORES, LP, MASK, coef=-1)
 
 
-def test_the_kl_is_data() -> None:
+def test_kl_is_a_constant() -> None:
     def total(lp: jax.Array, ref: jax.Array) -> jax.Array:
         rewards, kl = kljax.kl_shaped_rewards(SCORES, lp, ref, MASK, coef=0.3, estimator="k2")
         return (rewards + kl).sum()
@@ -88,7 +88,7 @@ def test_the_kl_is_data() -> None:
         np.testing.assert_array_equal(grad, 0)
 
 
-def test_coefficient_zero_leaves_the_rewards_even_where_the_kl_is_infinite() -> None:
+def test_coefficient_zero_leaves_rewards_with_infinite_kl() -> None:
     ref = REF.copy()
     ref[1, 2] = np.inf
     rewards, kl = jax.jit(lambda coef: kljax.kl_shaped_rewards(SCORES, LP, ref, MASK, coef=coef))(0.0)
@@ -96,7 +96,7 @@ def test_coefficient_zero_leaves_the_rewards_even_where_the_kl_is_infinite() -> 
     assert np.isneginf(kl[1, 2])
 
 
-def test_the_coefficient_may_be_traced_and_of_another_float_type() -> None:
+def test_coefficient_may_be_traced_in_another_type() -> None:
     shaped = jax.jit(lambda coef: kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=coef)[0])
     expected, _ = kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=0.25)
     np.testing.assert_array_equal(shaped(jnp.float32(0.25)), expected)
@@ -116,7 +116,7 @@ def test_errors_name_the_argument() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"estimator": "k3", "coef": 0.3}, {"estimator": "k1", "value_clip": 0.5}], ids=str
 )
-def test_distillation_rewards_are_what_is_subtracted_for_a_teacher(options: dict[str, object]) -> None:
+def test_distillation_rewards_are_the_subtracted_kl(options: dict[str, object]) -> None:
     got = kljax.distillation_rewards(LP, REF, MASK, **options)
     coef = options.get("coef", 1.0)
     log_ratio = LP - REF
@@ -129,14 +129,14 @@ def test_distillation_rewards_are_what_is_subtracted_for_a_teacher(options: dict
     np.testing.assert_array_equal(gradients, 0)
 
 
-def test_distillation_rewards_without_a_coefficient_or_with_a_negative_one() -> None:
+def test_distillation_rewards_with_missing_or_negative_coefficient() -> None:
     gone = np.full(MASK.shape, -np.inf)
     np.testing.assert_array_equal(kljax.distillation_rewards(LP, gone, MASK, coef=0.0), 0)
     with pytest.raises(ValueError, match="coef: got -1"):
         kljax.distillation_rewards(LP, REF, MASK, coef=-1)
 
 
-def test_the_estimate_of_a_token_is_bounded_where_asked() -> None:
+def test_token_estimate_is_bounded_on_request() -> None:
     rewards, kl = kljax.kl_shaped_rewards(np.zeros(ROWS), LP, REF, MASK, coef=2.0, value_clip=0.5)
     expected = np.where(MASK, np.clip(LP - REF, -0.5, 0.5), 0)
     assert (np.abs(LP - REF)[MASK] > 0.5).any()

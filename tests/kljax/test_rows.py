@@ -55,7 +55,7 @@ def in_segments(mask: jax.Array) -> kljax.Segments:
 
 def segment_ids() -> jax.Array:
     """Numbered from 0 in every row; gaps and the rest of the row belong to none."""
-    inner = {member: place for members in PACKED for place, member in enumerate(members) if member is not GAP}
+    inner = {member: index for members in PACKED for index, member in enumerate(members) if member is not GAP}
     return packed([np.full(len(mask), inner[number]) for number, mask in enumerate(SEQUENCES)], -1)
 
 
@@ -67,7 +67,7 @@ def draw(seed: int) -> list[np.ndarray]:
     return [rng.normal(size=len(mask)) for mask in SEQUENCES]
 
 
-def test_the_layout_is_what_it_says() -> None:
+def test_layout_matches_its_description() -> None:
     np.testing.assert_array_equal(segment_ids()[0], [0, 0, 0, 0, 0, 1, 1, 1, -1, 3])
     chosen = [mask.astype(int) for mask in MASKS]
     for part, mask in zip(unpacked(packed(chosen)), chosen, strict=True):
@@ -84,10 +84,10 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_statistic_of_a_segment_is_that_of_its_sequence(name: str) -> None:
+def test_segment_statistic_equals_its_sequence_statistic(name: str) -> None:
     ids, statistic = segment_ids(), jax.jit(STATISTICS[name])
-    whole = np.where(ids >= 0, packed(draw(0)), np.nan)
-    per_segment = statistic(whole, in_segments(packed(MASKS)))
+    full = np.where(ids >= 0, packed(draw(0)), np.nan)
+    per_segment = statistic(full, in_segments(packed(MASKS)))
     assert per_segment.shape == (len(PACKED), LENGTH)
     parts = unpacked(rows.to_tokens(per_segment, in_segments(packed(MASKS))))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
@@ -107,7 +107,7 @@ def test_marks_and_running_sums_stay_within_their_segment(name: str) -> None:
         np.testing.assert_allclose(part, of(values, mask), **EXACT)
 
 
-def test_the_first_token_of_a_segment_is_a_position_of_the_row() -> None:
+def test_first_segment_token_is_a_row_position() -> None:
     ids, mask = segment_ids(), packed(MASKS)
     first = rows.to_tokens(rows.row_first(in_segments(mask)), in_segments(mask))
     for row, own_ids, own_mask in zip(first, ids, mask, strict=True):
@@ -212,14 +212,14 @@ def test_segments_are_checked() -> None:
     np.testing.assert_array_equal(chosen, [[False, False, True], [False, True, True]])
 
 
-def test_an_id_that_cannot_be_seen_makes_nan() -> None:
+def test_invalid_traced_id_gives_nan() -> None:
     ids = jnp.array([[0, 5, 5]])
     mask = jnp.ones((1, 3), bool)
     ratios = jax.jit(lambda ids: kljax.sequence_ratios(*jnp.ones((2, 1, 3)), kljax.Segments(mask, ids)))
     np.testing.assert_array_equal(ratios(ids), [[1, np.nan, np.nan]])
 
 
-def test_segments_are_a_pytree_that_holds_anything() -> None:
+def test_segments_are_a_pytree_of_anything() -> None:
     packed = kljax.Segments(jnp.ones((2, 3), bool), jnp.zeros((2, 3), int))
     assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(packed)] == [".mask", ".ids"]
     # Cotangents of integers have no ids, and a spec is none.
@@ -348,17 +348,17 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
 
         return [run(case) for case in CASES[name]]
 
-    own = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
+    separate = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
     shared = {key: in_packed_rows(parts) for key, parts in arrays.items()} | {"mask": in_packed_rows(MASKS)}
     shared = {key: in_segments(value) if "mask" in key else value for key, value in shared.items()}
 
     def run(own: dict[str, jax.Array], shared: dict[str, Any]) -> Any:
         return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent))
 
-    for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, own, shared), strict=True):
-        for part, whole in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
-            assert (part.dtype, part.ndim) == (whole.dtype, whole.ndim)
-            check_leaf(part, whole)
+    for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, separate, shared), strict=True):
+        for part, full in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
+            assert (part.dtype, part.ndim) == (full.dtype, full.ndim)
+            check_leaf(part, full)
         for key, expected in grads.items():
             if key not in OF_SEQUENCES:
                 check_leaf(expected, packed_grads[key])
@@ -382,7 +382,7 @@ def check_leaf(expected: np.ndarray, whole: np.ndarray) -> None:
         np.testing.assert_allclose(part, row[: len(part)], **EXACT)
 
 
-def test_every_function_that_takes_segments_is_compared() -> None:
+def test_every_function_accepting_segments_is_compared() -> None:
     assert {name for name in calls.public_functions() if calls.takes_segments(name)} == CASES.keys() | OWN_TESTS
 
 
@@ -418,7 +418,7 @@ def test_advantages_of_segments_are_given_to_their_tokens() -> None:
             to_tokens(jnp.ones(shape))
 
 
-def test_what_needs_an_array_per_token_says_so() -> None:
+def test_functions_needing_token_arrays_say_so() -> None:
     mask, scores = kljax.Segments(jnp.ones((2, 3), bool), jnp.zeros((2, 3), int)), jnp.ones(2)
     with pytest.raises(ValueError, match=r"scores: got shape \[2\], expected \[2, 3\]: with kljax.Segments each"):
         kljax.place_rewards(scores, mask)

@@ -88,7 +88,7 @@ def sharded(value: np.ndarray) -> jax.Array:
 
 def check_invariance(batch: Batch, mode: str, empty_rows: str, order: Sequence[int]) -> None:
     weights = np.asarray(weights_of(batch, mode, empty_rows))
-    whole = value_and_grad(batch["log_probs"], batch, weights)
+    full = value_and_grad(batch["log_probs"], batch, weights)
     everything = range(ROWS)
     splits: dict[str, list[list[int]]] = {
         "8x1": [[row] for row in everything],
@@ -96,18 +96,18 @@ def check_invariance(batch: Batch, mode: str, empty_rows: str, order: Sequence[i
         "permuted micro-batches": [list(order[:4]), list(order[4:])],
     }
     for name, parts in splits.items():
-        chex.assert_trees_all_close(in_parts(batch, weights, parts), whole, **CLOSE, custom_message=name)
+        chex.assert_trees_all_close(in_parts(batch, weights, parts), full, **CLOSE, custom_message=name)
     shuffled = {name: value[list(order)] for name, value in batch.items()}
     value, grad = value_and_grad(shuffled["log_probs"], shuffled, weights_of(shuffled, mode, empty_rows))
-    chex.assert_trees_all_close((value, grad[np.argsort(order)]), whole, **CLOSE, custom_message="permuted")
+    chex.assert_trees_all_close((value, grad[np.argsort(order)]), full, **CLOSE, custom_message="permuted")
     columns = padded(batch, 0, 3)
     value, grad = value_and_grad(columns["log_probs"], columns, weights_of(columns, mode, empty_rows))
-    chex.assert_trees_all_close((value, grad[:, :LENGTH]), whole, **CLOSE, custom_message="padded columns")
+    chex.assert_trees_all_close((value, grad[:, :LENGTH]), full, **CLOSE, custom_message="padded columns")
     chex.assert_trees_all_equal(grad[:, LENGTH:], jnp.zeros((ROWS, 3)))
     on_devices = {name: sharded(value) for name, value in batch.items()}
     spread = value_and_grad(on_devices["log_probs"], on_devices, weights_of(on_devices, mode, empty_rows))
     assert len(spread[1].sharding.device_set) == 8
-    chex.assert_trees_all_close(jax.device_get(spread), jax.device_get(whole), **CLOSE, custom_message="8 devices")
+    chex.assert_trees_all_close(jax.device_get(spread), jax.device_get(full), **CLOSE, custom_message="8 devices")
 
 
 @pytest.mark.parametrize("empty_rows", ["drop", "count"])
@@ -123,26 +123,26 @@ def test_split_permuted_padded_in_columns_and_sharded(
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), mask=oracles.masks(ROWS, LENGTH))
-def test_added_rows_change_nothing_when_empty_rows_are_dropped(mode: str, seed: int, mask: np.ndarray) -> None:
+def test_added_rows_change_nothing_without_empty_rows(mode: str, seed: int, mask: np.ndarray) -> None:
     batch = draw_batch(seed, mask)
-    whole = value_and_grad(batch["log_probs"], batch, weights_of(batch, mode, "drop"))
+    full = value_and_grad(batch["log_probs"], batch, weights_of(batch, mode, "drop"))
     more = padded(batch, 5, 2)
     value, grad = value_and_grad(more["log_probs"], more, weights_of(more, mode, "drop"))
-    chex.assert_trees_all_close((value, grad[:ROWS, :LENGTH]), whole, **CLOSE)
+    chex.assert_trees_all_close((value, grad[:ROWS, :LENGTH]), full, **CLOSE)
     assert not grad[ROWS:].any()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_added_rows_dilute_a_mean_over_rows_when_empty_rows_are_counted(mode: str) -> None:
+def test_added_rows_dilute_a_mean_counting_empty_rows(mode: str) -> None:
     # "count" means what it says: 8 rows added to 8 halve a mean over rows. A mean over tokens has no rows to count, and
     # a prompt counts if a row names it, so rows of padding that name a present prompt leave "prompt_mean" alone.
     batch = draw_batch(0, np.ones((ROWS, LENGTH), bool))
     batch["group_ids"] = np.arange(ROWS) % PROMPTS
-    whole, _ = value_and_grad(batch["log_probs"], batch, weights_of(batch, mode, "count"))
+    full, _ = value_and_grad(batch["log_probs"], batch, weights_of(batch, mode, "count"))
     more = padded(batch, ROWS, 0)
     diluted, _ = value_and_grad(more["log_probs"], more, weights_of(more, mode, "count"))
     ratio = 0.5 if mode.startswith("seq_mean") else 1.0
-    chex.assert_trees_all_close(diluted, ratio * whole, **CLOSE)
+    chex.assert_trees_all_close(diluted, ratio * full, **CLOSE)
 
 
 @jax.jit
@@ -161,8 +161,8 @@ def metrics(batch: dict[str, jax.Array]) -> list[kljax.WeightedSum]:
 def test_metrics_add_over_any_split(seed: int, mask: np.ndarray, cut: int) -> None:
     batch = draw_batch(seed, mask)
     halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(None, cut), slice(cut, None))]
-    for whole, first, second in zip(*map(metrics, (batch, *halves)), strict=True):
-        chex.assert_trees_all_close((first + second).value(), whole.value(), **CLOSE)
+    for full, first, second in zip(*map(metrics, (batch, *halves)), strict=True):
+        chex.assert_trees_all_close((first + second).value(), full.value(), **CLOSE)
 
 
 @settings(max_examples=15)
@@ -177,7 +177,7 @@ def test_centred_adjustment_sums_to_zero_whatever_the_split(
 ) -> None:
     batch = draw_batch(seed, mask)
     names = ("advantages", "log_probs", "ref", "mask")
-    whole, mean = kljax.centered_kl_advantages(*(batch[n] for n in names), coef=0.3, estimator=estimator)
+    full, mean = kljax.centered_kl_advantages(*(batch[n] for n in names), coef=0.3, estimator=estimator)
     pieces = list(zip(*(np.split(batch[name], np.cumsum(parts)[:-1]) for name in names), strict=True))
     total = functools.reduce(
         operator.add,
@@ -190,7 +190,7 @@ def test_centred_adjustment_sums_to_zero_whatever_the_split(
         kljax.centered_kl_advantages(*piece, coef=0.3, estimator=estimator, mean_kl=total)[0] for piece in pieces
     ]
     joined = jnp.concatenate(adjusted)
-    chex.assert_trees_all_close(joined, whole, **CLOSE)
+    chex.assert_trees_all_close(joined, full, **CLOSE)
     shift = joined - np.where(mask, batch["advantages"], 0)
     chex.assert_trees_all_close(shift.sum(), jnp.zeros(()), rtol=0, atol=1e-12)
     chex.assert_trees_all_close(mean, total.value(), **CLOSE)
@@ -199,7 +199,7 @@ def test_centred_adjustment_sums_to_zero_whatever_the_split(
 def test_centred_adjustment_over_a_mapped_axis() -> None:
     batch = draw_batch(3, np.tile(oracles.MASK_KINDS[[1, 3]], (4, 1)))
     names = ("advantages", "log_probs", "ref", "mask")
-    whole = kljax.centered_kl_advantages(*(batch[n] for n in names), coef=0.3)
+    full = kljax.centered_kl_advantages(*(batch[n] for n in names), coef=0.3)
     spec = PartitionSpec("data")
     mapped = jax.shard_map(
         functools.partial(kljax.centered_kl_advantages, coef=0.3, axis_name="data"),
@@ -208,4 +208,4 @@ def test_centred_adjustment_over_a_mapped_axis() -> None:
         out_specs=(spec, PartitionSpec()),
     )
     parts = jax.jit(mapped)(*(sharded(batch[n]) for n in names))
-    chex.assert_trees_all_close(jax.device_get(parts), jax.device_get(whole), **CLOSE)
+    chex.assert_trees_all_close(jax.device_get(parts), jax.device_get(full), **CLOSE)

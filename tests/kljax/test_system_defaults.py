@@ -271,17 +271,17 @@ def settings(entry: Entry) -> dict[str, Any]:
 
     An argument that has to be given and that the call leaves out is None.
     """
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for call, _ in steps_of(entry.call) if entry.call else ():
         if "scale" in entry.sources and call.scale != 1:
-            found["scale"] = call.scale
+            collected["scale"] = call.scale
         for name, parameter in inspect.signature(getattr(kljax, call.function)).parameters.items():
             array = any(word in str(parameter.annotation) for word in ("ArrayLike", "Callable", "Mask"))
-            given = name in call.arguments
-            if name in entry.sources and (given or (parameter.kind is parameter.KEYWORD_ONLY and not array)):
+            arguments = name in call.arguments
+            if name in entry.sources and (arguments or (parameter.kind is parameter.KEYWORD_ONLY and not array)):
                 default = None if parameter.default is REQUIRED else parameter.default
-                found[name] = call.arguments.get(name, default)
-    return found
+                collected[name] = call.arguments.get(name, default)
+    return collected
 
 
 def expected(entry: Entry, name: str) -> Any:
@@ -308,7 +308,7 @@ def checked() -> list[Any]:
 
 
 @pytest.mark.parametrize(("entry", "name"), checked())
-def test_a_row_has_the_default_of_its_system(entry: Entry, name: str) -> None:
+def test_row_has_the_default_of_its_system(entry: Entry, name: str) -> None:
     value, default = settings(entry)[name], expected(entry, name)
     assert value == (pytest.approx(default, rel=1e-15) if isinstance(default, float) else default)
 
@@ -319,7 +319,7 @@ def default_of(system: str, option: str) -> Any:
 
 
 @pytest.mark.parametrize(("system", "kind"), NAMES)
-def test_the_name_that_is_a_default_says_so(system: str, kind: str) -> None:
+def test_only_the_default_name_is_marked_as_default(system: str, kind: str) -> None:
     name = default_of(system, NAMES[system, kind])
     if (system, kind) == ("trl", "advantage"):
         name = f"scale_rewards={name}"
@@ -344,7 +344,7 @@ def test_every_exception_is_about_an_argument() -> None:
     assert set(EXCEPTIONS) <= {(entry.system, entry.name, name) for entry in ENTRIES for name in settings(entry)}
 
 
-def test_a_number_without_a_source_is_a_constant_of_the_code() -> None:
+def test_number_without_a_source_is_a_code_constant() -> None:
     without = {
         (f"{entry.system}/{entry.name}", name)
         for entry in ENTRIES
@@ -355,7 +355,7 @@ def test_a_number_without_a_source_is_a_constant_of_the_code() -> None:
     assert {(row, name) for row, name in without if name not in CONSTANTS} == set(CONSTANTS_OF_A_ROW)
 
 
-def test_every_recorded_default_is_that_of_a_row() -> None:
+def test_every_recorded_default_has_its_row() -> None:
     for parameters in checked():
         expected(*parameters.values)
     USED.update((system, option) for (system, _), option in [*NAMES.items(), *SWITCHES.items()])
@@ -363,7 +363,7 @@ def test_every_recorded_default_is_that_of_a_row() -> None:
     assert {(system, option) for system, options in PLACES.items() for option in options} == USED
 
 
-def test_the_file_holds_the_planned_places_of_the_versions_of_the_table() -> None:
+def test_recorded_file_covers_the_planned_places() -> None:
     assert {
         system: {option: value["place"] for option, value in read["options"].items()}
         for system, read in RECORDED.items()

@@ -116,7 +116,7 @@ SYSTEMS: dict[str, tuple[dict[str, object], Formula]] = {
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_formula_of_the_system_whatever_the_micro_batches(name: str) -> None:
+def test_formula_of_the_system_with_any_micro_batches(name: str) -> None:
     arguments, formula = SYSTEMS[name]
     weights = kljax.token_weights(MASK, **arguments)
     for parts in SPLITS:
@@ -128,9 +128,9 @@ def test_the_formula_of_the_system_whatever_the_micro_batches(name: str) -> None
     chex.assert_trees_all_equal(grad, weights)
 
 
-def test_the_count_of_a_step_is_that_of_its_parts_put_together() -> None:
+def test_step_count_equals_its_joined_parts() -> None:
     # The part of a step that one process holds, weighed with the number of rows of the step: the parts add up to it.
     for mode in ("seq_mean_token_sum", "seq_mean_token_mean"):
-        whole = kljax.token_weights(MASK, mode=mode)
+        full = kljax.token_weights(MASK, mode=mode)
         parts = [kljax.token_weights(MASK[rows], mode=mode, denominator=5) for rows in (slice(0, 2), slice(2, None))]
-        np.testing.assert_allclose(np.concatenate(parts), whole, 1e-14)
+        np.testing.assert_allclose(np.concatenate(parts), full, 1e-14)

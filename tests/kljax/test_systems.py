@@ -70,14 +70,14 @@ def part_of(entry: Entry, settings: Settings) -> str:
 def needed() -> dict[tuple[str, str], tuple[Settings, ...]]:
     """For each entry the settings that no other one has run, at least one: so that all entries and settings are run."""
     run: set[tuple[str, Settings]] = set()
-    found = {}
+    collected = {}
     # What few settings record comes first, as it leaves no choice.
     for entry, golden in sorted(CHECKED, key=lambda pair: len(settings_of(*pair))):
         settings = settings_of(entry, golden)
         new = tuple(s for s in settings if (part_of(entry, s), s) not in run)
-        found[key_of(entry), repr(golden)] = new or settings[:1]
+        collected[key_of(entry), repr(golden)] = new or settings[:1]
         run.update((part_of(entry, s), s) for s in settings)
-    return found
+    return collected
 
 
 def run_whole(exercise: Callable[[Entry, cases.Case], None], entry: Entry, case: cases.Case) -> None:
@@ -101,9 +101,9 @@ def compare(recorded: Iterable[tuple[Entry, Golden, Settings]]) -> dict[tuple[st
         else:
             names.append((key_of(entry), repr(golden)))
             exercises.append((alike, exercise))
-    for name, found in zip(names, cases.run_together(exercises), strict=True):
-        assert found, name
-        comparisons[name] += found
+    for name, actual in zip(names, cases.run_together(exercises), strict=True):
+        assert actual, name
+        comparisons[name] += actual
     return comparisons
 
 
@@ -130,18 +130,18 @@ def test_entry_on_the_recorded_results(entry: Entry, golden: Golden) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("entry", "golden"), RECORDED)
-def test_entry_on_the_recorded_results_that_another_has_run(entry: Entry, golden: Golden) -> None:
+def test_entry_on_results_recorded_by_another_entry(entry: Entry, golden: Golden) -> None:
     run = needed()[key_of(entry), repr(golden)]
     rest = [settings for settings in settings_of(entry, golden) if settings not in run]
     check(compare((entry, golden, settings) for settings in rest), entry, golden)
 
 
 def of_functions(pairs: Iterable[tuple[Any, cases.Case]]) -> list[Any]:
-    """What compares recorded cases, with all cases of a function, as parameters of a test."""
-    found: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
+    """Returns the comparisons of recorded cases, with all cases of a function, as parameters of a test."""
+    actual: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
     for function, case in pairs:
-        found[case.system, case.function].append((function, case))
-    return [pytest.param(of_function, id="-".join(name)) for name, of_function in found.items()]
+        actual[case.system, case.function].append((function, case))
+    return [pytest.param(of_function, id="-".join(name)) for name, of_function in actual.items()]
 
 
 IN_BOUNDS = (REACHES_BOUND, RELEASE_DEFAULTS)
@@ -175,7 +175,7 @@ def test_every_recorded_case_is_compared() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=key_of)
-def test_entry_says_what_it_is(entry: Entry) -> None:
+def test_entry_describes_itself(entry: Entry) -> None:
     assert entry.kind in KINDS
     assert entry.system in SYSTEMS
     assert entry.meaning
@@ -225,8 +225,8 @@ def test_arguments_of_an_estimator(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", kljax.systems.entries(kind="reduction"), ids=key_of)
 def test_arguments_of_a_reduction(entry: Entry) -> None:
     arguments, mask = kljax.systems.arguments(entry.key, kind="reduction"), jnp.array([[True, False], [True, True]])
-    given = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
-    sizes = {name: value for name, value in given.items() if name in entry.sources}
+    inputs = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
+    sizes = {name: value for name, value in inputs.items() if name in entry.sources}
     weights = kljax.token_weights(mask, **arguments, **sizes)
     assert jnp.all((weights > 0) == mask)
 
@@ -248,7 +248,7 @@ def test_rows_are_chosen_by_any_field() -> None:
     assert kljax.systems.entries(name="no such name") == ()
 
 
-def test_errors_name_what_is_there() -> None:
+def test_errors_list_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"system: got 'Verl', expected one of .*verl.* did you mean 'verl'\?"):
         kljax.systems.arguments("Verl/k3", kind="kl")
     with pytest.raises(ValueError, match=r"verl kl: got 'low_var', expected one of .* did you mean 'low_var_kl"):
@@ -259,7 +259,7 @@ def test_errors_name_what_is_there() -> None:
         kljax.systems.arguments("verl/full")
 
 
-def test_one_lookup_for_all_kinds_runs_on_arrays_by_name() -> None:
+def test_lookup_of_every_kind_takes_arrays_by_name() -> None:
     arrays = {"log_probs": jnp.array([[-1.0, -60.0]]), "ref_log_probs": jnp.array([[-2.0, -1.0]])}
     arrays["advantages"] = jnp.ones((1, 2))  # an array of other names: one batch serves all of them
     expected = kljax.estimate_kl(arrays["log_probs"], arrays["ref_log_probs"], estimator="low_var_kl")
@@ -272,7 +272,7 @@ def test_one_lookup_for_all_kinds_runs_on_arrays_by_name() -> None:
     assert set(shaped.optional) == {"clip_low", "clip_high", "dual_clip"}
 
 
-def test_an_importance_ratio_that_the_name_implies_is_required() -> None:
+def test_importance_ratio_implied_by_the_name_is_required() -> None:
     arrays = {"log_probs": jnp.array([-1.0]), "ref_log_probs": jnp.array([-2.0])}
     call = kljax.systems.get("slime/k3+use_unbiased_kl")
     with pytest.raises(ValueError, match=r"arrays: got log_probs, ref_log_probs, expected .* add sampling_log_probs"):
@@ -319,7 +319,7 @@ def test_an_unknown_name_is_searched_for(name: str, suggestion: str) -> None:
         kljax.systems.get(name)
 
 
-def test_names_are_found_by_the_functions_of_the_systems() -> None:
+def test_names_are_found_by_system_functions() -> None:
     assert kljax.systems.find("compute_policy_loss_vanilla")[0].key == "verl/vanilla"
     assert [entry.key for entry in kljax.systems.find("kl-penalty")][:3] == ["verl/kl", "verl/k1", "verl/abs"]
     assert kljax.systems.find("verl/low_var_kl")[0].key == "verl/low_var_kl"
@@ -365,7 +365,7 @@ def has_result(call: Call, arrays: dict[str, Any], arguments: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_runs_on_the_arrays_that_it_lists(kind: str) -> None:
+def test_every_call_runs_on_its_listed_arrays(kind: str) -> None:
     calls = {}
     for entry in ENTRIES:
         if entry.kind == kind and entry.call:
@@ -398,7 +398,7 @@ def test_counts() -> None:
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the command prints, which fits into 100 columns."""
+    """Returns the text that the command prints, which fits into 100 columns."""
     assert main(["systems", *argv]) == 0
     text, errors = capsys.readouterr()
     assert errors == ""

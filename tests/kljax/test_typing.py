@@ -13,7 +13,7 @@ from tests.kljax import calls
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_arguments_and_results_have_the_shapes_of_their_annotations() -> None:
+def test_arguments_and_results_match_their_annotated_shapes() -> None:
     command = [sys.executable, "-m", "tests.kljax.typed_calls"]
     environment = {**os.environ, "KLJAX_CHECK_SHAPES": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -24,11 +24,11 @@ def test_arguments_and_results_have_the_shapes_of_their_annotations() -> None:
     assert len(unchecked) < 10
 
 
-def test_annotations_show_the_array_without_its_shape_outside_of_that_test() -> None:
+def test_annotations_show_the_array_without_its_shape() -> None:
     annotations = kljax.k1.__annotations__
     assert annotations["log_probs"] is kljax.typing.ArrayLike
     assert annotations["return"] is kljax.typing.Array
 
 
-def test_every_estimator_that_is_named_is_computed() -> None:
+def test_every_listed_estimator_is_computed() -> None:
     assert tuple(kl._ESTIMATORS) == typing.get_args(kljax.typing.Estimator)

@@ -36,12 +36,12 @@ def checked_functions() -> list[str]:
     names = []
     for name in calls.callable_functions():
         function = getattr(kljax, name)
-        own = [call for call in calls.calls_of(name) if call.function is function]
-        checked = typed(function) if own else function
-        for call in own:
+        function_calls = [call for call in calls.calls_of(name) if call.function is function]
+        checked = typed(function) if function_calls else function
+        for call in function_calls:
             # The method of the call: to name a callable object, JAX would print all its arrays.
             jax.eval_shape(call._replace(function=checked).__call__, call.arrays, call.data)
-        names += [name] if own else []
+        names += [name] if function_calls else []
     return names
 
 

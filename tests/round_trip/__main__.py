@@ -105,14 +105,14 @@ def main() -> int:
         output = options.output or Path(temporary)
         output.mkdir(parents=True, exist_ok=True)
         np.save(output / "tokens.npy", tokens_to_score())
-        ours = {} if options.record else place_recorded(output)
+        actual = {} if options.record else place_recorded(output)
         for name in ["base"] if options.record else REFERENCES:
             directory = output / name.replace(", ", "-").replace(" ", "-")
             directory.mkdir()
             scored = train_and_export(name, directory)
-            ours |= {directory / form: scored for form in FORMS if (directory / form).is_dir()}
+            actual |= {directory / form: scored for form in FORMS if (directory / form).is_dir()}
         subprocess.run([options.torch_env / "bin" / "python", SCORER, output, FOLDER], check=True)
-        code = compare(output, ours)
+        code = compare(output, actual)
         if options.record and code == 0:
             record(output)
         return code
@@ -122,14 +122,14 @@ def place_recorded(output: Path) -> dict[Path, np.ndarray]:
     """The recorded exports among those to score, with what transformers computed of them."""
     with np.load(EXPORTS / "expected.npz") as expected:
         assert np.array_equal(expected["tokens"], tokens_to_score())
-        found = {output / "recorded" / form: expected[name] for form, name in FORMS.items()}
-    for folder in found:
+        actual = {output / "recorded" / form: expected[name] for form, name in FORMS.items()}
+    for folder in actual:
         shutil.copytree(EXPORTS / FORMS[folder.name], folder)
-    return found
+    return actual
 
 
 def record(output: Path) -> None:
-    """Both exports of the run, and what transformers computed of them, in place of those that are recorded."""
+    """Both exports of the run, and what transformers computed of them, in place of the recorded ones."""
     shutil.rmtree(EXPORTS, ignore_errors=True)
     numbers = {name: np.load(output / f"{name}.npy") for name in ("tokens", "before")}
     for form, name in FORMS.items():

@@ -1,3 +1,3 @@
-"""What only an environment with torch can import."""
+"""Modules that only an environment with torch can import."""
 
 collect_ignore = ["score.py"]

@@ -1,4 +1,4 @@
-"""What is worth seeing on a GPU or TPU: the attention kernel that it gets, and a run of the trainer."""
+"""Tests that need a GPU or TPU: the attention kernel that it gets, and a run of the trainer."""
 
 import json
 import math
@@ -15,7 +15,7 @@ SHAPES = {"full": Shape(2, 192, 4, 2, 64), "window": Shape(2, 256, 4, 2, 64, 100
 @pytest.mark.accelerator
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_attention_of_this_device_is_that_of_xla(name):
+def test_device_attention_equals_xla(name):
     (row,) = AttentionContender(SHAPES).rows(name, seconds=60)
     assert row["xla_ms"] > 0
     assert "problem" not in row, row["problem"]

@@ -100,9 +100,9 @@ def test_a_config_loads_without_jax() -> None:
 
 def test_one_folder_asks_how_many_processes_there_are() -> None:
     """Everything else goes through `train.distributed`, so that one process and many take the same way."""
-    asked = ("process_index", "process_count", "is_fully_addressable", "multihost_utils", "addressable_shards")
-    asked += ("make_array_from_process_local_data", "jax.distributed", "jax._src import")
+    requests = ("process_index", "process_count", "is_fully_addressable", "multihost_utils", "addressable_shards")
+    requests += ("make_array_from_process_local_data", "jax.distributed", "jax._src import")
     for module, path in MODULES.items():
         if folder_of(module) != "distributed":
-            found = [word for word in asked if word in path.read_text()]
-            assert not found, f"{module} asks for {', '.join(found)}; call train.distributed"
+            actual = [word for word in requests if word in path.read_text()]
+            assert not actual, f"{module} asks for {', '.join(actual)}; call train.distributed"

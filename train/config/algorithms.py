@@ -250,6 +250,6 @@ def _user_function(value: dict[str, Any], variants: Sequence[type[Any]]) -> dict
         return value
     known = {key: item for key, item in value.items() if key in section.model_fields and key != "type"}
     arguments = {key: item for key, item in value.items() if key not in section.model_fields}
-    given = known.get("arguments", {})
-    joined = {**given, **arguments} if isinstance(given, dict) else given
+    settings = known.get("arguments", {})
+    joined = {**settings, **arguments} if isinstance(settings, dict) else settings
     return {**known, "type": "custom", "function": value["type"], "arguments": joined}

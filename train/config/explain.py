@@ -46,8 +46,8 @@ def explain(loaded: LoadedConfig) -> str:
     lines += ["", f"policy loss: {config.loss.type}"]
     if plan.loss is not None:
         lines += [f"  {plan.loss.doc}"]
-    own = [name for name in type(config.loss).model_fields if name not in Loss.model_fields]
-    lines += _fields(loaded, "loss", config.loss, ["type", *own])
+    specific = [name for name in type(config.loss).model_fields if name not in Loss.model_fields]
+    lines += _fields(loaded, "loss", config.loss, ["type", *specific])
     lines += ["", f"reduction: {REDUCTIONS[config.loss.aggregation]}"]
     used = ["aggregation"] + (["max_length"] if config.loss.max_length is not None else [])
     lines += _fields(loaded, "loss", config.loss, [*used, "empty_rows"])
@@ -68,10 +68,10 @@ def explain(loaded: LoadedConfig) -> str:
 
 def _kl(loaded: LoadedConfig, name: str, term: RewardKL | LossKL | AdvantageKL) -> Iterator[str]:
     """Yields the lines of a placement; one line if it is off."""
-    place = {"reward": "reward", "loss": "loss", "advantage": "advantages"}[name]
+    noun = {"reward": "reward", "loss": "loss", "advantage": "advantages"}[name]
     yield ""
     if not is_on(term):
-        yield f"KL to the reference, in the {place}: none"
+        yield f"KL to the reference, in the {noun}: none"
         yield from _fields(loaded, f"kl.{name}", term, ["coef"])
         return
     estimate = ESTIMATORS[term.estimator]

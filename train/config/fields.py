@@ -86,9 +86,9 @@ def _walk(model: type[BaseModel], prefix: str, variant: str = "", list_path: str
     for name, info in model.model_fields.items():
         path = prefix + name
         entry = _entry(info.annotation)
-        annotation, found = (info.annotation, info) if entry is None else entry
+        annotation, field = (info.annotation, info) if entry is None else entry
         models = _models(annotation)
-        tag = found.discriminator if isinstance(found.discriminator, str) else None
+        tag = field.discriminator if isinstance(field.discriminator, str) else None
         yield (
             variant,
             Known(
@@ -121,8 +121,8 @@ def _entry(annotation: Any) -> tuple[Any, FieldInfo] | None:
     if get_origin(annotation) is not tuple or get_origin(get_args(annotation)[0]) is not Annotated:
         return None
     union, *metadata = get_args(get_args(annotation)[0])
-    found = next((item for item in metadata if isinstance(item, FieldInfo) and item.discriminator), None)
-    return None if found is None else (union, found)
+    field = next((item for item in metadata if isinstance(item, FieldInfo) and item.discriminator), None)
+    return None if field is None else (union, field)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

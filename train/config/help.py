@@ -50,12 +50,12 @@ def algorithms(section: str) -> Iterator[AlgorithmHelp]:
     fields = variant_fields()
     for name, target in FAMILIES[section].items():
         start = f"{section}."
-        own = [
+        specific = [
             known
             for (path, variant), known in fields.items()
             if variant == name and path.startswith(start) and "." not in path.removeprefix(start) and _is_own(path)
         ]
-        yield AlgorithmHelp(name, target.replace(":", "."), read_signature(target).doc, tuple(own))
+        yield AlgorithmHelp(name, target.replace(":", "."), read_signature(target).doc, tuple(specific))
 
 
 def field_help() -> str:

@@ -72,9 +72,9 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        found = field_problems(error)
-        distrusted = [location for location, _ in found]
-        lines = [*misnamed, *(line for _, line in found), *_other_problems(raw, distrusted)]
+        problems = field_problems(error)
+        distrusted = [location for location, _ in problems]
+        lines = [*misnamed, *(line for _, line in problems), *_other_problems(raw, distrusted)]
         raise ConfigError("config", lines) from None
     wrong = [*misnamed, *(problem.text for problem in cross_field_problems(config))]
     if wrong:
@@ -153,7 +153,7 @@ def _paths(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _origins(raw: Mapping[str, Any], written: set[str], overrides: Sequence[str]) -> dict[str, str]:
-    """Tells the origin of every field that is not a default; `written` are those of the file."""
+    """Tells the origin of every field that is not a default; `written` are fields of the file."""
     commanded = [override.partition("=")[0] for override in overrides]
     origins = dict.fromkeys(preset_fields(raw), f"preset {raw.get('preset')}")
     for path in _paths(raw):

@@ -137,5 +137,5 @@ def _field_path(location: Iterable[str | int]) -> str:
 def _by_last_name(path: str) -> str:
     """Suggests the right section for a name, such as `learning_rate` at the top level."""
     name = path.rpartition(".")[2]
-    found = [known for known in known_fields() if known.rpartition(".")[2] == name]
-    return f"; did you mean {' or '.join(repr(item) for item in found[:3])}?" if found else ""
+    matches = [known for known in known_fields() if known.rpartition(".")[2] == name]
+    return f"; did you mean {' or '.join(repr(item) for item in matches[:3])}?" if matches else ""

@@ -77,8 +77,8 @@ class Model(Section):
     @model_serializer(mode="wrap")
     def _without_shape(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves the shape out if a folder sets it, so that the written config loads again."""
-        found: dict[str, Any] = dump(self)
-        return found if self.path is None else {key: value for key, value in found.items() if key in NOT_SHAPE}
+        fields: dict[str, Any] = dump(self)
+        return fields if self.path is None else {key: value for key, value in fields.items() if key in NOT_SHAPE}
 
     def shape(self) -> dict[str, Any]:
         """Returns the shape fields, which `config.json` sets if there is a folder."""

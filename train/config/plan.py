@@ -97,7 +97,7 @@ class Plan:
       exact_loss: whether it is a term of the loss.
       exact_reward: whether the reward has the exact KL.
       shares_head: whether policy and reference share the LM head, which is then frozen.
-      old_log_probs: whether old log-probs take a pass. With one update per batch they are those of that update, unless
+      old_log_probs: whether old log-probs take a pass. With one update per batch they come from that update, unless
         an earlier step reads them.
       rollout_log_probs: whether one reads the log-probs of the sampler.
       mismatch: whether the mismatch of trainer and sampler is measured.

@@ -17,8 +17,8 @@ Fields = dict[str, Any]
 @cache
 def preset_names() -> tuple[str, ...]:
     """Lists the presets, `system/algorithm`."""
-    found = (path.relative_to(DIRECTORY).with_suffix("") for path in DIRECTORY.glob("*/*.yaml"))
-    return tuple(sorted(name.as_posix() for name in found))
+    paths = (path.relative_to(DIRECTORY).with_suffix("") for path in DIRECTORY.glob("*/*.yaml"))
+    return tuple(sorted(name.as_posix() for name in paths))
 
 
 def read_preset(name: str) -> Fields:
@@ -47,20 +47,20 @@ def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
         below = read_preset(name)
     except LookupError as error:
         return {key: value for key, value in raw.items() if key != "preset"}, [], [str(error)]
-    whole = _merge(below, dict(raw), "")
-    now = dict(leaves(whole))
+    merged = _merge(below, dict(raw), "")
+    now = dict(leaves(merged))
     replaced = [f"{path} {show(now.get(path))}" for path, value in leaves(below) if now.get(path) != value]
-    notes = [f"preset: {name} has other values of fields that are set; used: {', '.join(replaced)}"] if replaced else []
-    return whole, notes, []
+    notes = [f"preset: fields of {name} are overridden by {', '.join(replaced)}"] if replaced else []
+    return merged, notes, []
 
 
 def preset_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Lists the dotted paths of the fields that the preset of a raw config leaves in it."""
-    whole, _, problems = with_preset(raw)
+    merged, _, problems = with_preset(raw)
     if problems or not isinstance(raw.get("preset"), str):
         return ()
-    kept = {path for path, _ in leaves(whole)}
-    return tuple(path for path, _ in leaves(read_preset(raw["preset"])) if path in kept)
+    present = {path for path, _ in leaves(merged)}
+    return tuple(path for path, _ in leaves(read_preset(raw["preset"])) if path in present)
 
 
 def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -95,10 +95,10 @@ def read_signature(target: str) -> Signature:
     Raises:
       LookupError: there is no such module or function, with the reason.
     """
-    place, _, name = target.rpartition(":")
-    module, node = _find(_module(place), name)
+    source, _, name = target.rpartition(":")
+    module, node = _find(_module(source), name)
     if not isinstance(node, ast.FunctionDef):
-        raise LookupError(f"{place} has no function {name!r} that is defined by `def`")
+        raise LookupError(f"{source} has no function {name!r} that is defined by `def`")
     doc = ast.get_docstring(node) or ""
     helps = _argument_docs(doc)
     parameters = tuple(
@@ -128,12 +128,12 @@ def load_function(target: str) -> Callable[..., Any]:
       ModuleNotFoundError: there is no such module or file. Errors of the imported code pass through.
       AttributeError: the module has no such function.
     """
-    place, _, name = target.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    if spec is None or spec.loader is None or not Path(place).is_file():
-        raise ModuleNotFoundError(f"there is no file {place}")
+    source, _, name = target.rpartition(":")
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name)
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    if spec is None or spec.loader is None or not Path(source).is_file():
+        raise ModuleNotFoundError(f"there is no file {source}")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
     spec.loader.exec_module(module)

@@ -91,8 +91,8 @@ def _weights_after(entry: Any) -> list[Fields]:
         return []
     from kljax import systems
 
-    found = systems.entries(kind="correction")
-    call = next((item.call for item in found if item.key == entry["type"]), None)
+    entries = systems.entries(kind="correction")
+    call = next((item.call for item in entries if item.key == entry["type"]), None)
     return [{"type": "importance_weights"}] if call is not None and _times_ratios(call) else []
 
 

@@ -185,7 +185,7 @@ class Prompts:
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> list[Example]:
-        """Returns the examples of the batch of `step`: those of `rows`, numbers below `batch_size`, or all."""
+        """Returns the examples of the batch of `step`: the examples `rows`, numbers below `batch_size`, or all."""
         return self._batch(step, rows)
 
 
@@ -209,7 +209,7 @@ class Supervised:
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> SupervisedBatch:
-        """Returns the arrays of `step`: those of `rows`, numbers below `batch_size`, or all."""
+        """Returns the arrays of `step`: the rows `rows`, numbers below `batch_size`, or all."""
         prompt_length, completion_length = self._lengths
         return encode_solutions(
             self._batch(step, rows), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length

@@ -102,12 +102,12 @@ def on_leader(label: str, function: Callable[[], T]) -> T:
 
 
 def exchange_json(label: str, value: Any) -> list[Any]:
-    """Sends a JSON value to all processes; returns those of all, by process number."""
+    """Sends a JSON value to all processes; returns the values of all, by process number."""
     return [json.loads(part) for part in exchange(label, json.dumps(value).encode())]
 
 
 def exchange(label: str, value: bytes) -> list[bytes]:
-    """Sends bytes to all processes; returns those of all, by process number.
+    """Sends bytes to all processes; returns the bytes of all, by process number.
 
     The leader collects the values and sends them on, so the work grows with the number of processes, not its square.
 
@@ -119,7 +119,7 @@ def exchange(label: str, value: bytes) -> list[bytes]:
 
 
 def send_to_leader(label: str, value: bytes) -> list[bytes]:
-    """Sends bytes to the leader; returns those of all processes there, by process number, and elsewhere none."""
+    """Sends bytes to the leader; returns the bytes of all processes there, by process number, and elsewhere none."""
     return _round(label, value, to_all=False)
 
 
@@ -139,8 +139,8 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
         service.key_value_set_bytes(f"{prefix}/all", join([labels, *(values if to_all else ())]))
         # Every process has read the values of the round before, since it has sent those of this one.
         service.key_value_delete(f"kljax/{number - 1}/")
-    if len(set(found := json.loads(labels))) > 1:
-        raise RuntimeError(f"the processes are at different places of the program: {', '.join(found)}")
+    if len(set(all_labels := json.loads(labels))) > 1:
+        raise RuntimeError(f"the processes are at different places of the program: {', '.join(all_labels)}")
     return values
 
 
@@ -183,7 +183,7 @@ def _wait(key: str) -> bytes:
 
 
 def _user_error(kind: str, text: str) -> Exception:
-    """Makes an error of the kind that another process raised; `ProcessError` stands for those without a class here."""
+    """Makes an error of the kind that another process raised; `ProcessError` stands for kinds without a class here."""
     if kind in READING:
         return READING[kind](text)
     waiting: list[type[UserError]] = [UserError]

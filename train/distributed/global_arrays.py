@@ -35,7 +35,7 @@ def row_owners(sharding: Sharding, rows: int) -> np.ndarray:
       rows: number of rows, which the sharding divides.
 
     Returns:
-      Process numbers `[rows]`, int32. Processes with the same rows, such as those that a tensor axis spans, share them.
+      Process numbers `[rows]`, int32. Processes with the same rows, such as the processes of a tensor axis, share them.
     """
     holders: dict[tuple[int, int], set[int]] = {}
     devices: Mapping[Any, Any] = sharding.devices_indices_map((rows,))
@@ -65,7 +65,7 @@ class RowSplit:
     Attributes:
       count: number of rows of all processes.
       held: the rows that the devices of this process hold, in order; several processes may hold one row.
-      own: those of them that it judges, in order; every row belongs to one process.
+      own: the rows among them that it judges, in order; every row belongs to one process.
     """
 
     count: int
@@ -87,7 +87,7 @@ def place_rows(tree: Tree, sharding: Sharding) -> Tree:
     """Puts the rows that this process holds on its devices, as parts of global arrays.
 
     Args:
-      tree: host arrays whose rows are those of `held_rows`; or arrays on the devices, which are whole already.
+      tree: host arrays with the rows `held_rows`; or arrays on the devices, which are whole already.
       sharding: of the global arrays, split over their first axis only.
 
     Returns:
@@ -175,12 +175,12 @@ def _place_leaf(leaf: Any, sharding: Sharding) -> jax.Array:
     # The parts are of one size, so the number of all rows follows from that of this process.
     parts = sharding.num_devices
     rows = len(leaf) * parts // len(held_rows(sharding, parts))
-    held = held_rows(sharding, rows)
+    local_rows = held_rows(sharding, rows)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         first, last = _bounds(index[0], rows)
-        start = int(np.searchsorted(held, first))
+        start = int(np.searchsorted(local_rows, first))
         return leaf[start : start + last - first]
 
     return jax.make_array_from_callback((rows, *leaf.shape[1:]), sharding, read)

@@ -1,6 +1,6 @@
 """The watch over the other processes: a lost one is named by all that are left, which end with exit code 75.
 
-Each process writes its step and phase to the coordination service of JAX every second, and reads those of the others.
+Each process writes its step and phase to the coordination service of JAX every second, and reads the others'.
 JAX decides that a process is gone: by the heartbeats of a thread in C++, which goes on while Python is busy, by the
 closed connection to process 0, or by a collective that fails. It then aborts without a name. The watch names the
 process that is silent. A process that is slow is warned of, and nothing else.

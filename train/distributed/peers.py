@@ -116,6 +116,6 @@ def _cluster_processes() -> int:
     """Counts the processes that the environment of a TPU pod, SLURM or Open MPI names; 1 anywhere else."""
     from jax._src.clusters import ClusterEnv
 
-    found = (env for env in ClusterEnv._cluster_types if env.name in CLUSTERS and env.is_env_present())
-    environment = next(found, None)
+    environments = (env for env in ClusterEnv._cluster_types if env.name in CLUSTERS and env.is_env_present())
+    environment = next(environments, None)
     return 1 if environment is None else environment.get_process_count()

@@ -85,20 +85,20 @@ def show(options: argparse.Namespace) -> int:
         pairs = best(loaded.source, options.overrides, topology, most=options.candidates, effort=effort, tell=tell)
         if not pairs:
             tell("none of these fits; raise --candidates, or take a larger topology")
-        plans = [(candidate.overrides, found) for candidate, found in pairs]
+        plans = [(candidate.overrides, plan) for candidate, plan in pairs]
     else:
-        found = plan_config(loaded.config, topology, effort=effort, keep=options.keep)
-        plans = [(tuple(options.overrides), found)]
-    for overrides, found in plans:
+        plan = plan_config(loaded.config, topology, effort=effort, keep=options.keep)
+        plans = [(tuple(options.overrides), plan)]
+    for overrides, plan in plans:
         if options.search:
             tell(f"\n{' '.join(overrides)}")
-        print_report(console, found, brief=options.search)
+        print_report(console, plan, brief=options.search)
     if options.json is not None:
-        described = [{"overrides": list(overrides), **found.to_json()} for overrides, found in plans]
+        described = [{"overrides": list(overrides), **plan.to_json()} for overrides, plan in plans]
         write_summary(options.json, {"config": str(options.config), "plans": described})
     if options.markdown is not None:
-        write_text_atomic(options.markdown, "\n".join(markdown(found) for _, found in plans))
-    return 0 if any(found.fits for _, found in plans) else DOES_NOT_FIT
+        write_text_atomic(options.markdown, "\n".join(markdown(plan) for _, plan in plans))
+    return 0 if any(plan.fits for _, plan in plans) else DOES_NOT_FIT
 
 
 def print_report(console: "Console", hardware: "HardwareReport", *, brief: bool = False) -> None:

@@ -37,18 +37,18 @@ def abstract_state(
     )
     if Plan.of(config).value_head:
         trainable["value_head"] = abstract_value_head(model, mesh)
-    whole = replicated(mesh)
+    everywhere = replicated(mesh)
     controllers = {
-        name: with_sharding(jax.eval_shape(controller.init), whole)
+        name: with_sharding(jax.eval_shape(controller.init), everywhere)
         for name, controller in make_controllers(config).items()
     }
     guard, step = jax.eval_shape(lambda: (GuardState.initial(), jnp.zeros((), jnp.int32)))
     state = TrainState(
-        step=with_sharding(step, whole),
+        step=with_sharding(step, everywhere),
         trainable=trainable,
-        opt_state=abstract_optimizer_state(optimizer, trainable, whole, in_host=config.optim.host_memory),
+        opt_state=abstract_optimizer_state(optimizer, trainable, everywhere, in_host=config.optim.host_memory),
         controllers=controllers,
-        guard=with_sharding(guard, whole),
+        guard=with_sharding(guard, everywhere),
         past=tuple(_copy(trainable) for _ in range(config.rollout.policy_lag)) or None,
     )
     return with_abstract_reference(config, state), None if config.lora is None else params
@@ -71,10 +71,10 @@ def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainS
         return None
     if section.source in PARTS:
         with field_errors("reference.path"):
-            found = find_reference(config, model).model
+            reference_model = find_reference(config, model).model
         if section.source == "checkpoint":
-            return ScoredPolicy(found, kljax.Policy(abstract_params(found, mesh)))
-        return ScoredPolicy(found, kljax.Policy(None, abstract_adapter(found, mesh)))
+            return ScoredPolicy(reference_model, kljax.Policy(abstract_params(reference_model, mesh)))
+        return ScoredPolicy(reference_model, kljax.Policy(None, abstract_adapter(reference_model, mesh)))
     weights = abstract_params(model, mesh) if config.lora is None else abstract_adapter(model, mesh)
     if state.reference is not None:
         # Averages are stored in float32, and cast to the dtypes of the policy before they are scored.

@@ -93,13 +93,13 @@ class AbstractRun:
 
     def resident(self) -> dict[str, Tree]:
         """Returns the arrays that stay in memory from step to step, by name."""
-        found = {
+        trees = {
             "parameters": (self.state.trainable, self.base),
             "optimizer": self.state.opt_state,
             "reference": (self.reference, self.state.reference),
             "lagged policies": self.state.past,
         }
-        return {name: tree for name, tree in found.items() if jax.tree.leaves(tree)}
+        return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
 
     def beside(self, arguments: Tree, *extra: Tree) -> int:
         """Counts the bytes on a device of the resident arrays, and of `extra`, that are no arguments."""
@@ -130,7 +130,7 @@ class AbstractRun:
             yield self._update(with_sharding(batch, rows), tiles)
 
     def policy(self) -> kljax.Policy:
-        """Returns the weights that sample: those of the state, or the oldest of a lagged policy."""
+        """Returns the weights that sample: the weights of the state, or the oldest of a lagged policy."""
         return policy_of(self.state.past[0] if self.state.past else self.state.trainable, self.base)
 
     def _traced(
@@ -244,14 +244,14 @@ class AbstractRun:
     def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
         config, context = self.context.config, self.context
         state = dataclasses.replace(self.state, past=None, reference=None)
-        whole = replicated(context.mesh)
+        everywhere = replicated(context.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0))
         numbers = jax.eval_shape(lambda key: update_rows(config, key), key)
         coefs = jax.eval_shape(lambda controllers: coefficients(config, controllers), state.controllers)
         if Plan.of(config).key:
             coefs["key"] = key
         update = make_update(config, context.model, context.optimizer, state, context.mesh)
-        arguments = (state, self.base, batch, with_sharding(numbers[0], whole), with_sharding(coefs, whole))
+        arguments = (state, self.base, batch, with_sharding(numbers[0], everywhere), with_sharding(coefs, everywhere))
         head = reference_head(Plan.of(config), self.reference)
         # The sum over the micro-batches, and that of the current one.
         parts = {"gradients": 2 * device_bytes(state.trainable)}

@@ -112,7 +112,7 @@ class HardwareReport:
         programs = []
         for program in self.programs:
             bound, seconds = program.work.bound(device)
-            fields = dataclasses.asdict(program) | {"buffers": [one._asdict() for one in program.buffers]}
+            fields = dataclasses.asdict(program) | {"buffers": [buffer._asdict() for buffer in program.buffers]}
             derived = {"total": program.total, "seconds": program.work.seconds(device), "bound": bound}
             programs.append(fields | derived | {"least_seconds": seconds})
         return {
@@ -167,15 +167,17 @@ def _read(program: LoweredProgram, islands: Sequence[int], effort: float | None,
     if keep is not None:
         compiled.write(keep, program.name.replace(" ", "_"))
     module = hlo.parse(compiled.text)
-    found = collectives(module, program.loops)
-    each = [sent(one, islands) for one in found]
+    operations = collectives(module, program.loops)
+    each = [sent(operation, islands) for operation in operations]
     work = Work(
         flops=count_flops(module, program.loops),
         memory=count_traffic(module, program.loops),
-        links=sum(one.links for one in each),
-        network=sum(one.network for one in each),
+        links=sum(traffic.links for traffic in each),
+        network=sum(traffic.network for traffic in each),
     )
-    kinds = {kind: (times * program.runs, size * program.runs) for kind, (times, size) in bytes_by_kind(found).items()}
+    kinds = {
+        kind: (times * program.runs, size * program.runs) for kind, (times, size) in bytes_by_kind(operations).items()
+    }
     return ProgramReport(
         name=program.name,
         runs=program.runs,
@@ -195,11 +197,11 @@ def _read(program: LoweredProgram, islands: Sequence[int], effort: float | None,
 
 def _parts(program: LoweredProgram, compiled: CompiledProgram) -> dict[str, int]:
     """Returns the known parts, at most what the compiler plans: it may reuse the memory of a donated argument."""
-    left, found = compiled.temporary, {}
+    left, parts = compiled.temporary, {}
     for name, size in program.parts.items():
-        found[name] = min(size, left)
-        left -= found[name]
-    return found
+        parts[name] = min(size, left)
+        left -= parts[name]
+    return parts
 
 
 def tables(hardware: HardwareReport) -> list[Table]:
@@ -250,31 +252,49 @@ def _memory(hardware: HardwareReport) -> Table:
     names = list(dict.fromkeys(name for program in hardware.programs for name in program.parts))
     header = ["program", "arguments", "beside", *names, "others", "total"]
     rows = []
-    for one in hardware.programs:
-        if one.refused:
-            rows.append([one.name, "", _gib(one.beside), *[""] * len(names), "", f"{_gib(one.needed)}, refused"])
+    for program in hardware.programs:
+        if program.refused:
+            rows.append(
+                [program.name, "", _gib(program.beside), *[""] * len(names), "", f"{_gib(program.needed)}, refused"]
+            )
             continue
-        known = [_gib(one.parts[name]) if name in one.parts else "" for name in names]
-        rows.append([one.name, _gib(one.arguments), _gib(one.beside), *known, _gib(one.others), _gib(one.total)])
+        known = [_gib(program.parts[name]) if name in program.parts else "" for name in names]
+        rows.append(
+            [
+                program.name,
+                _gib(program.arguments),
+                _gib(program.beside),
+                *known,
+                _gib(program.others),
+                _gib(program.total),
+            ]
+        )
     return "memory of a device, GiB", header, rows
 
 
 def _work(hardware: HardwareReport) -> Table:
     header = ["program", "runs", "TFLOP", "memory GB", "links GB", "network GB", "least s", "bound by", "compile s"]
     rows = []
-    for one in _compiled(hardware):
-        bound, seconds = one.work.bound(hardware.topology.device)
-        numbers = (one.work.flops / 1e12, one.work.memory / 1e9, one.work.links / 1e9, one.work.network / 1e9)
+    for program in _compiled(hardware):
+        bound, seconds = program.work.bound(hardware.topology.device)
+        numbers = (
+            program.work.flops / 1e12,
+            program.work.memory / 1e9,
+            program.work.links / 1e9,
+            program.work.network / 1e9,
+        )
         cells = [_number(number) for number in numbers]
-        rows.append([one.name, str(one.runs), *cells, _number(seconds), bound, f"{one.compile_seconds:.0f}"])
+        rows.append(
+            [program.name, str(program.runs), *cells, _number(seconds), bound, f"{program.compile_seconds:.0f}"]
+        )
     return "work of a device in a step", header, rows
 
 
 def _exchanges(hardware: HardwareReport) -> Table:
     rows = [
-        [one.name, kind, f"{times:,.0f}", _number(size / 1e9)]
-        for one in _compiled(hardware)
-        for kind, (times, size) in one.exchanged.items()
+        [program.name, kind, f"{times:,.0f}", _number(size / 1e9)]
+        for program in _compiled(hardware)
+        for kind, (times, size) in program.exchanged.items()
         if size >= 5e6
     ]
     return "collectives of a device in a step", ["program", "kind", "executions", "GB"], rows
@@ -282,9 +302,9 @@ def _exchanges(hardware: HardwareReport) -> Table:
 
 def _buffers(hardware: HardwareReport) -> Table:
     rows = [
-        [one.name, _gib(buffer.size), buffer.values.split(", ")[0], _short(buffer.origin) or "the compiler"]
-        for one in _compiled(hardware)
-        for buffer in one.buffers
+        [program.name, _gib(buffer.size), buffer.values.split(", ")[0], _short(buffer.origin) or "the compiler"]
+        for program in _compiled(hardware)
+        for buffer in program.buffers
         if buffer.size >= 5e6
     ]
     return "the largest temporary buffers", ["program", "GiB", "array", "from"], rows

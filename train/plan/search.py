@@ -83,11 +83,11 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
         )
         try:
             config = load(path, [*overrides, *changed]).config
-            found = _estimated(changed, config, topology)
+            candidate = _estimated(changed, config, topology)
         except (ConfigError, UserError):
             continue
-        if found.bytes <= topology.device.usable:
-            yield found
+        if candidate.bytes <= topology.device.usable:
+            yield candidate
 
 
 def _meshes(size: int, slices: int) -> Iterator[tuple[int, int, int]]:
@@ -141,16 +141,16 @@ def best(
     Raises:
       UserError: no candidate passes the arithmetic.
     """
-    listed = sorted(candidates(path, overrides, topology), key=lambda one: (one.exchanged, one.bytes))
+    listed = sorted(candidates(path, overrides, topology), key=lambda candidate: (candidate.exchanged, candidate.bytes))
     if not listed:
         raise UserError(f"--search: no mesh of {topology} holds the state of {path}; take a larger topology, or lora")
     tell(f"{len(listed)} candidates pass the arithmetic; the first {min(most, len(listed))} are compiled")
-    found = []
+    plans = []
     for candidate in listed[:most]:
         planned = plan_config(candidate.config, topology, effort=effort)
         needed = f"{planned.peak.total / GIB:.1f} GiB"
         verdict = f"fits in {needed}, at least {planned.seconds:,.1f} s a step" if planned.fits else f"needs {needed}"
         tell(f"{' '.join(candidate.overrides)}: {verdict}")
         if planned.fits:
-            found.append((candidate, planned))
-    return sorted(found, key=lambda pair: pair[1].seconds)[:BEST]
+            plans.append((candidate, planned))
+    return sorted(plans, key=lambda pair: pair[1].seconds)[:BEST]

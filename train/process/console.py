@@ -21,7 +21,7 @@ LONGEST_JOIN_SECONDS = 86_400.0
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Hides orbax's messages below an error inside the block; the trainer reports those events itself."""
+    """Hides orbax's messages below an error inside the block; the trainer reports these events itself."""
     logger = logging.getLogger("absl")
     before = logger.level
     # A filter that is there already is not added again, and stays: threads of orbax outlive the block.

@@ -29,7 +29,7 @@ def disk_problem(error: BaseException | None) -> str | None:
 
 
 class ThreadErrors:
-    """A hook for errors in threads: those of the disk are kept as one line, and none is shown in an ending process.
+    """A hook for errors in threads: errors of the disk are kept as one line, and none is shown in an ending process.
 
     Attributes:
       problem: the last error of the disk in a thread, or None.

@@ -42,7 +42,7 @@ class Ending:
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """Handles the signals inside the block, but for those that the command was started to ignore, as by nohup."""
+    """Handles the signals inside the block, but for signals that the command was started to ignore, as by nohup."""
     try:
         before = {number: signal.signal(number, handler) for number in SIGNALS if _is_heard(number)}
     except ValueError:  # only the main thread may

@@ -144,11 +144,16 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
             "probabilities of the same tokens"
         )
     folder = config.model.path
-    theirs, ours = path / TOKENIZER, Path(folder or "") / TOKENIZER
-    if folder is not None and theirs.is_file() and ours.is_file() and _file_digest(theirs) != _file_digest(ours):
+    reference_file, policy_file = path / TOKENIZER, Path(folder or "") / TOKENIZER
+    if (
+        folder is not None
+        and reference_file.is_file()
+        and policy_file.is_file()
+        and _file_digest(reference_file) != _file_digest(policy_file)
+    ):
         raise ValueError(
-            f"{theirs} differs from {ours}: the tokens of this reference are not those of the policy; expected the "
-            "same file (if only its formatting differs, copy one over the other)"
+            f"{reference_file} differs from {policy_file}: the tokens of this reference are not those of the policy; "
+            "expected the same file (if only its formatting differs, copy one over the other)"
         )
 
 
@@ -161,8 +166,8 @@ def warn_of_other_base(config: Config, path: str | Path, field: str) -> None:
     named, folder = base_model(path), config.model.path
     if named is None or (folder is not None and _last_part(named) == _last_part(folder)):
         return
-    ours = "a base that is no Hugging Face folder" if folder is None else folder
-    warn(f"{field}: the adapter {path} says that it was trained on {named}; it will be attached to {ours}")
+    base = "a base that is no Hugging Face folder" if folder is None else folder
+    warn(f"{field}: the adapter {path} says that it was trained on {named}; it will be attached to {base}")
 
 
 def _file_digest(path: Path) -> str:

@@ -105,7 +105,7 @@ def record_reference(path: Path, config: Config, fingerprint: np.ndarray | None,
     """Records the reference, or compares it with the record if it is the recorded one.
 
     Raises:
-      UserError: the weights differ from those that the run loaded first.
+      UserError: the weights differ from the weights that the run loaded first.
     """
     entries, entry = read_entries(path), entry_of(config, fingerprint, step)
     if is_recorded(path, config):

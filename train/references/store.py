@@ -74,21 +74,21 @@ class ReferenceStore:
         if self._scored[rows].all():
             self.collect()
             return self._onto_devices(rows, batch.tokens.shape[1])
-        log_probs, whole = self._score(base, reference, batch)
-        whole.copy_to_host_async()
-        self._under_way.append((rows, whole))
+        log_probs, scores = self._score(base, reference, batch)
+        scores.copy_to_host_async()
+        self._under_way.append((rows, scores))
         self._scored[rows] = True
         return log_probs
 
     def collect(self) -> None:
         """Takes over the log-probs that were computed, for which it waits."""
-        for rows, whole in self._under_way:
-            self._log_probs[rows] = to_host(whole)[:, -self._log_probs.shape[1] :]
+        for rows, scores in self._under_way:
+            self._log_probs[rows] = to_host(scores)[:, -self._log_probs.shape[1] :]
         self._under_way.clear()
 
     def _onto_devices(self, rows: np.ndarray, length: int) -> jax.Array:
         """Puts the log-probs of rows on the devices; they are 0 in the columns of the prompts."""
-        held = rows[held_rows(batch_sharding(self._mesh), len(rows))]
-        log_probs = np.zeros((len(held), length), np.float32)
-        log_probs[:, -self._log_probs.shape[1] :] = self._log_probs[held]
+        local_rows = rows[held_rows(batch_sharding(self._mesh), len(rows))]
+        log_probs = np.zeros((len(local_rows), length), np.float32)
+        log_probs[:, -self._log_probs.shape[1] :] = self._log_probs[local_rows]
         return shard_rows(log_probs, self._mesh)

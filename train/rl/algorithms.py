@@ -45,7 +45,7 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
       signature: the signature of the function.
       section: the section of the config with its options.
       arrays: array by name, made when it is needed.
-      others: arguments that the trainer sets; those that the function does not have are dropped.
+      others: arguments that the trainer sets; arguments that the function does not have are dropped.
     """
     supplied = {name: arrays[array]() for name, array in arrays_of(signature, arrays).items()}
     fixed = {name: value for name, value in others.items() if name in signature}

@@ -194,7 +194,7 @@ def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, 
 
 
 def present_arrays(batch: Batch) -> dict[str, Array]:
-    """Returns all arrays of a batch by name, those of `fields` among them."""
+    """Returns all arrays of a batch by name, `fields` among them."""
     return _own_arrays(batch) | batch.fields
 
 

@@ -49,10 +49,10 @@ def make_correction(config: Config) -> Callable[[Batch], tuple[Batch, Metrics]]:
             "correction_clipped": kljax.masked_fraction(_within_bounds(entries, batch), mask),
             "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
         }
-        kept = batch.kept_mask
+        kept_mask = batch.kept_mask
         if rejects:
-            kept = corrected.kept if kept is None else corrected.kept & kept
-        return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept), metrics
+            kept_mask = corrected.kept if kept_mask is None else corrected.kept & kept_mask
+        return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept_mask), metrics
 
     return correct
 

@@ -58,7 +58,7 @@ class LargestToken:
         log_probs: jax.Array,
         ref_log_probs: jax.Array | None,
     ) -> Self:
-        """Finds the token among those of a mask, detached.
+        """Finds the token among the tokens of a mask, detached.
 
         Args:
           values: [B, T].
@@ -84,8 +84,8 @@ class LargestToken:
         """Merges parts that lie along an axis; None: along all."""
         order = jnp.where(jnp.isnan(self.largest), jnp.inf, self.largest)
         chosen, last = order == order.max(axis, keepdims=True), jnp.iinfo(jnp.int32).max
-        for place in (self.row, self.column):
-            chosen &= place == jnp.where(chosen, place, last).min(axis, keepdims=True)
+        for position in (self.row, self.column):
+            chosen &= position == jnp.where(chosen, position, last).min(axis, keepdims=True)
         # One token is left, so that its numbers are the largest of those that are left.
         return type(self)(
             largest=jnp.where(chosen, self.largest, -jnp.inf).max(axis),

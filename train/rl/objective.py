@@ -105,12 +105,12 @@ def token_weights(plan: Plan, loss: Loss, batch: Batch, term: LossKL | None = No
 
 
 def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Batch:
-    """Adds the token weights of the loss, and those of its KL if that has a reduction of its own."""
-    own = "loss" in plan.controllers and term.aggregation is not None
+    """Adds the token weights of the loss, and of its KL if that has a reduction of its own."""
+    separate = "loss" in plan.controllers and term.aggregation is not None
     return dataclasses.replace(
         batch,
         token_weights=token_weights(plan, loss, batch),
-        kl_token_weights=token_weights(plan, loss, batch, term) if own else None,
+        kl_token_weights=token_weights(plan, loss, batch, term) if separate else None,
     )
 
 
@@ -119,8 +119,8 @@ def make_preparation(config: Config) -> Preparation:
 
     They are advantages, returns and corrections; a loss that reads no advantages has none. Every mean is over the whole
     rollout batch. The logged reference KL is never scaled or shifted. The controller of the loss is updated after the
-    updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes those of the sampler
-    for the old ones.
+    updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes log-probs of the
+    sampler for the old ones.
     """
     plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
     options, correct = config.advantage, make_correction(config)
@@ -246,18 +246,18 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
         reduced = {name: term.sum() for name, term in terms.weighted.items()}
-        mask, kept = loss_mask(section, batch), _kept(batch)
+        mask, kept_mask = loss_mask(section, batch), _kept(batch)
         if plan.value_head:
             values = token_values(trainable["value_head"], hidden)
             returns, old = required(batch.returns), required(batch.values)
             term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
-            reduced["value"] = (kljax.masked(term, kept) * required(batch.token_weights)).sum()
+            reduced["value"] = (kljax.masked(term, kept_mask) * required(batch.token_weights)).sum()
             loss = loss + coefs["value"] * reduced["value"]
         metrics = _token_metrics(section, kl.loss, terms.stats, scored)
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
         if plan.steers_loss:
-            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept)
+            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics)
 
@@ -297,7 +297,7 @@ def _terms(
     stats: kljax.TokenStats, batch: Batch, coefs: Coefficients, *, plan: Plan, section: Loss, kl: KL
 ) -> tuple[_Terms, dict[str, Array]]:
     """Computes the terms of the head, times their token weights, and their coefficients."""
-    weights, mask, kept = required(batch.token_weights), loss_mask(section, batch), _kept(batch)
+    weights, mask, kept_mask = required(batch.token_weights), loss_mask(section, batch), _kept(batch)
     batch = dataclasses.replace(_with_old_log_probs(batch, stats), completion_mask=mask)
     terms: dict[str, Array] = {}
     scale: dict[str, Array] = {}
@@ -318,8 +318,8 @@ def _terms(
         scale["rollout_kl"] = coefs["rollout_kl"]
     if section.entropy_coef > 0:
         terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
-    own = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
-    weighted = {name: kljax.masked(term, kept) * own.get(name, weights) for name, term in terms.items()}
+    term_weights = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
+    weighted = {name: kljax.masked(term, kept_mask) * term_weights.get(name, weights) for name, term in terms.items()}
     return _Terms(stats, weighted, terms["kl"] if plan.steers_loss else None), scale
 
 

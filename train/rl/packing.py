@@ -124,7 +124,7 @@ class Cells:
 def make_packer(config: Config, model: Decoder, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
-    Only lengths come to the host, those of all rows in every process, so that all choose the same places.
+    Only lengths come to the host, lengths of all rows in every process, so that all choose the same places.
     """
     if not config.optim.packing:
         return None
@@ -232,16 +232,16 @@ def _balance(cells: Cells, lengths: Lengths, rows: np.ndarray, places: np.ndarra
     tokens = lengths.completions[runs]
     # A prompt costs nothing if no completion reads it.
     sizes = tokens.sum(1) + np.where(tokens.any(1), lengths.prompts[runs].max(1), 0)
-    room = places.shape[2] // run
-    found: list[list[int]] = [[] for _ in range(places.shape[0] * places.shape[1])]
-    heap = [(0, cell) for cell in range(len(found))]
+    capacity = places.shape[2] // run
+    contents: list[list[int]] = [[] for _ in range(places.shape[0] * places.shape[1])]
+    heap = [(0, cell) for cell in range(len(contents))]
     for number in np.argsort(-sizes, kind="stable"):
         size, cell = heapq.heappop(heap)
-        found[cell].append(int(number))
-        if len(found[cell]) < room:
+        contents[cell].append(int(number))
+        if len(contents[cell]) < capacity:
             heapq.heappush(heap, (size + int(sizes[number]), cell))
     order = np.empty_like(rows)
-    order[places.reshape(len(found), -1)] = [runs[sorted(cell)].reshape(-1) for cell in found]
+    order[places.reshape(len(contents), -1)] = [runs[sorted(cell)].reshape(-1) for cell in contents]
     return order
 
 
@@ -257,23 +257,23 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
     by_completion, by_prompt = np.argsort(-sizes, kind="stable"), np.lexsort((-sizes, number, -totals))
 
     def fit(order: Iterable[int]) -> list[dict[int, list[int]]]:
-        found: list[dict[int, list[int]]] = []
+        packed: list[dict[int, list[int]]] = []
         free: list[int] = []
-        for place in order:
-            group, size, prompt = int(groups[place]), int(sizes[place]), int(prompts[place])
+        for index in order:
+            group, size, prompt = int(groups[index]), int(sizes[index]), int(prompts[index])
             if size == 0:
                 continue
-            having = (at for at, one in enumerate(found) if group in one and free[at] >= size)
+            having = (at for at, row in enumerate(packed) if group in row and free[at] >= size)
             at = next(having, None)
             if at is None:
                 size += prompt
-                at = next((at for at, left in enumerate(free) if left >= size), len(found))
-            if at == len(found):
-                found.append({})
+                at = next((at for at, left in enumerate(free) if left >= size), len(packed))
+            if at == len(packed):
+                packed.append({})
                 free.append(cells.width)
-            found[at].setdefault(group, []).append(int(place))
+            packed[at].setdefault(group, []).append(int(index))
             free[at] -= size
-        return found
+        return packed
 
     return min(fit(by_completion), fit(by_prompt), key=len)
 

@@ -160,7 +160,7 @@ def bind(model: Decoder, policy: kljax.Policy) -> Transformer:
     """Merges the weights of a policy with the modules of the decoder.
 
     Raises:
-      ValueError: an adapter whose names or shapes differ from those that the model's lora section gives.
+      ValueError: an adapter whose names or shapes differ from the ones that the model's lora section gives.
     """
     if policy.adapter is not None:
         _check_has_lora(model)

@@ -104,7 +104,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
 
 def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: those of the reference alone, [B, T] float32.
+    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: log-probs of the reference alone, [B, T] float32.
 
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
     computed as in `make_score`, and treated as constants.
@@ -201,11 +201,11 @@ def make_update(
             return jax.tree.map(jnp.add, total, grads), metrics
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
-        grads, found = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
+        grads, metric_sums = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
-        metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
+        metrics = metric_sums.reduce().of_update() | {"grad_norm": single(norm)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)

@@ -35,7 +35,7 @@ class TokenField:
       dtype: of recorded values; the sampler may compute in a wider one.
       axes: the names of the axes after `[B, T]`.
       fill: the value in padding, and at tokens that have none.
-      prompts: whether the tokens of prompts have values too, not only those of completions.
+      prompts: whether the tokens of prompts have values too, not only tokens of completions.
       ragged: whether the last axis has its own length at every token; `fill` pads it.
       recorded: whether recordings have the field.
       check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and
@@ -107,11 +107,11 @@ def _check_log_probs(values: Sequence[Any], ids: Sequence[int], vocab_size: int)
 
 
 def _check_kept_ids(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
-    if not all(0 <= kept < vocab_size for kept in itertools.chain.from_iterable(values)):
+    if not all(0 <= kept_id < vocab_size for kept_id in itertools.chain.from_iterable(values)):
         raise ValueError(f"got {shorten(values)}, expected a list of ids for each completion id")
-    for token, kept in zip(ids, values, strict=True):
-        if token not in kept:
-            raise ValueError(f"got {shorten(kept)} for the completion id {token}, expected it in the list")
+    for token, kept_ids in zip(ids, values, strict=True):
+        if token not in kept_ids:
+            raise ValueError(f"got {shorten(kept_ids)} for the completion id {token}, expected it in the list")
 
 
 TOKEN_FIELDS: dict[str, TokenField] = {

@@ -57,7 +57,7 @@ def tensor_sizes(devices: int, tensor: int, parts: int, sizes: Sequence[int], ro
         for size in range(1, parts + 1)
         if parts % size == 0
         and (size % tensor == 0 or tensor % size == 0)
-        and all(whole % size == 0 for whole in sizes)
+        and all(size_of_array % size == 0 for size_of_array in sizes)
         and all(count % (devices // size) == 0 for count in rows)
     ]
     return sorted(fitting, key=lambda size: (size < tensor, abs(size - tensor)))

@@ -81,8 +81,8 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
-    own = record_rows(rollout.completions, rollout.scores, rollout.rows, context.config.rollout.samples_per_prompt)
-    numbered = list(zip(rollout.rows.own.tolist(), own, strict=True))
+    records = record_rows(rollout.completions, rollout.scores, rollout.rows, context.config.rollout.samples_per_prompt)
+    numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
     on_leader("recording", lambda: write_rows(directory, step, rows))
@@ -158,7 +158,7 @@ def judge_together(
       rows: the rows of this process, and the number of all.
 
     Returns:
-      The named rewards of the rows of this process; and those of all rows with the penalties and "reward", `[count]`.
+      The named rewards of the rows of this process; and rewards of all rows with the penalties and "reward", `[count]`.
 
     Raises:
       UserError: in every process, if the rows of one cannot be judged, or their rewards have other names.

@@ -158,8 +158,8 @@ def begin_samples(
     longest = mask.sum(axis=1).max()
     bucket = next(bucket for bucket in prompt_buckets(max_prompt_length) if bucket >= longest)
     # Prompts are padded on the left, so the last columns have all their tokens.
-    held = held_rows(batch_sharding(context.layout.mesh), len(examples))
-    prompts, prompt_mask = shard_rows((tokens[held, -bucket:], mask[held, -bucket:]), context.layout.mesh)
+    local_rows = held_rows(batch_sharding(context.layout.mesh), len(examples))
+    prompts, prompt_mask = shard_rows((tokens[local_rows, -bucket:], mask[local_rows, -bucket:]), context.layout.mesh)
     return sampler(policy, prompts, prompt_mask, key)
 
 
@@ -194,8 +194,10 @@ class JaxSource:
     def __init__(self, context: RunContext, sampler: Sampler | None = None) -> None:
         self._repeats, samples = rollout_rows(context)
         self._context = context
-        kept = context.config.rollout.record_kept_tokens
-        self._sampler = sampler or make_sampler(context, name="rollout", samples=samples, record_kept_tokens=kept)
+        record_kept_tokens = context.config.rollout.record_kept_tokens
+        self._sampler = sampler or make_sampler(
+            context, name="rollout", samples=samples, record_kept_tokens=record_kept_tokens
+        )
         self._policy: kljax.Policy | None = None
 
     def update(self, policy: kljax.Policy, step: int) -> None:

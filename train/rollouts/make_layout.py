@@ -93,8 +93,8 @@ def device_memory(mesh: Mesh) -> int | None:
     if mesh.local_devices:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", memory)
-    found = exchange_json("memory of a device", memory)
-    return None if None in found else min(found)
+    sizes = exchange_json("memory of a device", memory)
+    return None if None in sizes else min(sizes)
 
 
 def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
@@ -104,8 +104,8 @@ def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax
     moments = abstract_optimizer_state(optimizer, trained, replicated(mesh), in_host=config.optim.host_memory)
     copies = config.rollout.policy_lag
     # An adapter that is switched off, or another one, has no weights of its own.
-    own = config.reference.source == "checkpoint" or config.lora is None
-    references = device_bytes(params) if Plan.of(config).reference and own else 0
+    separate = config.reference.source == "checkpoint" or config.lora is None
+    references = device_bytes(params) if Plan.of(config).reference and separate else 0
     adapter = 0 if config.lora is None else device_bytes(trained)
     return device_bytes(params) + adapter + references + copies * device_bytes(trained) + device_bytes(moments)
 

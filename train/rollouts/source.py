@@ -35,7 +35,7 @@ class Request:
       samples: completions per prompt.
       step: number of RL steps done.
       key: random key of the completions.
-      rows: the rows that the arrays of this process hold, and those that it judges.
+      rows: the rows that the arrays of this process hold, and the rows that it judges.
     """
 
     examples: Sequence[Example]

@@ -190,14 +190,14 @@ def check_same_base(config: Config, continued: RunDirectory | None) -> ExpectedB
     run = run_directory_of(locate(section.path, "adapter")[0])
     if run is None or (continued is not None and is_recorded(continued.reference, config)):
         return None
-    theirs, ours = saved_base(run), _existing_base(config, continued)
-    if theirs is None:
+    run_base, existing = saved_base(run), _existing_base(config, continued)
+    if run_base is None:
         warn(f"reference.path: the run {run} has no base any more, with which that of this run could be compared")
         return None
-    expected = ExpectedBase(section.path, run, theirs)
-    if ours is None:
+    expected = ExpectedBase(section.path, run, run_base)
+    if existing is None:
         return expected
-    expected.check(ours)
+    expected.check(existing)
     return None
 
 
@@ -221,13 +221,13 @@ def _difference(theirs: SavedBase, ours: SavedBase) -> tuple[str, str] | None:
         return None
     first, second = theirs.arrays(), ours.arrays()
     for name in sorted(first.keys() | second.keys()):
-        shapes = [f"{name}: {list(one[name].shape) if name in one else 'missing'}" for one in (first, second)]
+        shapes = [f"{name}: {list(arrays[name].shape) if name in arrays else 'missing'}" for arrays in (first, second)]
         if shapes[0] != shapes[1]:
             return shapes[0], shapes[1]
     # A base stored in bfloat16 was rounded to it.
     half = np.dtype(jnp.bfloat16)
-    rounded = any(half == array.dtype for one in (first, second) for array in one.values())
-    digests = [_digest(one, half if rounded else np.dtype(np.float32)) for one in (first, second)]
+    rounded = any(half == array.dtype for arrays in (first, second) for array in arrays.values())
+    digests = [_digest(arrays, half if rounded else np.dtype(np.float32)) for arrays in (first, second)]
     return None if digests[0] == digests[1] else (f"digest {digests[0]}", f"digest {digests[1]}")
 
 

@@ -73,12 +73,12 @@ def _shown(
 ) -> list[dict[str, Any]]:
     """Lists the first examples with their completions and rewards."""
     every = zip(rows.tolist(), completions.texts, completions.finished.tolist(), strict=True)
-    own = [entry for entry in every if entry[0] < len(examples)]
-    found = sorted(entry for part in exchange_json("samples", own) for entry in part)
+    local_entries = [entry for entry in every if entry[0] < len(examples)]
+    entries = sorted(entry for part in exchange_json("samples", local_entries) for entry in part)
     return [
         {
             **{"prompt": examples[row].prompt, "completion": text, "answer": examples[row].answer, "finished": flag},
             **{name: float(values[row]) for name, values in judged.items()},
         }
-        for row, text, flag in found
+        for row, text, flag in entries
     ]

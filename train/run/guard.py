@@ -45,8 +45,8 @@ def nonfinite_array(tree: Tree) -> str | None:
 
 def _first_name(arrays: Mapping[str, jax.Array]) -> str | None:
     """Returns the first name, in the order of the mapping, whose array is not finite; None if all are."""
-    found = int(find_nonfinite(list(arrays.values()))) if arrays else -1
-    return None if found < 0 else list(arrays)[found]
+    index = int(find_nonfinite(list(arrays.values()))) if arrays else -1
+    return None if index < 0 else list(arrays)[index]
 
 
 def check_finite(tree: Tree, what: str) -> None:
@@ -69,7 +69,7 @@ class Beyond(NamedTuple):
 
 
 class Warnings:
-    """Counts the steps beyond a limit and chooses those that are reported, so that many of them are a few lines."""
+    """Counts the steps beyond a limit and chooses the reported ones, so that many of them are a few lines."""
 
     def __init__(self) -> None:
         self._last, self._worst, self._silent = -math.inf, 0.0, 0
@@ -107,7 +107,7 @@ class StepGuard:
 
         Args:
           values: the metrics of the step.
-          tokens: those that name a token, on the host.
+          tokens: the arrays that name a token, on the host.
         """
         # A look-up copies rows to the host, which only a message is worth.
         self._name_token = functools.partial(describe_token, batch, tokens, self._tokenizer)
@@ -181,19 +181,19 @@ class StepGuard:
 
     def _beyond_limit(self, values: Mapping[str, float]) -> Beyond | None:
         """Returns the limit that the step is furthest beyond; None if it is beyond none, or skips and skipped none."""
-        found = []
+        exceeded = []
         for limit in limits(self._guard):
             for name in limit.metrics:
                 if name in values and limit.is_left_by(values[name]):
                     reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
-                    found.append(Beyond(reason, _ratio(values[name], limit.number), not limit.least))
+                    exceeded.append(Beyond(reason, _ratio(values[name], limit.number), not limit.least))
         if self._guard.action == "skip":
             if not values.get(SHARE):
                 return None
             # The mean of a step may be within a limit that one of its updates has left.
             fields = " or ".join(limit.field for limit in limits(self._guard))
-            found = found or [Beyond(f"{fields}, at one of the updates", 1.0, "kl_reference_max" in values)]
-        return max(found, key=lambda beyond: beyond.factor, default=None)
+            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, "kl_reference_max" in values)]
+        return max(exceeded, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
         guard, step, actions = self._guard, int(state.step), int(state.guard.actions)
@@ -255,16 +255,16 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) ->
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
     prompt = ids[: np.argmax(drawn)][real[: np.argmax(drawn)]].tolist()
     number, text = int(drawn[: column + 1].sum()), f"id {ids[column]}"
-    place = f"row {row}"
+    location = f"row {row}"
     if tokenizer is not None:
         end = ids[column] in tokenizer.eos_ids
         text += " (end)" if end else f" ({_quoted(tokenizer.decode([int(ids[column])]))})"
-        place += f", {_quoted(tokenizer.decode(prompt))}"
+        location += f", {_quoted(tokenizer.decode(prompt))}"
     known = [(token.log_prob, "the policy"), (token.ref_log_prob, "the reference")]
     log_probs = ", ".join(f"{number:.4g} under {who}" for number, who in known if not np.isnan(number))
     return (
-        f"; the largest is {token.largest:.4g} at token {number} of the {int(drawn.sum())} sampled in {place}: {text}, "
-        f"log-prob {log_probs}"
+        f"; the largest is {token.largest:.4g} at token {number} of the {int(drawn.sum())} sampled in {location}: "
+        f"{text}, log-prob {log_probs}"
     )
 
 

@@ -61,7 +61,7 @@ class Programs:
 
     @classmethod
     def of(cls, context: RunContext, state: TrainState, source: Source | None = None) -> "Programs":
-        """Compiles, lazily, the programs of a run for states of this layout; those of a recording know its rows."""
+        """Compiles, lazily, the programs of a run for states of this layout; programs of a recording know its rows."""
         config, model, mesh = context.config, context.model, context.mesh
         following = with_abstract_reference(config, state).reference
         recorded = source.row_count if isinstance(source, FileSource) else None

@@ -54,7 +54,7 @@ def _dump(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _lines_up_to(path: Path, step: int) -> str:
-    """Reads the lines of the warm start, and those of RL up to a step."""
+    """Reads the lines of the warm start, and of RL up to a step."""
     return _dump(r for r in read_metrics(path) if r["phase"] == "warm_start" or r["step"] <= step)
 
 

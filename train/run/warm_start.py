@@ -107,9 +107,9 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
             text = f"{skipped} steps in a row were skipped; {first} is not finite"
             raise GuardError(f"guard.max_skipped: warm start, step {number}: {text}. Nothing was saved")
 
-    held = held_rows(batch_sharding(mesh), section.batch_size)
+    local_rows = held_rows(batch_sharding(mesh), section.batch_size)
     for number in range(section.steps):
-        params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number, held), mesh))
+        params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number, local_rows), mesh))
         pending.append(loss)
         if number > 0:
             read(number)

@@ -104,7 +104,7 @@ class RunCheckpoints:
     `reference` is there if it is updated, `batch` if the batch of the next step was drawn before the save.
 
     Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
-    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, those of
+    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, checkpoints of
     steps that `keep_every` divides, and the steps that a reference may load: step 0, the policy before RL, and the
     steps in `pinned`.
 

@@ -122,15 +122,17 @@ def _shown(value: Any) -> str:
 
 def _expressions(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     """Lists the regular expressions of a config by their field."""
-    found = {}
+    expressions = {}
     for name in ("target_modules", "exclude_modules"):
         value = raw.get(name)
         if isinstance(value, str) and value.lower() != "all-linear":
-            found[name] = [value]
+            expressions[name] = [value]
     names = raw.get("layers_pattern")
     if names and raw.get("layers_to_transform") is not None:
-        found["layers_pattern"] = [layer_expression(name) for name in ([names] if isinstance(names, str) else names)]
-    return found
+        expressions["layers_pattern"] = [
+            layer_expression(name) for name in ([names] if isinstance(names, str) else names)
+        ]
+    return expressions
 
 
 def _bad_patterns(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -184,9 +184,11 @@ def write(name: str, folder: pathlib.Path) -> None:
         adapted.save_pretrained(folder / "adapter")
         (folder / "adapter" / "README.md").unlink(missing_ok=True)
         settings = folder / "adapter" / "adapter_config.json"
-        found = json.loads(settings.read_text())
+        recorded = json.loads(settings.read_text())
         # PEFT writes a set.
-        settings.write_text(json.dumps(found | {"target_modules": sorted(found["target_modules"])}, indent=2) + "\n")
+        settings.write_text(
+            json.dumps(recorded | {"target_modules": sorted(recorded["target_modules"])}, indent=2) + "\n"
+        )
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)
 
@@ -236,8 +238,8 @@ def statistics(model: Any, wanted: Callable[[str], bool]) -> dict[str, np.ndarra
     loss = -scored.sum() / (mask.sum() - len(mask))
     loss.backward()
     grads = {f"grad/{key}": weight.grad for key, weight in model.named_parameters() if wanted(key)}
-    found = {"logits": torch.where(mask[..., None], logits, 0.0), "log_probs": scored, "loss": loss, **grads}
-    return {key: value.detach().numpy() for key, value in found.items()}
+    actual = {"logits": torch.where(mask[..., None], logits, 0.0), "log_probs": scored, "loss": loss, **grads}
+    return {key: value.detach().numpy() for key, value in actual.items()}
 
 
 def greedy(model: Any) -> dict[str, np.ndarray]:
@@ -247,7 +249,7 @@ def greedy(model: Any) -> dict[str, np.ndarray]:
     """
     for seed in range(2, 50):
         tokens, mask = left_padded(PROMPTS, model.config.vocab_size, seed)
-        found, margin = {"prompts": tokens.numpy(), "prompt_mask": mask.numpy()}, np.inf
+        actual, margin = {"prompts": tokens.numpy(), "prompt_mask": mask.numpy()}, np.inf
         with torch.no_grad():
             for _ in range(NEW_TOKENS):
                 best = forward(model, tokens, mask)[:, -1].topk(2)
@@ -255,7 +257,7 @@ def greedy(model: Any) -> dict[str, np.ndarray]:
                 tokens = torch.cat([tokens, best.indices[:, :1]], -1)
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], -1)
         if margin > LEAST_MARGIN:
-            return found | {"greedy": tokens[:, -NEW_TOKENS:].numpy(), "margin": np.float32(margin)}
+            return actual | {"greedy": tokens[:, -NEW_TOKENS:].numpy(), "margin": np.float32(margin)}
     raise SystemExit("no prompts whose greedy continuations are clear")
 
 
@@ -265,19 +267,19 @@ def expected(folder: pathlib.Path) -> dict[str, np.ndarray]:
     layers = model.config.num_hidden_layers
     endings = tuple(name.replace("LAST", str(layers - 1)) for name in GRADIENTS)
     tokens, mask = left_padded(LENGTHS, model.config.vocab_size, 1)
-    found = {"tokens": tokens.numpy(), "mask": mask.numpy()}
-    found |= statistics(model, lambda key: key.endswith(endings)) | greedy(model)
+    actual = {"tokens": tokens.numpy(), "mask": mask.numpy()}
+    actual |= statistics(model, lambda key: key.endswith(endings)) | greedy(model)
     if (folder / "adapter").is_dir():
         adapted = PeftModel.from_pretrained(load(folder), folder / "adapter").eval()
         recorded = tuple(f"{layers - 1}.self_attn.v_proj.lora_{half}.default.weight" for half in "AB")
         with_adapter = statistics(adapted, lambda key: key.endswith(recorded))
-        found |= {f"adapter/{key}": value for key, value in with_adapter.items()}
+        actual |= {f"adapter/{key}": value for key, value in with_adapter.items()}
         with torch.no_grad():
             merged = forward(adapted.merge_and_unload(), tokens, mask)
-        found["adapter/merged"] = torch.where(mask[..., None], merged, 0.0).numpy()
-        gap = np.abs(found["adapter/merged"] - found["adapter/logits"]).max()
+        actual["adapter/merged"] = torch.where(mask[..., None], merged, 0.0).numpy()
+        gap = np.abs(actual["adapter/merged"] - actual["adapter/logits"]).max()
         print(f"{folder.name}: merged logits differ from PEFT's own by {gap:.1e}")
-    return {key: np.asarray(value, np.int32 if value.dtype == np.int64 else None) for key, value in found.items()}
+    return {key: np.asarray(value, np.int32 if value.dtype == np.int64 else None) for key, value in actual.items()}
 
 
 def compare(name: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
@@ -293,7 +295,7 @@ def compare(name: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) 
 
 
 def check_saved(root: pathlib.Path) -> None:
-    """What kljax saved, loaded by transformers: its logits against those recorded."""
+    """Compares the logits of a folder saved by kljax, loaded by transformers, with the recorded logits."""
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         name, _, merged = folder.name.partition("-")
         want = dict(np.load(HERE / name / "expected.npz"))
@@ -320,14 +322,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = HERE / name if not options.check else pathlib.Path(scratch) / name
             write(name, folder)
-            found = expected(folder)
+            actual = expected(folder)
             if options.check:
-                worst = compare(name, found, dict(np.load(HERE / name / "expected.npz")))
+                worst = compare(name, actual, dict(np.load(HERE / name / "expected.npz")))
                 print(f"{name}: largest difference {worst:.1e}")
             else:
-                np.savez_compressed(folder / "expected.npz", **found)
+                np.savez_compressed(folder / "expected.npz", **actual)
                 size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                print(f"{name}: {size} bytes, margin {found['margin']:.3f}, std {found['logits'].std():.2f}")
+                print(f"{name}: {size} bytes, margin {actual['margin']:.3f}, std {actual['logits'].std():.2f}")
     versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     print(json.dumps(versions), file=sys.stderr)
 

@@ -240,16 +240,16 @@ SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[UpdateCas
 
 def update(system: str, calls: Calls, arrays: Mapping[str, np.ndarray], case: UpdateCase) -> dict[str, np.ndarray]:
     """Runs a case; returns the fields of its dump."""
-    given = InputTensors(arrays, "log_probs")
-    results = SYSTEMS[system][1](calls, given, case.params)
+    inputs = InputTensors(arrays, "log_probs")
+    results = SYSTEMS[system][1](calls, inputs, case.params)
     results["loss"].backward()
     fields = {name: arrays[name] for name in ("log_probs", "old_log_probs", "ref_log_probs", "mask", "advantages")}
     if system == "trl":
         fields |= {"rewards": arrays["rewards"], "group_ids": arrays["group_ids"]}
     fields |= {name: value.detach().numpy() for name, value in results.items()}
-    fields["grad_log_probs"] = given.log_probs.grad.numpy()
-    whole = ("group_ids",)
-    return {name: np.asarray(value, None if name in whole else np.float32) for name, value in fields.items()}
+    fields["grad_log_probs"] = inputs.log_probs.grad.numpy()
+    full = ("group_ids",)
+    return {name: np.asarray(value, None if name in full else np.float32) for name, value in fields.items()}
 
 
 def record(releases: pathlib.Path, functional: Any) -> list[tuple[UpdateCase, dict[str, np.ndarray]]]:

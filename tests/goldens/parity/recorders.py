@@ -91,8 +91,8 @@ def record(releases: pathlib.Path, functional: Any) -> list[tuple[str, dict[str,
     done = []
     for title, (system, _, prepare) in SYSTEMS.items():
         with release.isolated(), mock.patch.object(atexit, "register"):
-            given = InputTensors(arrays, "log_probs")
-            run = prepare(releases / system, given)
+            inputs = InputTensors(arrays, "log_probs")
+            run = prepare(releases / system, inputs)
             scope: dict[str, Any] = {}
             exec(code[SHARED], scope)
             exec(code[title], scope)

@@ -212,9 +212,9 @@ _LINES = {
 
 
 def _expanded(lines: tuple[tuple[str, str, str], ...]) -> Iterator[tuple[str, str]]:
-    for prefix, place, names in lines:
+    for prefix, position, names in lines:
         for name in names.split():
-            yield prefix + name, place.format(name)
+            yield prefix + name, position.format(name)
 
 
 # System -> option -> place.

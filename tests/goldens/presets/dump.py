@@ -30,15 +30,15 @@ def store(name: str, header: Mapping[str, Any], fields: Mapping[str, np.ndarray]
     """Adds a dump to the files, or replaces it."""
     index, arrays = DIRECTORY / "steps.json", DIRECTORY / "steps.npz"
     dumps = json.loads(index.read_text())["dumps"] if index.exists() else []
-    kept = dict(np.load(arrays)) if arrays.exists() else {}
-    kept = {key: value for key, value in kept.items() if not key.startswith(f"{name}/")}
-    kept |= {f"{name}/{field}": value for field, value in fields.items()}
+    selected = dict(np.load(arrays)) if arrays.exists() else {}
+    selected = {key: value for key, value in selected.items() if not key.startswith(f"{name}/")}
+    selected |= {f"{name}/{field}": value for field, value in fields.items()}
     places = {field: f"{name}/{field}" for field in fields}
     dumps = [dump for dump in dumps if dump["name"] != name]
     dumps.append({"name": name, "header": dict(header), "planted": [], "arrays": places})
     lines = ",\n".join(json.dumps(dump) for dump in sorted(dumps, key=lambda dump: dump["name"]))
     index.write_text(f'{{"dumps": [\n{lines}\n]}}\n')
-    np.savez_compressed(arrays, **dict(sorted(kept.items())))  # type: ignore[arg-type]
+    np.savez_compressed(arrays, **dict(sorted(selected.items())))  # type: ignore[arg-type]
 
 
 def run_first(system: str, release: pathlib.Path, **changes: Any) -> None:

@@ -70,14 +70,14 @@ def collect(system: str, about: Mapping[str, Any], steps: Sequence[Step]) -> tup
     index: dict[str, Any] = {}
     for step in steps:
         entry = index.setdefault(step.algorithm, {"settings": dict(step.settings), "accumulation": {}})
-        whole = entry["accumulation"].get("1")
-        found: dict[str, Any] = {"loss": step.loss}
-        if whole is not None:
+        full = entry["accumulation"].get("1")
+        actual: dict[str, Any] = {"loss": step.loss}
+        if full is not None:
             stored = {name: arrays[f"{step.algorithm}/1/{name}"] for name in step.gradients}
-            found["distance"] = distance(step.gradients, stored)
+            actual["distance"] = distance(step.gradients, stored)
         else:
             arrays |= {f"{step.algorithm}/{step.accumulation}/{name}": x for name, x in step.gradients.items()}
-        entry["accumulation"][str(step.accumulation)] = found
+        entry["accumulation"][str(step.accumulation)] = actual
     return {"system": system, **about, "algorithms": index}, arrays
 
 
@@ -100,9 +100,9 @@ def differences(system: str, index: Mapping[str, Any], arrays: Mapping[str, np.n
         now, before = (x["algorithms"].get(algorithm, {}).get("settings") for x in (index, recorded))
         if now != before:
             yield f"{algorithm}: settings are not the recorded ones"
-        for count, found in index["algorithms"].get(algorithm, {}).get("accumulation", {}).items():
+        for count, actual in index["algorithms"].get(algorithm, {}).get("accumulation", {}).items():
             stored_step = recorded["algorithms"].get(algorithm, {}).get("accumulation", {}).get(count, {})
-            if not all(np.isclose(found[key], stored_step.get(key, np.nan), rtol=1e-9, atol=1e-12) for key in found):
+            if not all(np.isclose(actual[key], stored_step.get(key, np.nan), rtol=1e-9, atol=1e-12) for key in actual):
                 yield f"{algorithm}: loss or distance with {count} micro-batches"
 
 
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"tests.goldens.presets.record_{options.system.replace('-', '_')}")
     index, arrays = collect(options.system, module.ABOUT, list(module.steps(options.release)))
     for algorithm, entry in index["algorithms"].items():
-        for count, found in entry["accumulation"].items():
-            print(f"{algorithm:20} {count}  loss {found['loss']:+.9f}  {found.get('distance', 0):.2g}")
+        for count, actual in entry["accumulation"].items():
+            print(f"{algorithm:20} {count}  loss {actual['loss']:+.9f}  {actual.get('distance', 0):.2g}")
     if not options.check:
         write(options.system, index, arrays)
         print(f"{(batch.DIRECTORY / f'{options.system}.npz').stat().st_size / 1e3:.0f} kB")

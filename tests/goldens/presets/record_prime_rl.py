@@ -114,8 +114,8 @@ def micro_batches_of(samples: list[Any], accumulation: int) -> list[Any]:
     from prime_rl.trainer.rl.data import DataLoader
 
     tokens = sum(len(sample.token_ids) for sample in samples)
-    room = tokens if accumulation == 1 else tokens // accumulation + batch.PROMPT_LENGTH
-    (packed,) = prepare_batch(samples, room, 1, sum)
+    max_new_tokens = tokens if accumulation == 1 else tokens // accumulation + batch.PROMPT_LENGTH
+    (packed,) = prepare_batch(samples, max_new_tokens, 1, sum)
     assert len(packed) == accumulation
     return [DataLoader._micro_batch_to_tensor(None, row) for row in packed]
 

@@ -128,8 +128,8 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
         mock.patch.object(workers, "all_reduce_metrics", lambda metrics, *_, **__: metrics),
         mock.patch("torch.cuda.current_device", return_value="cpu"),
     ):
-        found = worker.forward_backward(prepared(recorded, config, rows))
-    return record.Step(algorithm, accumulation, settings, found.metrics["final_loss"], record.gradients_of(trained))
+        actual = worker.forward_backward(prepared(recorded, config, rows))
+    return record.Step(algorithm, accumulation, settings, actual.metrics["final_loss"], record.gradients_of(trained))
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:

@@ -67,9 +67,9 @@ class Scored:
 
     def rows(self, prompts: Any, completions: Any) -> np.ndarray:
         """The rows of a part of the batch."""
-        own = np.concatenate([self.recorded.prompts, self.completions], axis=1)
+        tokens_of_row = np.concatenate([self.recorded.prompts, self.completions], axis=1)
         wanted = np.concatenate([prompts, completions], axis=1)
-        return np.array([int(np.flatnonzero((own == row).all(1))[0]) for row in wanted])
+        return np.array([int(np.flatnonzero((tokens_of_row == row).all(1))[0]) for row in wanted])
 
     def of(self, values: np.ndarray) -> Any:
         """A function of prompts and completions that returns recorded values."""
@@ -143,15 +143,15 @@ def load_model(mesh: jax.sharding.Mesh) -> tuple[Any, dict[str, Any]]:
 
 def named(gradients: dict[str, np.ndarray], table: dict[str, Any]) -> dict[str, np.ndarray]:
     """The gradients by the names and in the shapes of transformers."""
-    found = {}
+    collected = {}
     for name, weight in safetensors.numpy.load_file(batch.MODEL / "model.safetensors").items():
         (pattern,) = [pattern for pattern in table if re.fullmatch(pattern, name)]
         target, rule = table[pattern]
         gradient = gradients[re.sub(pattern, target, name)]
         permuted = rule[0] if rule else tuple(range(weight.ndim))
         shape = [weight.shape[axis] for axis in permuted]
-        found[name] = gradient.reshape(shape).transpose(np.argsort(permuted))
-    return found
+        collected[name] = gradient.reshape(shape).transpose(np.argsort(permuted))
+    return collected
 
 
 def keep_gradients() -> optax.GradientTransformation:

@@ -49,8 +49,8 @@ def forward_backward(data: Any, loss: Callable[..., Any], accumulation: int) -> 
     trained = model.load()
     on_cpu = {name: mock.Mock(return_value="cpu") for name in ("get_device_id", "get_device_name")}
     with mock.patch.multiple(ENGINE, **on_cpu):
-        found = make_engine(trained).forward_backward_batch(tensors, loss)
-    return float(np.sum(found["loss"])), record.gradients_of(trained)
+        actual = make_engine(trained).forward_backward_batch(tensors, loss)
+    return float(np.sum(actual["loss"])), record.gradients_of(trained)
 
 
 def steps(run: record.Run, algorithms: Iterable[str]) -> Iterator[record.Step]:

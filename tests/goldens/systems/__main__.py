@@ -50,8 +50,8 @@ def generated(releases: pathlib.Path) -> tuple[list[dict[str, Any]], dict[str, n
         with release.isolated():
             calls = module.calls(releases / system)
             for identity, planned, batch in plan.identities(system, plans(system)):
-                given, call = drawn[batch], calls[planned.function]
-                result, narrow = record.run_widened(call, planned.params, given, planned.gradient_of)
+                arguments, call = drawn[batch], calls[planned.function]
+                result, narrow = record.run_widened(call, planned.params, arguments, planned.gradient_of)
                 params = {**planned.params, "batch": batch, **({"dtype": record.WIDENED} if narrow else {})}
                 index.append(
                     {
@@ -66,7 +66,7 @@ def generated(releases: pathlib.Path) -> tuple[list[dict[str, Any]], dict[str, n
                         "note": planned.note,
                     }
                 )
-                arrays |= {f"{batch}/{name}": given[name] for name in result.inputs}
+                arrays |= {f"{batch}/{name}": arguments[name] for name in result.inputs}
                 arrays |= {f"{identity}/out/{name}": value for name, value in result.outputs.items()}
     return index, dict(sorted(arrays.items()))
 
@@ -124,8 +124,8 @@ def check_shared(releases: pathlib.Path) -> RecordingReport:
                     report.left_out[system, case["function"], "no call of it here"] += 1
                     continue
                 names = {name: recorded[f"{case['id']}/in/{name}"] for name in case["inputs"]}
-                given = {SHARED_NAMES.get(name, name): array for name, array in names.items()}
-                outputs = record.run(calls[case["function"]], case["params"], given, case["gradient_of"]).outputs
+                arguments = {SHARED_NAMES.get(name, name): array for name, array in names.items()}
+                outputs = record.run(calls[case["function"]], case["params"], arguments, case["gradient_of"]).outputs
                 report.compare(case, outputs, recorded)
     return report
 

@@ -36,8 +36,8 @@ def read(root: pathlib.Path, place: str) -> Any:
         return _in_yaml(path, name)
     tree = ast.parse(path.read_text())
     for pattern, reader in _FORMS.items():
-        if found := re.fullmatch(pattern, name):
-            return _only([ast.literal_eval(node) for node in reader(tree, path, *found.groups())], place)
+        if match := re.fullmatch(pattern, name):
+            return _only([ast.literal_eval(node) for node in reader(tree, path, *match.groups())], place)
     raise LookupError(f"{place}: got {name!r}, expected one of the forms of a name")
 
 
@@ -157,7 +157,7 @@ _FORMS: Mapping[str, Callable[..., Iterator[ast.expr]]] = {
 
 def defaults(root: pathlib.Path, system: str) -> dict[str, dict[str, Any]]:
     """Reads the place and value of every option of a system."""
-    return {option: {"place": place, "value": read(root, place)} for option, place in PLACES[system].items()}
+    return {option: {"place": position, "value": read(root, position)} for option, position in PLACES[system].items()}
 
 
 def commit_of(checkout: pathlib.Path) -> str:
@@ -173,13 +173,13 @@ def recorded() -> dict[str, Any]:
 
 def sources(releases: pathlib.Path, checkouts: pathlib.Path | None) -> dict[str, tuple[str, pathlib.Path]]:
     """Finds the version and the directory of every system that can be read."""
-    found = {name: (version.replace("==", " "), releases / name) for name, version in generate.RELEASES.items()}
+    actual = {name: (version.replace("==", " "), releases / name) for name, version in generate.RELEASES.items()}
     for system, commit in generate.COMMITS.items() if checkouts else ():
         at = commit_of(checkouts / system)
         if not at.startswith(commit):
             raise ValueError(f"{checkouts / system}: got commit {at}, expected {commit}; check it out")
-        found[system] = f"commit {commit}", checkouts / system
-    return found
+        actual[system] = f"commit {commit}", checkouts / system
+    return actual
 
 
 def write(releases: pathlib.Path, checkouts: pathlib.Path | None) -> None:

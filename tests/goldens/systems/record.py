@@ -38,7 +38,7 @@ class InputTensors:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedResult:
-    """What a call read and gave."""
+    """The inputs and outputs of a call."""
 
     inputs: tuple[str, ...]
     outputs: dict[str, np.ndarray]
@@ -62,15 +62,15 @@ def run(
     call: Call, params: Mapping[str, Any], arrays: Mapping[str, np.ndarray], gradient_of: str | None
 ) -> RecordedResult:
     """One call; `grad` is the gradient of `sum(value * cotangent)`, with cotangent 1 for a scalar."""
-    given = InputTensors(arrays, gradient_of)
-    outputs = {name: _tensor(value) for name, value in call(given, params).items() if value is not None}
+    inputs = InputTensors(arrays, gradient_of)
+    outputs = {name: _tensor(value) for name, value in call(inputs, params).items() if value is not None}
     if gradient_of is not None and outputs["value"].requires_grad:
         value = outputs["value"]
-        (value * given.cotangent if value.ndim else value).sum().backward()
-        grad = getattr(given, gradient_of).grad
-        outputs["grad"] = torch.zeros_like(getattr(given, gradient_of)) if grad is None else grad
+        (value * inputs.cotangent if value.ndim else value).sum().backward()
+        grad = getattr(inputs, gradient_of).grad
+        outputs["grad"] = torch.zeros_like(getattr(inputs, gradient_of)) if grad is None else grad
     as_arrays = {name: np.asarray(outputs[name].detach().numpy(), np.float64) for name in sorted(outputs)}
-    return RecordedResult(tuple(sorted(given.read)), as_arrays)
+    return RecordedResult(tuple(sorted(inputs.read)), as_arrays)
 
 
 def run_widened(

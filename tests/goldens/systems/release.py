@@ -60,13 +60,13 @@ def load(name: str) -> types.ModuleType:
 def function_from(path: pathlib.Path, name: str, names: Mapping[str, object]) -> Callable[..., Any]:
     """The function or method `name` of a file, compiled alone, without its decorators, where `names` exist."""
     tree = ast.parse(path.read_text())
-    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    found.decorator_list, found.returns = [], None
-    for argument in [*found.args.args, *found.args.kwonlyargs]:
+    (actual,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    actual.decorator_list, actual.returns = [], None
+    for argument in [*actual.args.args, *actual.args.kwonlyargs]:
         argument.annotation = None
     scope: dict[str, Any] = dict(names)
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-    exec(compile(ast.fix_missing_locations(ast.Module([future, found], [])), str(path), "exec"), scope)
+    exec(compile(ast.fix_missing_locations(ast.Module([future, actual], [])), str(path), "exec"), scope)
     return scope[name]
 
 

@@ -130,10 +130,10 @@ def rollout_kl(ppo: types.ModuleType, given: InputTensors, params: Params) -> Ou
 def correction(utils: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The importance weights and the mask that are left for the loss."""
     function = utils.compute_off_policy_correction
-    weights, metrics, kept = function(given.old_log_probs, given.rollout_log_probs, given.mask, corrections(params))
+    weights, metrics, selected = function(given.old_log_probs, given.rollout_log_probs, given.mask, corrections(params))
     names = [name for name in metrics if not name.startswith("is_ratio")] + ["is_ratio_mean", "is_ratio_max"]
-    outputs = {"kept": kept, **{f"metric_{name}": metrics[name] for name in names}}
-    return outputs if weights is None else {**outputs, "weights": weights.expand_as(kept)}
+    outputs = {"kept": selected, **{f"metric_{name}": metrics[name] for name in names}}
+    return outputs if weights is None else {**outputs, "weights": weights.expand_as(selected)}
 
 
 class SkyRLData(dict[str, Any]):

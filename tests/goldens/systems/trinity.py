@@ -103,8 +103,8 @@ def over_batch(name: str, given: InputTensors, params: Params) -> Outputs:
     if name == "clipv":
         batch |= {"old_log_probs": given.log_probs, "entropys": given.entropies, "necs": given.necs}
     exps, _ = function(types.SimpleNamespace(batch=batch, non_tensor_batch=non_tensor))
-    kept = {"kept": exps.batch["response_mask"]} if name.startswith("clip") else {}
-    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"], **kept}
+    selected = {"kept": exps.batch["response_mask"]} if name.startswith("clip") else {}
+    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"], **selected}
 
 
 def over_experiences(name: str, given: InputTensors, params: Params) -> Outputs:

@@ -37,12 +37,12 @@ ATTRIBUTES = {
 
 
 def trainer(given: InputTensors, params: Params, **methods: Callable[..., Any]) -> types.SimpleNamespace:
-    """What the methods read from the trainer."""
-    ours = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
+    """The attributes of the trainer that the methods read."""
+    actual = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
     args = types.SimpleNamespace(**{name: params.get(name, default) for name, default in ARGUMENTS.items()})
     log_probs = given.log_probs
     return types.SimpleNamespace(
-        **ours,
+        **actual,
         **methods,
         args=args,
         epsilon_low=params["epsilon"],
@@ -152,7 +152,7 @@ def divergence(method: Callable[..., Any], given: InputTensors, params: Params) 
 
 
 def tail(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
-    """What the first log-probs of each row leave to all others."""
+    """The rest of all others beside the first log-probs of each row."""
     return {"value": method(torch.log_softmax(given.logits, -1)[..., : params["first"]])[..., -1]}
 
 

@@ -156,8 +156,8 @@ def log_ratio(given: InputTensors) -> torch.Tensor:
 
 def rejection(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The mask that a rejection option leaves."""
-    kept, metrics = corr.compute_rollout_rejection_mask(log_ratio(given), given.mask, **params)
-    return {"kept": kept, **scalars(metrics, "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction")}
+    selected, metrics = corr.compute_rollout_rejection_mask(log_ratio(given), given.mask, **params)
+    return {"kept": selected, **scalars(metrics, "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction")}
 
 
 def weights(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
@@ -180,8 +180,8 @@ def weights(corr: types.ModuleType, given: InputTensors, params: Params) -> Outp
 def correction(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """Weights and mask together; neither sees the other."""
     function = corr.compute_rollout_correction_and_rejection_mask
-    proto, kept, _ = function(given.log_probs, given.rollout_log_probs, given.mask, **params)
-    return {"weights": proto.batch["rollout_is_weights"], "kept": kept}
+    proto, selected, _ = function(given.log_probs, given.rollout_log_probs, given.mask, **params)
+    return {"weights": proto.batch["rollout_is_weights"], "kept": selected}
 
 
 def arguments(params: Params) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
         "reinforce_plus_plus_baseline",
     )
     functions = [f"compute_{name}_outcome_advantage" for name in outcomes]
-    functions += [f"compute_{turns}optimal_token_baseline_advantage" for turns in ("", "multi_turn_")]
+    functions += [f"compute_{prefix}optimal_token_baseline_advantage" for prefix in ("", "multi_turn_")]
     return {
         **verl_distillation.calls(root, core),
         **{f"compute_policy_loss_{name}": functools.partial(policy, name) for name in POLICY_LOSSES},

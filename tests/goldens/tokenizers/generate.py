@@ -158,15 +158,15 @@ def write(
     fast = PreTrainedTokenizerFast.from_pretrained(folder)
     chats = []
     for key, messages in CONVERSATIONS.items():
-        for given in arguments:
+        for inputs in arguments:
             for reply in (True, False):
-                case = {"conversation": key, "arguments": given, "reply": reply}
+                case = {"conversation": key, "arguments": inputs, "reply": reply}
                 try:
                     case["text"] = fast.apply_chat_template(
-                        messages, tokenize=False, add_generation_prompt=reply, **given
+                        messages, tokenize=False, add_generation_prompt=reply, **inputs
                     )
                     case["ids"] = fast.apply_chat_template(
-                        messages, add_generation_prompt=reply, return_dict=False, **given
+                        messages, add_generation_prompt=reply, return_dict=False, **inputs
                     )
                 except Exception as error:
                     case["error"] = str(error)

@@ -111,8 +111,8 @@ def check(name: str, played: list[tuple[RunContext, Any, Completions]]) -> None:
 def others(url: str, recorder: Recorder) -> None:
     """A completion whose first token ends it, and what is said to requests that cannot be served; all are recorded."""
     client = _client(url, recorder)
-    asked = {"model": tiny.NAME, "prompt": [1], "max_tokens": 4, "n": 1, "logprobs": 0, "return_token_ids": True}
-    ended = asked | {"stop_token_ids": list(range(264)), "seed": 0}
+    requests = {"model": tiny.NAME, "prompt": [1], "max_tokens": 4, "n": 1, "logprobs": 0, "return_token_ids": True}
+    ended = requests | {"stop_token_ids": list(range(264)), "seed": 0}
     (choice,) = client.post("/v1/completions", ended, json.loads)["choices"]
     print(f"ended by a token id: {choice['token_ids']}, {choice['finish_reason']}")
     for path, body in (

@@ -62,7 +62,7 @@ def policy_of(context: RunContext, step: int) -> kljax.Policy:
 
 
 def request_of(context: RunContext, step: int) -> Request:
-    """What a step asks for."""
+    """The requests of a step."""
     examples = context.prompts.batch(step)
     rows = RowSplit.of(batch_sharding(context.mesh), len(examples) * SAMPLES)
     return Request(examples, SAMPLES, step, jax.random.key(step), rows)

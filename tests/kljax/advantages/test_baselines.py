@@ -29,7 +29,7 @@ def test_opmd_subtracts_the_soft_value(tau: float, singleton: str) -> None:
     check_rows(functools.partial(kljax.opmd_advantages, baseline="mean", **options), less_baseline(np.mean, singleton))
 
 
-def test_the_soft_value_lies_between_the_mean_and_the_maximum_in_float32() -> None:
+def test_soft_value_lies_between_mean_and_maximum() -> None:
     r, ids = np.array([1.0, 0.0, 0.5], np.float32), np.zeros(3, int)
 
     @jax.jit
@@ -47,7 +47,7 @@ def test_the_soft_value_lies_between_the_mean_and_the_maximum_in_float32() -> No
 
 
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
-def test_asymre_shifts_the_baseline_but_not_of_a_row_alone(singleton: str) -> None:
+def test_asymre_shifts_the_baseline_except_for_single_rows(singleton: str) -> None:
     expected = less_baseline(lambda r: r.mean() - 0.1, singleton)
     check_rows(functools.partial(kljax.asymre_advantages, singleton=singleton), expected)
 
@@ -70,7 +70,7 @@ def test_remax_compares_returns_with_the_greedy_reward() -> None:
     check_masked(lambda r: kljax.remax_advantages(r, jnp.asarray(baselines, r.dtype), MASK), [rewards])
 
 
-def test_rae_follows_the_rows_in_their_order() -> None:
+def test_rae_follows_the_row_order() -> None:
     baselines = np.array([0.5, -1.0, 0.0, 2.0])
     expected, now = np.zeros(len(IDS)), baselines.copy()
     for i in np.flatnonzero(REAL):
@@ -82,20 +82,20 @@ def test_rae_follows_the_rows_in_their_order() -> None:
     assert after[3] == 2.0  # nobody played it
 
 
-def test_rae_in_parts_is_rae_of_the_whole() -> None:
+def test_rae_in_parts_equals_rae_of_all_rows() -> None:
     start = np.zeros(GROUPS)
-    whole, last = kljax.rae_advantages(REWARDS, start, IDS)
+    full, last = kljax.rae_advantages(REWARDS, start, IDS)
     first, between = kljax.rae_advantages(REWARDS[:4], start, IDS[:4])
     second, after = kljax.rae_advantages(REWARDS[4:], between, IDS[4:])
-    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(np.concatenate([first, second]), full)
     np.testing.assert_array_equal(after, last)
     marked = kljax.rae_advantages(REWARDS, start, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
-    jax.tree.map(np.testing.assert_array_equal, marked, (whole, last))
+    jax.tree.map(np.testing.assert_array_equal, marked, (full, last))
     gradient = jax.grad(lambda r: kljax.rae_advantages(r, start, IDS)[0].sum())(jnp.asarray(REWARDS))
     assert np.isfinite(gradient).all()
 
 
-def test_an_infinite_reward_of_one_role_does_not_reach_the_others() -> None:
+def test_infinite_reward_of_one_role_stays_in_it() -> None:
     rewards, ids = np.array([np.inf, 1.0, 0.5]), np.array([0, 1, 1])
     advantages, after = kljax.rae_advantages(rewards, np.zeros(3), ids, decay=0.5)
     np.testing.assert_array_equal(advantages, [np.inf, 1.0, 0.0])

@@ -40,14 +40,14 @@ def test_the_kl_is_detached() -> None:
 
 @pytest.mark.parametrize("split", [[0, 6], [0, 1, 6], [0, 3, 5, 6], list(range(7))], ids=str)
 @pytest.mark.parametrize("as_value", [False, True])
-def test_micro_batches_with_the_mean_of_the_whole_batch(split: list[int], as_value: bool) -> None:
-    whole, whole_mean = kljax.centered_kl_advantages(ADVANTAGES, LP, REF, MASK, coef=0.3)
+def test_micro_batches_use_the_mean_of_the_batch(split: list[int], as_value: bool) -> None:
+    full, whole_mean = kljax.centered_kl_advantages(ADVANTAGES, LP, REF, MASK, coef=0.3)
     parts = [slice(*pair) for pair in itertools.pairwise(split)]
     sums = [kljax.WeightedSum.of(kljax.estimate_kl(LP[p], REF[p], MASK[p], estimator="k1"), MASK[p]) for p in parts]
     mean = functools.reduce(lambda a, b: a + b, sums)
     mean = mean.value() if as_value else mean
     got = [kljax.centered_kl_advantages(ADVANTAGES[p], LP[p], REF[p], MASK[p], coef=0.3, mean_kl=mean) for p in parts]
-    np.testing.assert_allclose(jnp.concatenate([advantages for advantages, _ in got]), whole, 1e-12, 1e-14)
+    np.testing.assert_allclose(jnp.concatenate([advantages for advantages, _ in got]), full, 1e-12, 1e-14)
     for _, mean_kl in got:
         np.testing.assert_allclose(mean_kl, whole_mean, 1e-12)
     np.testing.assert_allclose(
@@ -71,7 +71,7 @@ def test_devices_share_the_mean_over_the_named_axis() -> None:
     np.testing.assert_allclose(mean_kl, expected_mean, 1e-12)
 
 
-def test_coefficient_zero_leaves_the_advantages_even_where_the_kl_is_infinite() -> None:
+def test_coefficient_zero_leaves_advantages_with_infinite_kl() -> None:
     ref = REF.copy()
     ref[1, 2] = -np.inf
     got, _ = jax.jit(lambda coef: kljax.centered_kl_advantages(ADVANTAGES, LP, ref, MASK, coef=coef))(0.0)

@@ -29,7 +29,7 @@ def test_advantages_less_a_log_ratio(shifted) -> None:
     np.testing.assert_array_equal(to_log_probs, 0)
 
 
-def test_a_coefficient_of_zero_leaves_an_infinite_log_ratio_out() -> None:
+def test_coefficient_zero_leaves_out_an_infinite_log_ratio() -> None:
     gone = np.full(MASK.shape, -np.inf)
     for got in (
         kljax.distillation_advantages(ADVANTAGES, POLICY, gone, MASK, coef=0.0),
@@ -56,7 +56,7 @@ def test_distillation_advantages_lead_to_the_teacher_in_expectation() -> None:
     np.testing.assert_allclose(jax.grad(surrogate)(logits), jax.grad(objective)(logits), 1e-11, 1e-14)
 
 
-def test_kimi_comes_to_rest_at_the_exponential_of_the_advantages() -> None:
+def test_kimi_converges_to_the_exponential_of_the_advantages() -> None:
     rng = np.random.default_rng(0)
     old, advantages = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5))), jnp.asarray(rng.normal(size=5))
     tau, everything = 0.5, np.ones(5, bool)
@@ -98,7 +98,7 @@ def test_jsd_in_float32_near_and_far() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.5])
-def test_iw_opd_weighs_what_comes_first(gamma: float) -> None:
+def test_iw_opd_weighs_by_the_preceding_tokens(gamma: float) -> None:
     expected = np.zeros(MASK.shape)
     for i, mask in enumerate(MASK):
         gain = np.where(mask, OTHER[i] - POLICY[i], 0)

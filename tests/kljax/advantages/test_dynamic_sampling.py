@@ -10,16 +10,16 @@ GROUPS = 5
 
 
 def by_hand(threshold: float, ddof: int, real: np.ndarray) -> list[bool]:
-    found = []
+    collected = []
     for group in range(GROUPS):
         rewards = REWARDS[real & (group == IDS)]
-        found.append(len(rewards) > 1 and bool(np.std(rewards, ddof=ddof) > threshold))
-    return found
+        collected.append(len(rewards) > 1 and bool(np.std(rewards, ddof=ddof) > threshold))
+    return collected
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 1.0])
-def test_groups_whose_standard_deviation_is_above_the_threshold(threshold: float, ddof: int) -> None:
+def test_groups_above_the_standard_deviation_are_selected(threshold: float, ddof: int) -> None:
     options = {"num_groups": GROUPS, "threshold": threshold, "ddof": ddof}
     expected = by_hand(threshold, ddof, IDS >= 0)
     np.testing.assert_array_equal(kljax.groups_with_spread(REWARDS, IDS, **options), expected)
@@ -31,12 +31,12 @@ def test_groups_whose_standard_deviation_is_above_the_threshold(threshold: float
     np.testing.assert_array_equal(got, by_hand(threshold, ddof, valid & (IDS >= 0)))
 
 
-def test_equal_rewards_that_float32_rounds_have_no_spread() -> None:
+def test_equal_rewards_rounded_in_float32_have_no_spread() -> None:
     thirds = np.full(7, np.float32(0.1))
     assert not kljax.groups_with_spread(thirds, np.zeros(7, int), num_groups=1).any()
 
 
-def test_as_valid_rows_the_groups_are_left_out_of_advantages() -> None:
+def test_unselected_groups_are_left_out_as_invalid_rows() -> None:
     spread = kljax.groups_with_spread(REWARDS, IDS, num_groups=GROUPS)
     options = {"num_groups": GROUPS, "singleton": "reward"}
     got = kljax.rloo_advantages(REWARDS, kljax.Groups(IDS, GROUPS, spread[IDS]), singleton="reward")

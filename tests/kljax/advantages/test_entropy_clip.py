@@ -17,7 +17,7 @@ ADVANTAGES, MASK = RNG.normal(size=SHAPE), RNG.random(SHAPE) < 0.8
 ARRAYS = ADVANTAGES, LOG_PROBS, ENTROPIES
 
 
-def test_the_score_is_what_a_logit_does_to_the_entropy() -> None:
+def test_score_is_the_entropy_effect_of_a_logit() -> None:
     def entropy(z: jax.Array) -> jax.Array:
         log_p = jax.nn.log_softmax(z)
         return -(jnp.exp(log_p) * log_p).sum()
@@ -26,7 +26,7 @@ def test_the_score_is_what_a_logit_does_to_the_entropy() -> None:
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 2.5])
-def test_clip_b_drops_the_low_ones_of_negative_advantage(mu: float) -> None:
+def test_clip_b_drops_low_scores_of_negative_advantage(mu: float) -> None:
     s = SCORES[MASK]
     expected = MASK & ((ADVANTAGES >= 0) | (SCORES - s.mean() >= -mu * s.std()))
     got = jax.jit(lambda m: kljax.clip_b_mask(*ARRAYS, MASK, mu=m))(mu)
@@ -48,18 +48,18 @@ def test_clip_v_drops_the_farthest_of_negative_advantage(mu: float, fraction: fl
     assert (mu == 9.0) == (expected == MASK).all()
 
 
-def test_the_share_of_tokens_is_that_of_pythons_floats() -> None:
+def test_dropped_fraction_follows_python_floats() -> None:
     ones = np.ones(100, np.float32)
     below = np.arange(1, 101, dtype=np.float32)
     for wide in (False, True):
         with jax.enable_x64(wide):
-            kept = jax.jit(
+            selected = jax.jit(
                 lambda x: kljax.clip_v_mask(-x, 0 * x, 0 * x, below, x.astype(bool), mu=0.0, max_fraction=0.29)
             )(ones)
-        assert (~kept).sum() == int(0.29 * 100) == 28
+        assert (~selected).sum() == int(0.29 * 100) == 28
 
 
-def test_tokens_that_all_score_the_same_are_all_kept() -> None:
+def test_tokens_with_equal_scores_are_all_retained() -> None:
     same = np.full(SHAPE, -1.0)
     assert kljax.clip_b_mask(same, same, -same, np.ones(SHAPE, bool), mu=0.0).all()
 

@@ -11,12 +11,12 @@ ENTROPIES = np.abs(draw(1.0)[0])
 
 def by_quantile(entropies: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
     """The tokens at or above the interpolated quantile of the unmasked ones, in float64."""
-    kept = np.ma.masked_array(entropies, mask=~mask).compressed()
-    return mask & (entropies >= np.quantile(kept, 1 - fraction, method="linear")) if kept.size else mask
+    selected = np.ma.masked_array(entropies, mask=~mask).compressed()
+    return mask & (entropies >= np.quantile(selected, 1 - fraction, method="linear")) if selected.size else mask
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.73, 1.0])
-def test_tokens_at_or_above_the_quantile_are_kept(fraction: float) -> None:
+def test_tokens_at_or_above_the_quantile_are_selected(fraction: float) -> None:
     poisoned = np.where(MASK, ENTROPIES, np.nan)
     got = kljax.high_entropy_mask(poisoned, MASK, fraction=fraction)
     assert got.dtype == bool
@@ -27,7 +27,7 @@ def test_tokens_at_or_above_the_quantile_are_kept(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_equal_entropies_are_kept_together(seed: int) -> None:
+def test_equal_entropies_are_selected_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
     entropies, mask = rng.integers(0, 3, (4, 9)).astype(float), rng.random((4, 9)) < 0.7
     for fraction in (0.1, 0.3, 0.6):
@@ -38,7 +38,7 @@ def test_equal_entropies_are_kept_together(seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_nothing_to_choose_from(shape: tuple[int, int]) -> None:
+def test_empty_selection_gives_an_empty_mask(shape: tuple[int, int]) -> None:
     got = kljax.high_entropy_mask(jnp.full(shape, jnp.inf), jnp.zeros(shape, bool))
     np.testing.assert_array_equal(got, np.zeros(shape, bool))
 

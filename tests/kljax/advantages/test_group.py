@@ -45,7 +45,7 @@ def test_each_row_is_compared_with_its_group(name: str, singleton: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_padding_rows_count_in_nothing(name: str) -> None:
+def test_padding_rows_are_left_out(name: str) -> None:
     marked = FUNCTIONS[name](REWARDS, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
     np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, kljax.Groups(IDS, GROUPS)))
     without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS))).sum()))(REWARDS)
@@ -54,7 +54,7 @@ def test_padding_rows_count_in_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) -> None:
+def test_equal_rewards_have_zero_advantage_and_finite_gradient(name: str) -> None:
     @jax.jit
     def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
         value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, kljax.Groups(np.where(REAL, 0, -1), 1)), r)
@@ -103,7 +103,7 @@ def test_grpo_divided_by_the_mean_of_the_group() -> None:
 
 
 @pytest.mark.parametrize("scale", ["batch_std", "mean"])
-def test_the_other_scales_have_finite_gradients_and_no_advantage_among_equals(scale: str) -> None:
+def test_other_scales_have_finite_gradients_among_equals(scale: str) -> None:
     @jax.jit
     def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
         value, pull = jax.vjp(lambda r: kljax.grpo_advantages(r, IDS, num_groups=GROUPS, scale=scale, eps=0.0), r)
@@ -118,12 +118,12 @@ def test_the_other_scales_have_finite_gradients_and_no_advantage_among_equals(sc
         assert np.isfinite(slope).all()
 
 
-def test_a_group_without_tokens_has_no_baseline_to_compare_with() -> None:
+def test_group_without_tokens_has_no_baseline() -> None:
     got = kljax.opo_advantages(np.array([1.0, 2.0]), np.zeros(2, int), np.zeros((2, 3), bool), num_groups=1)
     np.testing.assert_array_equal(got, 0)
 
 
-def test_an_id_without_a_group_is_an_error_or_nan() -> None:
+def test_id_outside_the_groups_raises_or_gives_nan() -> None:
     r, ids = np.array([1.0, 2.0, 3.0]), np.array([0, 0, 1])
     with pytest.raises(ValueError, match="group_ids: got 1, expected ids below num_groups = 1"):
         kljax.grpo_advantages(r, ids, num_groups=1)
@@ -181,7 +181,7 @@ def test_errors_about_groups_name_the_field() -> None:
         kljax.rloo_advantages(r, kljax.Groups(r, 1))
 
 
-def test_a_row_that_is_not_valid_may_have_any_id() -> None:
+def test_invalid_row_may_have_any_id() -> None:
     rewards, ids = np.array([1.0, 0.0, 9.0]), np.array([0, 0, 7], np.uint8)
     got = kljax.rloo_advantages(rewards, kljax.Groups(ids, 1, np.array([True, True, False])))
     np.testing.assert_array_equal(got, [1, -1, 0])

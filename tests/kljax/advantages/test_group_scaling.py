@@ -21,13 +21,13 @@ def test_maxrl_divides_by_a_positive_mean(singleton: str) -> None:
     check_rows(functools.partial(kljax.maxrl_advantages, eps=0.01, singleton=singleton), expected)
 
 
-def test_maxrl_of_failures_alone_is_nothing() -> None:
+def test_maxrl_of_failures_alone_is_zero() -> None:
     for rewards in ([0.0, 0.0], [-1.0, 0.5], [1.0, -1.0]):
         got = kljax.maxrl_advantages(np.array(rewards), np.zeros(2, int), num_groups=1)
         np.testing.assert_array_equal(got, 0)
 
 
-def test_maxrl_is_the_gradient_of_the_log_of_the_success_rate() -> None:
+def test_maxrl_is_the_gradient_of_log_success_rate() -> None:
     # Over all outcomes of one step: E[A grad log pi] = grad log p, if the mean is the true success rate p.
     logits, rewards = np.array([0.3, -0.2, 0.9]), np.array([1.0, 0.0, 1.0])
     p = softmax(logits)
@@ -50,7 +50,7 @@ def test_maxrl_is_the_gradient_of_the_log_of_the_success_rate() -> None:
 
 
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
-def test_gpg_scales_with_the_share_of_rows_that_have_a_reward(singleton: str) -> None:
+def test_gpg_scales_with_the_share_of_rewarded_rows(singleton: str) -> None:
     expected = np.zeros(len(IDS))
     factor = REAL.sum() / np.count_nonzero(REWARDS[REAL])
     for rows in groups():
@@ -64,7 +64,7 @@ def test_gpg_scales_with_the_share_of_rows_that_have_a_reward(singleton: str) ->
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
-def test_pass_at_k_rewards_the_best_row_with_what_it_adds(scale: str) -> None:
+def test_pass_at_k_rewards_the_gain_over_others(scale: str) -> None:
     expected = np.zeros(len(IDS))
     for rows in groups():
         r = REWARDS[rows]
@@ -75,13 +75,13 @@ def test_pass_at_k_rewards_the_best_row_with_what_it_adds(scale: str) -> None:
     check_rows(functools.partial(kljax.pass_at_k_advantages, scale=scale), expected)
 
 
-def test_pass_at_k_is_what_the_best_of_the_group_loses_without_the_row() -> None:
+def test_pass_at_k_is_the_loss_without_rows() -> None:
     r = np.array([0.3, 2.0, 1.5, -1.0])
     got = kljax.pass_at_k_advantages(r, np.zeros(4, int), num_groups=1, scale="none")
     np.testing.assert_allclose(got, [r.max() - np.delete(r, i).max() for i in range(4)], 1e-14)
 
 
-def test_two_best_rows_add_nothing_and_have_a_finite_gradient() -> None:
+def test_two_best_rows_have_zero_and_finite_gradient() -> None:
     ids = np.zeros(3, int)
     value, gradient = jax.jit(
         jax.value_and_grad(lambda r: jnp.abs(kljax.pass_at_k_advantages(r, ids, num_groups=1, eps=0.0)).sum())

@@ -46,7 +46,7 @@ def test_normalized_over_rows_as_trl_has_it() -> None:
         np.testing.assert_allclose(got, expected, 1e-12, 1e-14)
 
 
-def test_a_reward_that_is_missing_counts_in_nothing_and_its_row_keeps_the_others() -> None:
+def test_missing_reward_leaves_its_row_the_others() -> None:
     there = np.array(np.broadcast_to(REAL[:, None], REWARDS.shape))
     there[0, 1] = there[4, :] = False
     compare = jax.jit(kljax.gdpo_advantages, static_argnames="normalize")
@@ -62,9 +62,11 @@ def test_a_reward_that_is_missing_counts_in_nothing_and_its_row_keeps_the_others
     np.testing.assert_allclose(normalized, expected, 1e-12, 1e-14)
 
 
-def test_one_reward_is_grpo_and_its_scale_is_forgotten() -> None:
-    one = kljax.gdpo_advantages(REWARDS[:, :1], IDS, num_groups=GROUPS, singleton="reward")
-    np.testing.assert_array_equal(one, kljax.grpo_advantages(REWARDS[:, 0], IDS, num_groups=GROUPS, singleton="reward"))
+def test_single_reward_is_grpo_and_scales_cancel() -> None:
+    single = kljax.gdpo_advantages(REWARDS[:, :1], IDS, num_groups=GROUPS, singleton="reward")
+    np.testing.assert_array_equal(
+        single, kljax.grpo_advantages(REWARDS[:, 0], IDS, num_groups=GROUPS, singleton="reward")
+    )
     larger = kljax.gdpo_advantages(REWARDS * np.array([1.0, 1e3, 1.0]), IDS, num_groups=GROUPS, eps=0.0)
     np.testing.assert_allclose(larger, kljax.gdpo_advantages(REWARDS, IDS, num_groups=GROUPS, eps=0.0), 1e-9, 1e-9)
 
@@ -80,7 +82,7 @@ def test_gradients_are_finite_and_dtypes_follow() -> None:
     assert jax.eval_shape(advantages, REWARDS.astype(np.float32)).dtype == jnp.float32
 
 
-def test_an_unknown_group_is_an_error_or_nan_in_its_row_alone() -> None:
+def test_unknown_group_is_nan_in_its_row_alone() -> None:
     ids = np.where(np.arange(len(IDS)) == 0, GROUPS, IDS)
     with pytest.raises(ValueError, match="group_ids: got 4, expected ids below num_groups = 4"):
         kljax.gdpo_advantages(REWARDS, ids, num_groups=GROUPS)

@@ -69,7 +69,7 @@ def test_gae(gamma: float, lam: float) -> None:
 
 @pytest.mark.parametrize("masked_tokens", ["zero", "none"])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0), (0.0, 0.8)])
-def test_gae_that_runs_through_what_is_masked(masked_tokens: str, gamma: float, lam: float) -> None:
+def test_gae_running_through_the_mask(masked_tokens: str, gamma: float, lam: float) -> None:
     options = {"gamma": gamma, "lam": lam, "masked_tokens": masked_tokens}
     seen = (np.where(MASK, x, 0) if masked_tokens == "zero" else x for x in (REWARDS, VALUES))
     expected = gae_over_all_positions(*seen, gamma, lam)
@@ -80,7 +80,7 @@ def test_gae_that_runs_through_what_is_masked(masked_tokens: str, gamma: float, 
         check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, **options), [REWARDS, VALUES])
 
 
-def test_the_three_rules_agree_where_nothing_is_masked_in_between_or_behind() -> None:
+def test_three_rules_agree_without_inner_or_trailing_mask() -> None:
     mask = np.array([[0, 1, 1, 1], [1, 1, 1, 1]])
     rewards, values = REWARDS[:2, :4], VALUES[:2, :4]
     skip, carry, none = (
@@ -89,7 +89,7 @@ def test_the_three_rules_agree_where_nothing_is_masked_in_between_or_behind() ->
     jax.tree.map(np.testing.assert_array_equal, (carry, none), (skip, skip))
 
 
-def test_values_under_the_mask_stay_out_of_what_they_cannot_reach() -> None:
+def test_values_under_the_mask_stay_out_of_reach() -> None:
     mask = np.array([[0, 0, 1, 0, 1, 0]])
     values, rewards = np.full(mask.shape, np.nan), np.full(mask.shape, np.nan)
     values[mask == 1], rewards[mask == 1] = [0.5, 0.25], [1.0, 2.0]
@@ -113,14 +113,14 @@ def test_values_under_the_mask_stay_out_of_what_they_cannot_reach() -> None:
     assert all(np.isfinite(grad).all() for grad in grads)
 
 
-def test_the_recorded_returns_of_verl_and_of_the_systems_that_do_not_mask() -> None:
+def test_recorded_returns_of_verl_and_unmasked_systems() -> None:
     values, rewards, mask = np.array([0.5, 0.1, 0.3, 0.2]), np.array([0.0, 0.7, 0.0, 1.0]), np.array([1, 0, 1, 1])
     for rule, expected in (("skip", [0.59832, 0, 0.756, 1.0]), ("none", [0.95279, 0, 0.756, 1.0])):
         _, returns = kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8, masked_tokens=rule)
         np.testing.assert_allclose(returns, expected, 1e-5)
 
 
-def test_gae_at_lambda_one_is_the_return_less_the_value() -> None:
+def test_gae_at_lambda_one_is_return_minus_value() -> None:
     advantages, returns = kljax.gae(REWARDS, VALUES, MASK, gamma=0.9, lam=1.0)
     discounted = kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=0.9)
     np.testing.assert_allclose(returns, discounted, 1e-12, 1e-14)

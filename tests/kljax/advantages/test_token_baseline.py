@@ -43,14 +43,14 @@ def by_hand(mask: np.ndarray, *, align: str, zero_tail: bool, eps: float, single
                 if u is not None and mask[j, u]:
                     later, before = tokens[j][tokens[j] >= u], tokens[j][tokens[j] <= u]
                     peers.append((norm[j, before].sum(), REWARDS[j, later].sum()))
-            own = REWARDS[i, tokens[i][n:]].sum()
+            reward_to_go = REWARDS[i, tokens[i][n:]].sum()
             baseline = sum(w * g for w, g in peers) / (sum(w for w, _ in peers) + eps)
-            place = n if align == "token" else t - tokens[i][0]
-            if zero_tail and len(tokens[i]) == lengths[-1] > lengths[-2:][0] and place >= lengths[-2]:
+            position = n if align == "token" else t - tokens[i][0]
+            if zero_tail and len(tokens[i]) == lengths[-1] > lengths[-2:][0] and position >= lengths[-2]:
                 baseline = 0.0
             if len(group) == 1:
-                baseline = own if singleton == "zero" else 0.0
-            result[i, t] = own - baseline
+                baseline = reward_to_go if singleton == "zero" else 0.0
+            result[i, t] = reward_to_go - baseline
     return result
 
 
@@ -71,7 +71,7 @@ def test_every_token_by_hand(align: str, zero_tail: bool) -> None:
     np.testing.assert_array_equal(returns, kljax.reinforce_plus_plus_returns(REWARDS, real))
 
 
-def test_rows_without_holes_that_begin_together_may_be_aligned_either_way() -> None:
+def test_aligned_rows_without_holes_match_either_way() -> None:
     lengths = np.array([5, 3, 7, 3, 2, 0, 4, 6])
     mask = np.arange(MASK.shape[1]) < lengths[:, None]
     np.testing.assert_allclose(advantages(mask), advantages(mask, align="position"), 1e-12, 1e-14)
@@ -89,12 +89,12 @@ def test_the_baseline_has_the_least_variance() -> None:
         assert (here < there).all()
 
 
-def test_the_norm_is_that_of_the_score() -> None:
+def test_norm_is_the_score_norm() -> None:
     score = jax.jacfwd(lambda z: jax.nn.log_softmax(z)[2])(VOCABULARY[0, 0])
     np.testing.assert_allclose((score**2).sum(), 1 - 2 * np.exp(LOG_PROBS[0, 0]) + SQUARES[0, 0], 1e-12)
 
 
-def test_a_policy_that_is_certain_has_no_baseline() -> None:
+def test_policy_with_certainty_has_no_baseline() -> None:
     mask, ids = np.ones((2, 2), bool), np.zeros(2, int)
     certain = np.zeros((2, 2)), np.ones((2, 2))
     rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
@@ -103,7 +103,7 @@ def test_a_policy_that_is_certain_has_no_baseline() -> None:
 
 
 @pytest.mark.parametrize("align", ["token", "position"])
-def test_padding_rows_count_in_nothing(align: str) -> None:
+def test_padding_rows_are_left_out(align: str) -> None:
     spoiled = np.where((IDS >= 0)[:, None], REWARDS, np.nan)
     np.testing.assert_array_equal(advantages(rewards=spoiled, align=align), advantages(align=align))
     groups = kljax.Groups(np.where(IDS < 0, 0, IDS), GROUPS, IDS >= 0)

@@ -15,7 +15,7 @@ STATES = np.where(REAL, RNG.integers(0, 3, TRAJECTORY.shape), -1)
 
 
 @pytest.mark.parametrize("divide", [False, True])
-def test_every_step_has_the_advantage_of_its_trajectory(divide: bool) -> None:
+def test_every_step_has_its_trajectory_advantage(divide: bool) -> None:
     advantages = np.where(LAST, np.arange(15.0), np.where(REAL, 0, np.nan))
     got = jax.jit(lambda a: kljax.broadcast_to_steps(a, TRAJECTORY, num_groups=6, divide_by_steps=divide))(advantages)
     for i in np.flatnonzero(REAL):
@@ -32,8 +32,8 @@ def test_step_wise_grpo_of_trinity() -> None:
     )
     for i in np.flatnonzero(REAL):
         rivals = STEP_REWARDS[LAST & (PROMPT[i] == PROMPT)]
-        own = STEP_REWARDS[LAST & (TRAJECTORY[i] == TRAJECTORY)][0]
-        np.testing.assert_allclose(shared[i], (own - rivals.mean()) / (rivals.std(ddof=1) + 1e-6), 1e-12)
+        step_reward = STEP_REWARDS[LAST & (TRAJECTORY[i] == TRAJECTORY)][0]
+        np.testing.assert_allclose(shared[i], (step_reward - rivals.mean()) / (rivals.std(ddof=1) + 1e-6), 1e-12)
 
 
 def test_gigpo_of_trinity() -> None:

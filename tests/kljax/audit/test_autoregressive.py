@@ -1,4 +1,4 @@
-"""What an audit at given prefixes leaves out: a token changes the prefixes after it, and with them the later KL.
+"""An audit at fixed prefixes leaves this out: a token changes the prefixes after it, and with them the later KL.
 
 Every sequence of a tiny autoregressive policy is enumerated, with logits of its own for every prefix.
 """
@@ -43,7 +43,7 @@ def expected_gradient(table: jax.Array, per_token: object) -> np.ndarray:
     return np.asarray(jax.jit(gradient, compiler_options=QUICK)(table))
 
 
-def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
+def test_reward_has_the_sequence_kl_gradient_unlike_loss(
     tables: tuple[jax.Array, jax.Array],
 ) -> None:
     table, ref = tables
@@ -69,5 +69,5 @@ def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
     reached = np.zeros(len(PREFIXES))
     for sequence, rows in zip(np.exp(np.asarray(log_probs(table).sum(-1))), AT, strict=True):
         reached[rows] += sequence
-    own = reached[:, None] * np.asarray(jnp.exp(log_p) * (log_p - log_q - kl))
-    np.testing.assert_allclose(from_loss, own, rtol=1e-12, atol=1e-14)
+    local_kl = reached[:, None] * np.asarray(jnp.exp(log_p) * (log_p - log_q - kl))
+    np.testing.assert_allclose(from_loss, local_kl, rtol=1e-12, atol=1e-14)

@@ -41,7 +41,7 @@ def row_sums(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("estimator", FORMULAS)
 def test_values(estimator: str, recorded: bool, batch: dict[str, np.ndarray]) -> None:
-    found = audit(batch, kl=recorded)
+    audited = audit(batch, kl=recorded)
     yardstick = batch["kl"][MASK] if recorded else estimates(batch, "k1", "ratio")[0]
     for correction in CAPS:
         value = estimates(batch, estimator, correction)[0]
@@ -54,14 +54,14 @@ def test_values(estimator: str, recorded: bool, batch: dict[str, np.ndarray]) ->
                 "snr": abs(mean.mean()) / noise.std(),
                 "rmse": np.sqrt((mean.mean() - exact.mean()) ** 2 + noise.var()),
             }
-            metrics = found.find(kind="value", level=level, estimator=estimator, correction=correction).metrics
+            metrics = audited.find(kind="value", level=level, estimator=estimator, correction=correction).metrics
             np.testing.assert_allclose([metrics[name].value for name in expected], list(expected.values()), **CLOSE)
 
 
 @pytest.mark.parametrize("place", ["loss", "straight_through", "reward", "advantage"])
 @pytest.mark.parametrize("estimator", FORMULAS)
 def test_coefficients(estimator: str, place: str, batch: dict[str, np.ndarray]) -> None:
-    found = audit(batch, kl=False)
+    audited = audit(batch, kl=False)
     unbiased = estimates(batch, "k2", "none")[1] * estimates(batch, "k2", "ratio")[2]
     for correction in CAPS:
         value, slope, weight = estimates(batch, estimator, correction)
@@ -77,11 +77,11 @@ def test_coefficients(estimator: str, place: str, batch: dict[str, np.ndarray]) 
             "root_mean_square": np.sqrt((coefficient**2).mean()),
         }
         name = "any" if place == "straight_through" else estimator
-        metrics = found.find(kind="coefficient", estimator=name, place=place, correction=correction).metrics
+        metrics = audited.find(kind="coefficient", estimator=name, place=place, correction=correction).metrics
         np.testing.assert_allclose([metrics[key].value for key in expected], list(expected.values()), **CLOSE)
 
 
-def test_the_report_says_which_yardstick_it_was(batch: dict[str, np.ndarray]) -> None:
+def test_report_names_its_reference_kl(batch: dict[str, np.ndarray]) -> None:
     assert "exact KL" in audit(batch, kl=True).yardstick
     assert "unbiased off-policy" in audit(batch, kl=False).yardstick
     on_policy = audit(batch, kl=False, stale=False)
@@ -99,10 +99,10 @@ def test_bias_of_sampled_tokens_is_within_its_interval() -> None:
     tokens = (np.exp(behaviour).cumsum(-1) < uniform).sum(-1, keepdims=True)
     at = [np.take_along_axis(table, tokens, -1)[..., 0] for table in (policy, ref, behaviour)]
     kl = (np.exp(policy) * (policy - ref)).sum(-1)
-    found = kljax.audit.audit_batch(at[0], at[1], np.ones((400, 2), bool), kl, at[2], bootstrap=300)
+    audited = kljax.audit.audit_batch(at[0], at[1], np.ones((400, 2), bool), kl, at[2], bootstrap=300)
 
     def bias(estimator: str, correction: str) -> tuple[float, float]:
-        metric = found.find(kind="value", level="token", estimator=estimator, correction=correction).metrics["bias"]
+        metric = audited.find(kind="value", level="token", estimator=estimator, correction=correction).metrics["bias"]
         return metric.low, metric.high
 
     for estimator in ("k1", "k3"):
@@ -125,21 +125,21 @@ def test_bias_of_sampled_tokens_is_within_its_interval() -> None:
         ({"max_ratio": np.inf}, "max_ratio: got inf, expected a finite number"),
     ],
 )
-def test_what_makes_no_sense_is_refused(change: dict[str, object], message: str, batch: dict[str, np.ndarray]) -> None:
-    given = {**batch, "mask": MASK, "confidence": 0.95, "max_ratio": 2.0, **change}
+def test_nonsense_arguments_are_refused(change: dict[str, object], message: str, batch: dict[str, np.ndarray]) -> None:
+    arguments = {**batch, "mask": MASK, "confidence": 0.95, "max_ratio": 2.0, **change}
     with pytest.raises(ValueError, match=message):
         kljax.audit.audit_batch(
-            given["policy"],
-            given["ref"],
-            given["mask"],
+            arguments["policy"],
+            arguments["ref"],
+            arguments["mask"],
             bootstrap=0,
-            confidence=given["confidence"],
-            max_ratio=given["max_ratio"],
+            confidence=arguments["confidence"],
+            max_ratio=arguments["max_ratio"],
         )
 
 
 def test_low_precision_inputs_are_computed_wide(batch: dict[str, np.ndarray]) -> None:
     rounded = {name: jnp.asarray(batch[name], jnp.bfloat16) for name in ("policy", "ref")}
-    found = kljax.audit.audit_batch(rounded["policy"], rounded["ref"], MASK, bootstrap=0)
+    audited = kljax.audit.audit_batch(rounded["policy"], rounded["ref"], MASK, bootstrap=0)
     policy, ref = (np.asarray(rounded[name], np.float64)[MASK] for name in ("policy", "ref"))
-    np.testing.assert_allclose(found.kl["token"].value, (policy - ref).mean(), rtol=1e-12)
+    np.testing.assert_allclose(audited.kl["token"].value, (policy - ref).mean(), rtol=1e-12)

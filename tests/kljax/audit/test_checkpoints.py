@@ -50,7 +50,7 @@ def audit_of(saved: dict[str, pathlib.Path], stale: bool = False, **options) -> 
 
 @pytest.mark.parametrize(("stale", "draws"), [(False, 3), (True, 0)])
 @pytest.mark.parametrize("layout", ["dv", "vd"])
-def test_hidden_states_give_what_their_logits_give(saved, stale, draws, layout) -> None:
+def test_hidden_states_give_the_report_of_logits(saved, stale, draws, layout) -> None:
     def head(params):
         return params["head"] if layout == "dv" else params["head"].T
 
@@ -59,12 +59,12 @@ def test_hidden_states_give_what_their_logits_give(saved, stale, draws, layout) 
     assert by_hidden.kl["token"].value > 0.01
     assert by_hidden.settings == by_logits.settings
     np.testing.assert_allclose(by_hidden.kl["token"].value, by_logits.kl["token"].value, rtol=1e-12)
-    for ours, theirs in zip(by_hidden.results, by_logits.results, strict=True):
-        for name, metric in theirs.metrics.items():
-            np.testing.assert_allclose(ours.metrics[name].value, metric.value, rtol=1e-8, atol=1e-11)
+    for actual, expected in zip(by_hidden.results, by_logits.results, strict=True):
+        for name, metric in expected.metrics.items():
+            np.testing.assert_allclose(actual.metrics[name].value, metric.value, rtol=1e-8, atol=1e-11)
 
 
-def test_the_yardstick_is_the_operation_that_the_trainer_has(saved, monkeypatch) -> None:
+def test_wrong_reference_kl_doubles_every_estimator(saved, monkeypatch) -> None:
     """Half of it makes every estimator look twice too large."""
     monkeypatch.setattr(checkpoints, "_kl", lambda *arguments: kljax.kl_from_hidden(*arguments) / 2)
     audit = audit_of(saved, apply=hidden, head=lambda params: params["head"])
@@ -72,7 +72,7 @@ def test_the_yardstick_is_the_operation_that_the_trainer_has(saved, monkeypatch)
     np.testing.assert_allclose(k1["relative_bias"].value, 1, rtol=1e-9)
 
 
-def test_few_positions_have_logits_at_a_time(saved, monkeypatch) -> None:
+def test_few_positions_have_logits_at_once(saved, monkeypatch) -> None:
     shapes, plain = set(), checkpoints._logits
     monkeypatch.setattr(checkpoints, "_logits", lambda *x: shapes.add(plain(*x).shape) or plain(*x))
     audit = audit_of(saved, apply=hidden, head=lambda params: params["head"], chunk_size=7)
@@ -81,7 +81,7 @@ def test_few_positions_have_logits_at_a_time(saved, monkeypatch) -> None:
     assert audit.settings["positions"] == MASK.sum()
 
 
-def test_a_head_that_does_not_fit_is_said(saved) -> None:
+def test_mismatched_head_is_reported(saved) -> None:
     for head, message in (
         (
             lambda params: params["head"].T,

@@ -38,8 +38,8 @@ def audit(*arguments: str | pathlib.Path) -> int:
 
 def test_logits(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = files / "deep" / "out"
-    given = ("--logits", files / "policy.npy", "--ref-logits", files / "ref.npy", "--out", out)
-    assert audit(*given, "--rollout-logits", files / "rollout.npy", "--max-ratio", "1.5") == 0
+    arguments = ("--logits", files / "policy.npy", "--ref-logits", files / "ref.npy", "--out", out)
+    assert audit(*arguments, "--rollout-logits", files / "rollout.npy", "--max-ratio", "1.5") == 0
     printed = capsys.readouterr().out
     written = json.loads((out / "audit.json").read_text())
     assert (out / "audit.txt").read_text().strip() in printed
@@ -49,17 +49,17 @@ def test_logits(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None
     same = kljax.audit.audit_logits(*arrays, bootstrap=10, max_ratio=1.5).to_dict()
     assert written["settings"]["precision"] == "float64"
     assert len(written["results"]) == len(same["results"]) == 2 * 3 * (5 + 21)
-    for ours, theirs in zip(written["results"], same["results"], strict=True):
-        assert ours == theirs
+    for actual, expected in zip(written["results"], same["results"], strict=True):
+        assert actual == expected
 
 
 def test_batch_and_example(
     files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert audit("--batch", files / "batch.npz", "--out", files / "batch") == 0
-    found = json.loads((files / "batch" / "audit.json").read_text())
-    assert found["settings"]["policy"] == "off-policy"
-    assert "importance ratio" in found["yardstick"]
+    recorded = json.loads((files / "batch" / "audit.json").read_text())
+    assert recorded["settings"]["policy"] == "off-policy"
+    assert "importance ratio" in recorded["yardstick"]
     assert (files / "batch" / "audit.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(report, "have_matplotlib", lambda: False)  # the plots of both kinds are drawn by now
     sizes = ("--rows", "3", "--length", "2", "--vocabulary", "4")
@@ -70,7 +70,7 @@ def test_batch_and_example(
     assert "(sampled)" in printed
 
 
-def test_the_meaning_of_a_recorded_kl_is_asked(
+def test_command_asks_for_the_meaning_of_recorded_kl(
     files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "have_matplotlib", lambda: False)
@@ -93,34 +93,34 @@ def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], mo
             checkpointer.save(files / name, {"model": {"table": table}})
     (files / "tiny_model.py").write_text("def logits(params, tokens):\n    return params['table'][tokens]\n")
     monkeypatch.syspath_prepend(str(files))
-    given = ("--checkpoints", files / "a", files / "b", "--tokens", files / "tokens.npy", "--item", "model")
-    assert audit(*given, "--apply", "tiny_model:logits", "--out", files / "out") == 0
+    arguments = ("--checkpoints", files / "a", files / "b", "--tokens", files / "tokens.npy", "--item", "model")
+    assert audit(*arguments, "--apply", "tiny_model:logits", "--out", files / "out") == 0
     sys.modules.pop("tiny_model")
     tokens = np.load(files / "tokens.npy")
     same = kljax.audit.audit_logits(*(table[tokens] for table in tables.values()), bootstrap=10).to_dict()
-    found = json.loads((files / "out" / "audit.json").read_text())
-    for ours, theirs in zip(found["results"], same["results"], strict=True):
-        for name, metric in theirs["metrics"].items():
-            assert ours["metrics"][name]["value"] == pytest.approx(metric["value"], rel=1e-9, abs=1e-12)
+    recorded = json.loads((files / "out" / "audit.json").read_text())
+    for actual, expected in zip(recorded["results"], same["results"], strict=True):
+        for name, metric in expected["metrics"].items():
+            assert actual["metrics"][name]["value"] == pytest.approx(metric["value"], rel=1e-9, abs=1e-12)
     (files / "tiny_parts.py").write_text(
         "import jax\n"
         "def states(params, tokens):\n    return jax.nn.one_hot(tokens, 4)\n"
         "def head(params):\n    return params['table']\n"
     )
     parts = ("--apply", "tiny_parts:states", "--head", "tiny_parts:head")
-    assert audit(*given, *parts, "--out", files / "parts") == 0
+    assert audit(*arguments, *parts, "--out", files / "parts") == 0
     sys.modules.pop("tiny_parts")
-    found = json.loads((files / "parts" / "audit.json").read_text())
-    assert found["kl"]["token"]["value"] == pytest.approx(same["kl"]["token"]["value"], rel=1e-9)
+    recorded = json.loads((files / "parts" / "audit.json").read_text())
+    assert recorded["kl"]["token"]["value"] == pytest.approx(same["kl"]["token"]["value"], rel=1e-9)
     with pytest.raises(ValueError, match="apply: got shape"):
         kljax.audit.audit_checkpoints(
             tokens,
             checkpoints=kljax.audit.Checkpoints(files / "a", files / "b", item="model"),
             apply=lambda params, _: params["table"],
         )
-    assert audit(*given[:5], "--apply", "tiny_model:logits", "--item", "none", "--out", files / "no") == 2
+    assert audit(*arguments[:5], "--apply", "tiny_model:logits", "--item", "none", "--out", files / "no") == 2
     capsys.readouterr()
-    assert audit(*given, "--apply", "math:sqrt", "--out", files / "no") == 2
+    assert audit(*arguments, "--apply", "math:sqrt", "--out", files / "no") == 2
     assert "--apply: math:sqrt raised TypeError" in capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_out_must_be_a_folder(files: pathlib.Path, capsys: pytest.CaptureFixture
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_without_matplotlib_there_is_a_report_and_a_word_about_it(
+def test_missing_matplotlib_leaves_a_report_and_a_note(
     files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -51,18 +51,18 @@ def token_rows(logits: list[np.ndarray], *, stale: bool) -> list[Row]:
 
 def cases(on: Audit, off: Audit, logits: list[np.ndarray]) -> list[tuple[str, str, Audit, list[Row]]]:
     """Level, correction, audit and the rows to enumerate."""
-    found = []
+    collected = []
     for level, rows in (("token", token_rows), ("sequence", rows_of)):
-        found.append((level, "none", on, rows(logits, stale=False)))
-        found += [(level, correction, off, rows(logits, stale=True)) for correction in CAPS]
-    return found
+        collected.append((level, "none", on, rows(logits, stale=False)))
+        collected += [(level, correction, off, rows(logits, stale=True)) for correction in CAPS]
+    return collected
 
 
 def number(audit: Audit, metric: str, **labels: str) -> float:
     return audit.find(how="exact", **labels).metrics[metric].value
 
 
-def test_the_kl_and_its_gradient_are_those_of_the_enumerated_sequences(logits: list[np.ndarray]) -> None:
+def test_kl_and_gradient_match_the_enumerated_sequences(logits: list[np.ndarray]) -> None:
     sequences = jnp.array(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
     steps = jnp.arange(LENGTH)
 
@@ -97,8 +97,8 @@ def test_values(estimator: str, on_policy: Audit, off_policy: Audit, logits: lis
             "snr": np.abs(means.mean()) / np.sqrt(variances.mean()),
             "rmse": np.sqrt(((means - kls) ** 2 + variances).mean()),
         }
-        found = audit.find(kind="value", level=level, correction=correction, estimator=estimator).metrics
-        np.testing.assert_allclose([found[name].value for name in expected], list(expected.values()), **CLOSE)
+        audited = audit.find(kind="value", level=level, correction=correction, estimator=estimator).metrics
+        np.testing.assert_allclose([audited[name].value for name in expected], list(expected.values()), **CLOSE)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -120,12 +120,12 @@ def test_gradients(place: str, estimator: str, on_policy: Audit, off_policy: Aud
             "snr": size / np.sqrt(len(rows) * variance),
         }
         name = "any" if place == "straight_through" else estimator
-        found = audit.find(kind="gradient", level=level, correction=correction, place=place, estimator=name).metrics
-        np.testing.assert_allclose([found[key].value for key in wanted], list(wanted.values()), rtol=1e-8, atol=1e-8)
+        audited = audit.find(kind="gradient", level=level, correction=correction, place=place, estimator=name).metrics
+        np.testing.assert_allclose([audited[key].value for key in wanted], list(wanted.values()), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_who_is_right_on_policy(level: str, on_policy: Audit) -> None:
+def test_bias_of_estimators_on_policy(level: str, on_policy: Audit) -> None:
     def bias(kind: str, estimator: str, place: str = "") -> float:
         return abs(number(on_policy, "relative_bias", kind=kind, level=level, estimator=estimator, place=place))
 
@@ -133,17 +133,23 @@ def test_who_is_right_on_policy(level: str, on_policy: Audit) -> None:
         assert bias("value", estimator) < 1e-12
     for estimator in ("abs", "k2"):
         assert bias("value", estimator) > 0.05
-    paid = [("k1", place) for place in ("reward", "reward_baseline", "advantage")]
-    for estimator, place in (("k2", "loss"), ("any", "straight_through"), *paid):
-        assert bias("gradient", estimator, place) < 1e-12
-    for estimator, place in (("k1", "loss"), ("k3", "loss"), ("k3", "reward"), ("k2", "reward"), ("k3", "advantage")):
-        assert bias("gradient", estimator, place) > 0.1
+    paid = [("k1", placement) for placement in ("reward", "reward_baseline", "advantage")]
+    for estimator, placement in (("k2", "loss"), ("any", "straight_through"), *paid):
+        assert bias("gradient", estimator, placement) < 1e-12
+    for estimator, placement in (
+        ("k1", "loss"),
+        ("k3", "loss"),
+        ("k3", "reward"),
+        ("k2", "reward"),
+        ("k3", "advantage"),
+    ):
+        assert bias("gradient", estimator, placement) > 0.1
     k1 = on_policy.find(kind="gradient", level=level, estimator="k1", place="loss").metrics
     assert (k1["cosine"].value, k1["snr"].value) == (0, 0), "k1 as a loss term is noise and nothing else"
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_who_is_right_off_policy(level: str, off_policy: Audit) -> None:
+def test_bias_of_estimators_off_policy(level: str, off_policy: Audit) -> None:
     def bias(kind: str, estimator: str, correction: str, place: str = "") -> float:
         labels = {"kind": kind, "level": level, "estimator": estimator, "correction": correction, "place": place}
         return abs(number(off_policy, "relative_bias", **labels))
@@ -155,19 +161,19 @@ def test_who_is_right_off_policy(level: str, off_policy: Audit) -> None:
         assert bias("value", estimator, "ratio") < 1e-12
         assert bias("gradient", estimator, "ratio", "loss") < 1e-12
         assert bias("value", estimator, "capped") > 0.01
-    for estimator, place in (("any", "straight_through"), ("k1", "reward"), ("k1", "advantage")):
-        assert bias("gradient", estimator, "ratio", place) < 1e-12
-        assert bias("gradient", estimator, "none", place) > 0.1
+    for estimator, placement in (("any", "straight_through"), ("k1", "reward"), ("k1", "advantage")):
+        assert bias("gradient", estimator, "ratio", placement) < 1e-12
+        assert bias("gradient", estimator, "none", placement) > 0.1
     # Differentiating the ratio adds the gradient of the sampling itself, which k2 does not have room for.
     assert bias("gradient", "k2", "ratio", "loss") > 0.1
 
 
-def test_low_var_kl_is_k3_until_its_clips_are_reached(logits: list[np.ndarray]) -> None:
+def test_low_var_kl_is_k3_within_its_clips(logits: list[np.ndarray]) -> None:
     far = logits[0] + np.array([6.0, 0, -6.0, 0])
     near, clipped = (kljax.audit.audit_logits(policy, logits[1], bootstrap=0) for policy in (logits[0], far))
     for audit, same in ((near, True), (clipped, False)):
         values = audit.select(kind="value", level="token")
-        biases = {found.estimator: abs(found.metrics["relative_bias"].value) for found in values}
+        biases = {actual.estimator: abs(actual.metrics["relative_bias"].value) for actual in values}
         assert biases["k3"] < 1e-12
         assert (biases["low_var_kl"] < 1e-12) == same
 

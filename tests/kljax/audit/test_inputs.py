@@ -42,7 +42,7 @@ def test_masked_positions_reach_nothing(pair: tuple[np.ndarray, np.ndarray]) -> 
     np.testing.assert_allclose(audit.kl["sequence"].value, tokens.kl["token"].value * 5 / 2, rtol=1e-12)
 
 
-def test_a_token_that_all_forbid_changes_nothing(pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_token_forbidden_by_all_changes_nothing(pair: tuple[np.ndarray, np.ndarray]) -> None:
     forbidden = [np.concatenate([array, np.full((*array.shape[:2], 1), -np.inf)], axis=-1) for array in pair]
     same(
         kljax.audit.audit_logits(*forbidden, bootstrap=0),
@@ -52,7 +52,7 @@ def test_a_token_that_all_forbid_changes_nothing(pair: tuple[np.ndarray, np.ndar
     )
 
 
-def test_a_token_that_the_policy_never_draws_has_its_share_in_the_exact_kl(
+def test_token_never_sampled_counts_in_the_exact_kl(
     pair: tuple[np.ndarray, np.ndarray],
 ) -> None:
     # KL(pi || ref) does not care what the reference does with tokens outside pi, beyond the mass they take.
@@ -113,7 +113,7 @@ def test_rows_or_positions_are_resampled(pair: tuple[np.ndarray, np.ndarray]) ->
     assert kljax.audit.audit_logits(*copies, bootstrap=0).settings["resampled"] == "positions"
 
 
-def test_the_key_decides(pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_key_determines_the_sample(pair: tuple[np.ndarray, np.ndarray]) -> None:
     first, again, other = (
         kljax.audit.audit_logits(*pair, draws=3, bootstrap=20, key=jax.random.key(seed)) for seed in (1, 1, 2)
     )
@@ -142,7 +142,7 @@ def test_the_key_decides(pair: tuple[np.ndarray, np.ndarray]) -> None:
         ({"chunk_size": 0}, "chunk_size"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_nonsense_arguments_are_refused(
     change: dict[str, object], message: str, pair: tuple[np.ndarray, np.ndarray]
 ) -> None:
     arguments = {"logits": pair[0], "ref_logits": pair[1], "bootstrap": 0} | change
@@ -163,7 +163,7 @@ def test_options_may_be_numbers_of_numpy(pair: tuple[np.ndarray, np.ndarray]) ->
 
 
 @pytest.mark.parametrize("kl", [0.01, 1.0])
-def test_example_has_the_kl_asked_for(kl: float) -> None:
+def test_example_has_the_requested_kl(kl: float) -> None:
     policy, ref, behaviour = kljax.audit.example_logits(rows=4, length=4, vocabulary=40, kl=kl, staleness=0.05)
     log_p, log_q, log_b = (jax.nn.log_softmax(jnp.asarray(z, jnp.float64)) for z in (policy, ref, behaviour))
     np.testing.assert_allclose((jnp.exp(log_p) * (log_p - log_q)).sum(-1).mean(), kl, rtol=1e-3)

@@ -41,11 +41,11 @@ def test_few_draws_estimate_without_bias(kind: str, level: str, repeated: Audit)
             assert low - slack <= value <= high + slack, (labels, metric, value, sampled.metrics[metric])
 
 
-def test_squares_of_expectations_have_no_bias_from_the_noise(repeated: Audit) -> None:
+def test_squared_expectations_have_no_noise_bias(repeated: Audit) -> None:
     # A gradient that is exactly right: naively squared, three draws would show a bias larger than the gradient.
-    found = repeated.find(kind="gradient", level="token", how="sampled", place="straight_through", correction="ratio")
-    assert found.metrics["relative_bias"].value < 0.1
-    assert found.metrics["snr"].value == pytest.approx(
+    actual = repeated.find(kind="gradient", level="token", how="sampled", place="straight_through", correction="ratio")
+    assert actual.metrics["relative_bias"].value < 0.1
+    assert actual.metrics["snr"].value == pytest.approx(
         repeated.find(kind="gradient", level="token", how="exact", place="straight_through", correction="ratio")
         .metrics["snr"]
         .value,
@@ -53,7 +53,7 @@ def test_squares_of_expectations_have_no_bias_from_the_noise(repeated: Audit) ->
     )
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_cover_at_their_stated_rate() -> None:
     rng = np.random.default_rng(0)
     policy = rng.normal(size=(40, 2, 4))
     ref = policy + 0.4 * rng.normal(size=policy.shape)
@@ -83,12 +83,12 @@ def test_a_biased_estimator_is_found_out() -> None:
 
 def test_grouping_of_positions_changes_nothing(one: list[np.ndarray]) -> None:
     policy, ref = (np.repeat(array, 5, axis=0) * np.arange(1.0, 6)[:, None, None] for array in one[:2])
-    whole = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10)
+    full = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10)
     parts = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10, chunk_size=3)
     blocks = [Block.of(policy[start : start + 2], ref[start : start + 2]) for start in range(0, 5, 2)]
     options = AuditOptions(3, 10, 0.95, 2.0, None, 3, None)
     by_rows = measure(blocks, np.ones((5, 2), bool), options, "logits")
     for other in (parts, by_rows):
-        for a, b in zip(whole.results, other.results, strict=True):
+        for a, b in zip(full.results, other.results, strict=True):
             for name, metric in a.metrics.items():
                 np.testing.assert_allclose(metric, b.metrics[name], rtol=1e-10, atol=1e-12)

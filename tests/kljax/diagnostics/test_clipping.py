@@ -50,11 +50,11 @@ def test_clipped_tokens_of_either_side(level: str) -> None:
     check_mean(kljax.dual_clip_fraction(LP, OLD, ADV, MASK, dual_clip=1.1, level=level), bounded)
 
 
-def test_the_rows_that_are_clipped_least_and_most() -> None:
+def test_least_and_most_clipped_rows() -> None:
     """TRL's `clip_ratio/low_min` and `high_max`: extremes of the clip fractions of rows."""
     clipped = kljax.clipped_tokens(LP, OLD, ADV, MASK)
     rows = kljax.Extremes.of(kljax.masked_mean(clipped, MASK, axis=-1), MASK.any(-1))
-    expected = [np.asarray(clipped)[row][kept].mean() for row, kept in enumerate(MASK) if kept.any()]
+    expected = [np.asarray(clipped)[row][unmasked].mean() for row, unmasked in enumerate(MASK) if unmasked.any()]
     np.testing.assert_allclose([rows.min, rows.max], [min(expected), max(expected)], 1e-6)
 
 
@@ -91,7 +91,7 @@ def test_errors_name_the_argument() -> None:
         kljax.ratio_fraction(LP, OLD, MASK)
 
 
-def test_the_values_whose_clip_is_active_are_those_without_a_gradient() -> None:
+def test_values_with_an_active_clip_have_no_gradient() -> None:
     values, old, returns = draw(1.0, 1.0, 1.0, seed=3)
     clipped = np.clip(values, old - 0.3, old + 0.3)
     active = (clipped - returns) ** 2 > (values - returns) ** 2

@@ -8,7 +8,7 @@ from tests.masks import MASK, draw
 LP, OLD = draw(0.7, 0.7)
 D = (LP - OLD)[MASK]
 TOKENS = MASK.sum()
-ROWS = [(LP - OLD)[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [(LP - OLD)[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
 
 
 def check_mean(metric: kljax.WeightedSum, expected: np.ndarray) -> None:
@@ -77,7 +77,7 @@ def test_chi_squared_near_0_and_far_away() -> None:
     np.testing.assert_allclose(bounded.value(), np.exp(40.0) - 1, 1e-5)
 
 
-def test_far_log_ratios_have_the_metrics_they_have() -> None:
+def test_far_log_ratios_have_finite_metrics() -> None:
     lp, old = jnp.array([-200.0, -1.0], jnp.float32), jnp.array([0.0, -1.0], jnp.float32)
     mask = jnp.ones(2, bool)
     for metric, expected in [

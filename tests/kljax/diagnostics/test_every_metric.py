@@ -1,4 +1,4 @@
-"""What holds for every diagnostic: nothing masked is seen, no gradient flows, parts of a batch add up to the whole."""
+"""Properties of every diagnostic: nothing masked is seen, no gradient flows, parts of a batch add up to the whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -101,29 +101,29 @@ def test_every_diagnostic_is_here() -> None:
 
 @pytest.mark.parametrize("metric", calls(MEANS))
 def test_means_of_parts_add_up(metric: Metric) -> None:
-    whole = metric(LP, OLD, ADV, MASK, KEPT)
-    assert isinstance(whole, kljax.WeightedSum)
-    assert jnp.any(whole.weight > 0)
+    full = metric(LP, OLD, ADV, MASK, KEPT)
+    assert isinstance(full, kljax.WeightedSum)
+    assert jnp.any(full.weight > 0)
     for cuts in ((2, 4), (1, 2, 3, 4, 5)):
         parts = [
             metric(*arrays) for arrays in zip(*(np.split(x, cuts) for x in (LP, OLD, ADV, MASK, KEPT)), strict=True)
         ]
         total = sum(parts[1:], parts[0])
-        np.testing.assert_array_equal(total.weight, whole.weight)
-        np.testing.assert_allclose(total.sum, whole.sum, 1e-13, 1e-15)
-        np.testing.assert_allclose(total.value(), whole.value(), 1e-13, 1e-15)
+        np.testing.assert_array_equal(total.weight, full.weight)
+        np.testing.assert_allclose(total.sum, full.sum, 1e-13, 1e-15)
+        np.testing.assert_allclose(total.value(), full.value(), 1e-13, 1e-15)
 
 
 @pytest.mark.parametrize("metric", calls(EXTREMES))
 def test_extremes_of_parts_merge(metric: Metric) -> None:
-    whole = metric(LP, OLD, ADV, MASK, KEPT)
+    full = metric(LP, OLD, ADV, MASK, KEPT)
     parts = [metric(*arrays) for arrays in zip(*(np.split(x, (1, 3)) for x in (LP, OLD, ADV, MASK, KEPT)), strict=True)]
-    assert sum(parts[1:], parts[0]) == whole
+    assert sum(parts[1:], parts[0]) == full
     assert parts[0] == kljax.Extremes(jnp.inf, -jnp.inf)  # a row without a token
 
 
 @pytest.mark.parametrize("metric", calls(MEANS, EXTREMES, WHOLE))
-def test_nothing_masked_is_seen_and_no_gradient_flows(metric: Metric) -> None:
+def test_masked_values_reach_no_metric_and_no_gradient(metric: Metric) -> None:
     inputs = [jnp.asarray(x) for x in (LP, OLD, ADV)]
     nothing = metric(*inputs, MASK, KEPT)
     outside = metric(*(jnp.where(MASK, x, jnp.nan) for x in inputs), MASK, KEPT ^ ~MASK)
@@ -137,7 +137,7 @@ def test_nothing_masked_is_seen_and_no_gradient_flows(metric: Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", calls(MEANS))
-def test_a_batch_without_a_token_has_weight_and_value_0(metric: Metric) -> None:
+def test_batch_without_a_token_has_weight_0(metric: Metric) -> None:
     metric = metric(LP, OLD, ADV, np.zeros_like(MASK), KEPT)
     for number in (metric.sum, metric.weight, metric.value()):
         np.testing.assert_array_equal(number, 0)

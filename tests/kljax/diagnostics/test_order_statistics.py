@@ -8,7 +8,7 @@ from tests.masks import MASK, draw
 
 LP, OLD = draw(0.7, 0.7)
 D = LP - OLD
-ROWS = [D[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [D[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
 LEVELS = {"token": D[MASK], "sequence": [r.sum() for r in ROWS], "geometric": [r.mean() for r in ROWS]}
 
 
@@ -21,14 +21,14 @@ def test_extremes(level: str) -> None:
     np.testing.assert_allclose([absolute.min, absolute.max], [min(np.abs(d)), max(np.abs(d))], 1e-13)
 
 
-def test_a_nan_among_the_values_makes_both_extremes_nan() -> None:
+def test_nan_makes_both_extremes_nan() -> None:
     extremes = kljax.Extremes.of(jnp.array([1.0, jnp.nan]), jnp.array([True, True]))
     assert jnp.isnan(extremes.min)
     assert jnp.isnan((extremes + kljax.Extremes(0.0, 0.0)).max)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_quantiles_are_those_of_numpy(level: str) -> None:
+def test_quantiles_equal_numpy(level: str) -> None:
     quantiles = (0.0, 0.01, 0.3, 0.5, 0.99, 1.0)
     got = jax.jit(lambda lp, old: kljax.ratio_quantiles(lp, old, MASK, quantiles=quantiles, level=level))(LP, OLD)
     np.testing.assert_allclose(got, np.exp(np.quantile(LEVELS[level], quantiles)), 1e-12)

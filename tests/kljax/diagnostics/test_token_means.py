@@ -8,7 +8,7 @@ from tests.masks import MASK, draw
 
 VALUES, NOISE = draw(1.0, 1.0)
 KEPT = NOISE > -0.3
-ROWS = [VALUES[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [VALUES[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
 
 
 def test_modes_of_a_mean() -> None:
@@ -25,7 +25,7 @@ def test_modes_of_a_mean() -> None:
 
 
 def test_masked_fraction_of_tokens_and_of_rows() -> None:
-    dropped = [~KEPT[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+    dropped = [~KEPT[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
     expected = {
         "token_mean": np.concatenate(dropped).mean(),
         "seq_mean_token_mean": np.mean([row.mean() for row in dropped]),
@@ -40,11 +40,11 @@ def test_masked_fraction_of_tokens_and_of_rows() -> None:
 def test_means_by_position_count_from_the_first_token(num_buckets: int, max_length: int | None) -> None:
     length = max_length or MASK.shape[1]
     buckets: list[list[float]] = [[] for _ in range(num_buckets)]
-    for row, kept in enumerate(MASK):
-        places = np.flatnonzero(kept)
-        for place in places:
-            bucket = min((place - places[0]) * num_buckets // length, num_buckets - 1)
-            buckets[bucket].append(VALUES[row, place])
+    for row, unmasked in enumerate(MASK):
+        places = np.flatnonzero(unmasked)
+        for position in places:
+            bucket = min((position - places[0]) * num_buckets // length, num_buckets - 1)
+            buckets[bucket].append(VALUES[row, position])
     metric = kljax.mean_by_position(VALUES, MASK, num_buckets=num_buckets, max_length=max_length)
     np.testing.assert_array_equal(metric.weight, [len(bucket) for bucket in buckets])
     np.testing.assert_allclose(metric.value(), [np.mean(bucket) if bucket else 0 for bucket in buckets], 1e-12)
@@ -54,13 +54,13 @@ def test_positions_do_not_depend_on_padding() -> None:
     def padded(array: np.ndarray, left: int, right: int) -> np.ndarray:
         return np.pad(array, ((0, 0), (left, right)))
 
-    whole = kljax.mean_by_position(VALUES, MASK, num_buckets=3, max_length=7)
+    full = kljax.mean_by_position(VALUES, MASK, num_buckets=3, max_length=7)
     longer = kljax.mean_by_position(padded(VALUES, 2, 3), padded(MASK, 2, 3), num_buckets=3, max_length=7)
-    np.testing.assert_array_equal(whole.weight, longer.weight)
-    np.testing.assert_allclose(whole.sum, longer.sum, 1e-13)
+    np.testing.assert_array_equal(full.weight, longer.weight)
+    np.testing.assert_allclose(full.sum, longer.sum, 1e-13)
 
 
-def test_kl_by_position_is_over_tokens_of_the_first_policy() -> None:
+def test_kl_by_position_covers_tokens_of_policy_a() -> None:
     kl = np.exp(NOISE - VALUES) - 1 + VALUES - NOISE
     expected = kljax.mean_by_position(kl, MASK, num_buckets=3)
     got = kljax.kl_by_position(VALUES, NOISE, MASK, num_buckets=3)
@@ -89,8 +89,12 @@ def test_errors_name_the_argument() -> None:
 
 
 def test_fractions_of_booleans_are_as_wide_as_floats() -> None:
-    kept, mask = jnp.array([True, False, True]), jnp.ones(3, bool)
-    for metric in (kljax.masked_fraction(kept, mask), kljax.WeightedSum.of(kept, mask), kljax.mean_metric(kept, mask)):
+    selected, mask = jnp.array([True, False, True]), jnp.ones(3, bool)
+    for metric in (
+        kljax.masked_fraction(selected, mask),
+        kljax.WeightedSum.of(selected, mask),
+        kljax.mean_metric(selected, mask),
+    ):
         assert (metric.sum.dtype, metric.weight.dtype) == (jnp.float64, jnp.float64)
     with jax.enable_x64(False):
-        assert kljax.masked_fraction(kept, mask).sum.dtype == jnp.float32
+        assert kljax.masked_fraction(selected, mask).sum.dtype == jnp.float32

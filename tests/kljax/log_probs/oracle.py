@@ -53,8 +53,8 @@ def token_by_token(arrays: Arrays, numbers: Numbers) -> dict[str, np.ndarray]:
         p, logsumexp = log_softmax(arrays.hidden[at], arrays.head, arrays.bias, **policy)
         q, _ = log_softmax(arrays.ref_hidden[at], arrays.ref_head, arrays.ref_bias, **ref)
         mixture = np.log((1 - numbers.beta) * np.exp(p) + numbers.beta * np.exp(q))
-        kept = set(np.flatnonzero(numbers.kept[at])) | {target}
-        mass = sum(np.exp(p[token]) for token in kept)
+        selected = set(np.flatnonzero(numbers.kept[at])) | {target}
+        mass = sum(np.exp(p[token]) for token in selected)
         fields["log_prob"][at] = p[target]
         fields["logsumexp"][at] = logsumexp
         fields["entropy"][at] = -(np.exp(p) * p).sum()
@@ -93,8 +93,8 @@ def with_all_logits(arrays: Arrays, numbers: Numbers, bumps: tuple[Any, Any]) ->
     q, _ = log_probs(arrays.ref_hidden, arrays.ref_head, arrays.ref_bias, bumps[1], 1)
     mixture = jnp.log((1 - numbers.beta) * jnp.exp(p) + numbers.beta * jnp.exp(q))
     log_prob = jnp.take_along_axis(p, numbers.targets[..., None], -1)[..., 0]
-    kept = numbers.kept | (jax.nn.one_hot(numbers.targets, p.shape[-1]) > 0)
-    mass = jax.nn.logsumexp(p, -1, where=kept)
+    selected = numbers.kept | (jax.nn.one_hot(numbers.targets, p.shape[-1]) > 0)
+    mass = jax.nn.logsumexp(p, -1, where=selected)
     fields = {
         "log_prob": log_prob,
         "logsumexp": logsumexp,

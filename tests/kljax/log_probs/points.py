@@ -11,9 +11,9 @@ def pairwise(options: Mapping[str, Sequence[Any]]) -> list[Point]:
     """Points that hold every pair of values of every two options; the greedy choice, the same every time."""
     names = list(options)
     missing = {
-        ((one, i), (other, j))
-        for one, other in itertools.combinations(names, 2)
-        for i in range(len(options[one]))
+        ((first, i), (other, j))
+        for first, other in itertools.combinations(names, 2)
+        for i in range(len(options[first]))
         for j in range(len(options[other]))
     }
     points = []

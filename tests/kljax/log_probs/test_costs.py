@@ -108,17 +108,17 @@ COUNTS: list[tuple[str, tuple[str, ...], int]] = [
 
 @pytest.mark.parametrize(("kind", "to", "expected"), COUNTS)
 def test_products_per_tile(kind: str, to: tuple[str, ...], expected: int) -> None:
-    given = {name: arrays()[name] for name in to}
+    inputs = {name: arrays()[name] for name in to}
     function = jax.grad(loss) if to else loss
-    products = list(products_of(jax.make_jaxpr(lambda given: function(given, kind))(given).jaxpr))
+    products = list(products_of(jax.make_jaxpr(lambda given: function(given, kind))(inputs).jaxpr))
     assert len(products) == expected * TILES
     assert set(products) <= {(8, 12), (8, WIDTH), (WIDTH, 12)}
 
 
-def test_the_columns_of_targets_are_gathered_once() -> None:
+def test_target_columns_are_gathered_once() -> None:
     # A frozen head: each chunk of the vocabulary would otherwise read and write an array `[N, D]` for them.
-    given = {"hidden": arrays()["hidden"]}
-    program = jax.make_jaxpr(jax.grad(lambda given: loss(given, "log_prob")))(given).jaxpr
+    inputs = {"hidden": arrays()["hidden"]}
+    program = jax.make_jaxpr(jax.grad(lambda given: loss(given, "log_prob")))(inputs).jaxpr
     gathered = [shape for shape in products_of(program, "gather") if set(shape) == {TOKENS, WIDTH}]
     assert len(gathered) == 1
 
@@ -135,7 +135,7 @@ def test_masked_tokens_cost_nothing(kept: int, tiles: int, products: list[tuple[
     assert len(products) == tiles * CHUNKS * (1 + 1 + 3)
 
 
-def test_scoring_keeps_nothing() -> None:
+def test_scoring_stores_no_residuals() -> None:
     # As old or reference log-probs are in a loss: data beside what is differentiated.
     def score(scale: jax.Array) -> jax.Array:
         return scale * loss({}, "entropy")
@@ -145,9 +145,9 @@ def test_scoring_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize(("kind", "to", "per_token"), [("log_prob", WEIGHTS, 1), ("own", WEIGHTS, 3)])
-def test_a_gradient_keeps_a_few_numbers_per_token(kind: str, to: tuple[str, ...], per_token: int) -> None:
-    given = {name: arrays()[name] for name in to}
-    _, pull = jax.vjp(lambda given: loss(given, kind), given)
+def test_gradient_stores_a_few_numbers_per_token(kind: str, to: tuple[str, ...], per_token: int) -> None:
+    passed = {name: arrays()[name] for name in to}
+    _, pull = jax.vjp(lambda given: loss(given, kind), passed)
     sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
     inputs = sorted((TOKENS * WIDTH, WIDTH * VOCABULARY) * (1 if kind == "log_prob" else 2))
     # Beside its inputs: targets and inverse temperatures, and what the statistics have left.
@@ -160,17 +160,17 @@ def test_a_gradient_keeps_a_few_numbers_per_token(kind: str, to: tuple[str, ...]
 )
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_no_buffer_is_larger_than_the_inputs(kind: str, to: tuple[str, ...], masked: bool) -> None:
-    given = {name: arrays()[name] for name in to}
+    inputs = {name: arrays()[name] for name in to}
     mask = jnp.arange(TOKENS) % 2 == 0 if masked else None
     tile = Tile(8, 8)
-    text = jax.jit(jax.grad(lambda x, m: loss(x, kind, m, tile))).lower(given, mask).compile().as_text()
-    shapes = [[int(size) for size in found.split(",")] for found in re.findall(r"\b[fsu]\d+\[([\d,]+)\]", text)]
+    text = jax.jit(jax.grad(lambda x, m: loss(x, kind, m, tile))).lower(inputs, mask).compile().as_text()
+    shapes = [[int(size) for size in dims.split(",")] for dims in re.findall(r"\b[fsu]\d+\[([\d,]+)\]", text)]
     # Fewer than the logits of two tiles; all of them would be 864.
     assert max(np.prod(shape) for shape in shapes) <= max(TOKENS * WIDTH, WIDTH * VOCABULARY)
     assert not [shape for shape in shapes if TOKENS in shape and VOCABULARY in shape]
 
 
-def test_the_reference_builds_what_the_tiles_do_not() -> None:
+def test_reference_builds_buffers_unlike_the_tiles() -> None:
     # That the test above can fail.
     def full(head: jax.Array) -> jax.Array:
         targets = jnp.zeros(TOKENS, jnp.int32)
@@ -187,7 +187,7 @@ def temporary_bytes(function: Any, *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_narrow_head_has_no_float32_copy_on_a_cpu(fused: bool) -> None:
+def test_narrow_head_has_no_float32_copy_on_cpu(fused: bool) -> None:
     # Tied embeddings as they are stored, frozen; wide enough that nothing else has their size.
     hidden, weights = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((8192, 32), jnp.bfloat16)
 

@@ -216,10 +216,10 @@ def program(point: Point, arrays: Arrays, numbers: Numbers) -> Any:
         weights = {name: jnp.where(weights[name] == 0, 1.0, weights[name]) for name in weights}
         return {name: jax.grad(loss, has_aux=True)(given, numbers, weights, name) for name in implementations(point)}
 
-    given = {name: x for name, x in arrays._asdict().items() if name in differentiated(point) and x is not None}
-    lowered = jax.jit(both).lower(given, numbers, weights_of(point))
+    inputs = {name: x for name, x in arrays._asdict().items() if name in differentiated(point) and x is not None}
+    lowered = jax.jit(both).lower(inputs, numbers, weights_of(point))
     compiled = lowered.compile(compiler_options=known_options())
-    return lambda mask: compiled(given, numbers._replace(mask=mask), weights_of(point))
+    return lambda mask: compiled(inputs, numbers._replace(mask=mask), weights_of(point))
 
 
 def wanted_of(point: Point, arrays: Arrays, numbers: Numbers) -> Expected:
@@ -264,9 +264,9 @@ def check_gradient(point: Point, name: str, actual: Any, wanted: Expected, where
     # matrix product, in the type of the heads, and the result, in its own.
     statistics = 1e-12 if point["dtype"] == "float64" else 1e-6
     rounding = 0.0 if "bias" in name else unit_roundoff(dtypes(point)[1])
-    own = unit_roundoff(actual.dtype)
+    roundoff = unit_roundoff(actual.dtype)
     smallest = float(jnp.finfo(actual.dtype).smallest_subnormal)
-    bound = statistics * scale.max() + rounding * scale + own * np.abs(exact) + smallest
+    bound = statistics * scale.max() + rounding * scale + roundoff * np.abs(exact) + smallest
     assert (error <= bound).all(), f"{where}: {(error / bound).max():.3g} of what rounding explains"
 
 
@@ -277,22 +277,22 @@ def test_values_and_gradients(point: Point) -> None:
     run = program(point, arrays, numbers)
     close = {"rtol": 1e-12, "atol": 1e-13} if point["dtype"] == "float64" else {"rtol": 1e-6, "atol": 1e-6}
     statistics = jnp.float64 if point["dtype"] == "float64" else jnp.float32
-    for kept, mask in masks.items():
+    for mask_name, mask in masks.items():
         wanted = wanted_of(point, arrays, numbers._replace(mask=mask))
         for implementation, (gradients, fields) in jax.device_get(run(mask)).items():
-            where = f"{implementation}, mask: {kept}"
+            where = f"{implementation}, mask: {mask_name}"
             for name, value in fields.items():
                 assert value.dtype == statistics, f"{where}: {name}"
                 assert not value[~mask].any(), f"{where}: {name}"
                 np.testing.assert_allclose(value, wanted.fields[name], **close, err_msg=f"{where}: {name}")
             for name, gradient in gradients.items():
-                given = getattr(arrays, name)
-                assert (gradient.dtype, gradient.shape) == (given.dtype, given.shape), f"{where}: {name}"
+                inputs = getattr(arrays, name)
+                assert (gradient.dtype, gradient.shape) == (inputs.dtype, inputs.shape), f"{where}: {name}"
                 check_gradient(point, name, gradient, wanted, f"{where}: {name}")
 
 
 def test_the_grid_has_every_pair_of_options() -> None:
-    for one, values in OPTIONS.items():
+    for item, values in OPTIONS.items():
         for other, others in OPTIONS.items():
-            if one != other:
-                assert {(p[one], p[other]) for p in POINTS} >= {(a, b) for a in values for b in others}
+            if item != other:
+                assert {(p[item], p[other]) for p in POINTS} >= {(a, b) for a in values for b in others}

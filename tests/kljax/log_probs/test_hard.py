@@ -30,8 +30,8 @@ def exact(hidden: Any, head: Any, ref_hidden: Any, ref_head: Any, kind: str) -> 
     """The divergence by its definition, in extended precision: a small one loses half of the digits of float64."""
     bias, tokens = np.zeros(head.shape[1]), hidden.shape[:-1]
     arrays = [np.asarray(x, np.longdouble) for x in (hidden, head, bias, ref_hidden, ref_head, bias)]
-    kept = np.zeros((*tokens, head.shape[1]), bool)
-    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), (0, 0), (1, 1), 0.5, kept)
+    selected = np.zeros((*tokens, head.shape[1]), bool)
+    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), (0, 0), (1, 1), 0.5, selected)
     return token_by_token(Arrays(*arrays), numbers)[kind]
 
 
@@ -77,7 +77,7 @@ def test_small_divergences_through_a_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
-def test_a_policy_is_at_no_distance_of_itself(dtype: Any) -> None:
+def test_policy_has_no_distance_to_itself(dtype: Any) -> None:
     rng = np.random.default_rng(2)
     hidden, head = jnp.asarray(3 * rng.normal(size=(7, 5)), dtype), jnp.asarray(rng.normal(size=(5, 23)), dtype)
 
@@ -128,7 +128,7 @@ def problem() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_poison_under_the_mask(implementation: str) -> None:
+def test_non_finite_values_under_the_mask_stay_out(implementation: str) -> None:
     # Also of the cotangents: what is made of a masked 0 may be infinite, as its logarithm is.
     targets = np.arange(TOKENS)
 
@@ -143,8 +143,8 @@ def test_poison_under_the_mask(implementation: str) -> None:
             options = {"entropy": True, "sum_squared_probs": True, "reference": reference, **common}
             stats = kljax.log_probs_from_hidden(*policy, targets, **options)
             alone = kljax.log_probs_from_hidden(*map(jax.lax.stop_gradient, policy), targets, **common)
-            kept = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
-            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, kept]
+            renormalised = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
+            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, renormalised]
 
         def frozen(hidden: Any) -> jax.Array:
             return kljax.log_probs_from_hidden(hidden, head(arrays["head"]), targets, **common).log_prob.sum()
@@ -173,7 +173,7 @@ def test_poison_under_the_mask(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
+def test_tokens_impossible_for_both_add_nothing(implementation: str) -> None:
     # A bias of -infinity takes a token out of the vocabulary of policy and reference: all else is as without it.
     arrays = problem()
     del arrays["temperature"]
@@ -199,8 +199,8 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
 
     def log_probs(arrays: dict[str, Any], bias: Any, targets: Any) -> list[Any]:
         head = Head(arrays["head"], bias=bias, tile=TILE, implementation=implementation)
-        kept = kljax.renormalized_log_probs(arrays["hidden"], head, targets, targets[:, None])
-        return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, kept.log_kept_mass]
+        renormalised = kljax.renormalized_log_probs(arrays["hidden"], head, targets, targets[:, None])
+        return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, renormalised.log_kept_mass]
 
     # Of the kept tokens 0 and 1, the first is impossible.
     kept_ids = np.broadcast_to(np.arange(2), (TOKENS, 2))
@@ -217,7 +217,7 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_divergences_where_one_rules_out_what_the_other_does_not(implementation: str) -> None:
+def test_divergences_with_tokens_impossible_for_one(implementation: str) -> None:
     rng = np.random.default_rng(5)
     hidden = jnp.asarray(np.append(rng.normal(size=(3, 1)), np.ones((3, 1)), 1), jnp.float32)
     open_head = jnp.asarray(rng.normal(size=(2, 9)), jnp.float32)
@@ -265,7 +265,7 @@ def test_an_infinite_kl_has_no_gradient(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_targets_outside_are_clamped_into_the_vocabulary_not_its_padding(implementation: str) -> None:
+def test_targets_outside_are_clamped_to_real_columns(implementation: str) -> None:
     arrays = problem()
     head = Head(arrays["head"], vocab_size=VOCABULARY - 2, tile=TILE, implementation=implementation)
 
@@ -290,7 +290,7 @@ def test_no_tokens_and_a_single_one(shape: tuple[int, ...]) -> None:
             return stats.log_prob.sum() + stats.entropy.sum(), stats
 
         grad = jax.grad(loss, (0, 1), has_aux=True)
-        return [grad(hidden, head, given, name) for given in (None, mask) for name in IMPLEMENTATIONS]
+        return [grad(hidden, head, arguments, name) for arguments in (None, mask) for name in IMPLEMENTATIONS]
 
     results = compiled(run, hidden, head)
     for (of_hidden, of_head), stats in results:

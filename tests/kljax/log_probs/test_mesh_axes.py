@@ -104,7 +104,7 @@ def spread(mesh: Any, specs: dict[str, P]) -> dict[str, jax.Array]:
 # Rows are split in the second as well.
 @pytest.mark.parametrize("specs", [pytest.param("rows", marks=pytest.mark.thorough), "rows, positions, vocabulary"])
 @pytest.mark.parametrize("kind", KIND_NAMES)
-def test_arrays_on_a_mesh_without_a_sharding_of_the_head(kind: str, specs: str) -> None:
+def test_arrays_on_a_mesh_without_head_sharding(kind: str, specs: str) -> None:
     mesh = jax.make_mesh((4, 2), (ROW_AXIS, VOCAB_AXIS), axis_types=(KINDS[kind],) * 2)
     with jax.set_mesh(mesh):
         out, gradients = jax.jit(with_gradients, compiler_options=known_options())(spread(mesh, SPECS[specs]))

@@ -83,7 +83,7 @@ def test_errors_of_arguments(change: dict[str, Any], error: type[Exception], mes
         kljax.log_probs_from_hidden(**arguments)
 
 
-def test_errors_name_the_arguments_of_the_function_that_was_called() -> None:
+def test_errors_name_the_arguments_of_the_called_function() -> None:
     shape = jnp.zeros((3, 4), int)
     with pytest.raises(ValueError, match=re.escape("tokens: got shape [3, 4], expected [3, 5] as hidden has")):
         kljax.token_log_probs(HIDDEN, HEAD, shape, shape)
@@ -214,7 +214,7 @@ def test_the_row_with_the_longest_name_counts() -> None:
     assert default_tile("cpu") == default_tile("something else") == TILES["cpu"]
 
 
-def test_the_kind_is_that_of_the_devices_of_the_mesh() -> None:
+def test_device_kind_is_read_from_the_mesh() -> None:
     here = jax.devices()[0].device_kind
     assert device_kind(None) == here
     assert device_kind(HeadSharding(P(), P(), mesh())) == here
@@ -234,7 +234,7 @@ def test_the_kind_is_that_of_the_devices_of_the_mesh() -> None:
 
 
 @pytest.mark.parametrize("tile", [None, Tile(2, 3)])
-def test_the_tile_given_is_the_one_that_is_used(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_tile_is_used(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILES, "cpu", Tile(2, 3))
     hidden, head = jnp.ones((4, 7), jnp.float32), jnp.ones((7, 6), jnp.float32)
     program = jax.make_jaxpr(lambda h, w: kljax.log_probs_from_hidden(h, Head(w, tile=tile), jnp.zeros(4, jnp.int32)))

@@ -38,7 +38,7 @@ MASKS = {
 
 
 class ShardedCase(NamedTuple):
-    """What is computed, by its options; of which arrays the gradient is taken."""
+    """A computation, by its options, and the arrays of which the gradient is taken."""
 
     kind: str = "reverse"
     own_head: bool = True
@@ -187,10 +187,10 @@ def check(case: ShardedCase, sharding: HeadSharding) -> None:
     arrays, data = ({name: put(name, x) for name, x in some.items()} for some in (arrays_of(case), data_of(case)))
     program = jax.jit(lambda *x: run(case, *x, sharding)).lower(arrays, data, put("mask", KEPT))
     compiled = program.compile(compiler_options=known_options())
-    for kept, mask in MASKS.items():
-        actual, expected = compiled(arrays, data, put("mask", mask)), on_one_device(case)[kept]
+    for mask_name, mask in MASKS.items():
+        actual, expected = compiled(arrays, data, put("mask", mask)), on_one_device(case)[mask_name]
         for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-            where = f"mask: {kept}, {jax.tree_util.keystr(path)}"
+            where = f"mask: {mask_name}, {jax.tree_util.keystr(path)}"
             assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), where
             bound = 2e-6 * max(1.0, np.abs(other).max())
             np.testing.assert_allclose(leaf, other, rtol=2e-6, atol=bound, err_msg=where)
@@ -234,13 +234,13 @@ def test_options_on_a_mesh(case: str, mesh: str) -> None:
     check(CASES[case], sharding_of(mesh, CASES[case].layout))
 
 
-def test_a_head_that_is_whole_on_every_device() -> None:
+def test_replicated_head_on_every_device() -> None:
     names, shape = MESHES["data 2, fsdp 2, tensor 2"]
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
     check(CASES["padding"], HeadSharding(P(("data", "fsdp", "tensor")), P(), mesh))
 
 
-def test_the_mesh_that_is_set_is_taken() -> None:
+def test_current_mesh_is_used() -> None:
     sharding = sharding_of("data 2, fsdp 2, tensor 2", "dv")
     arrays, data = arrays_of(CASES["log-prob alone"]), data_of(CASES["log-prob alone"])
     unset = HeadSharding(sharding.tokens, sharding.head)
@@ -268,7 +268,7 @@ def test_a_fused_loss_exchanges_no_more_bytes() -> None:
         )
         grads = jax.jit(lambda *x, case=case: run(case, *x, None, sharding)[1])
         module = parse(grads.lower(arrays, data).compile().as_text())
-        found = collectives(module)
-        assert {"all-gather", "all-reduce"} <= {each.kind for each in found}
-        bytes_of[kind] = sum(each.total for each in found)
+        operations = collectives(module)
+        assert {"all-gather", "all-reduce"} <= {each.kind for each in operations}
+        bytes_of[kind] = sum(each.total for each in operations)
     assert bytes_of["loss"] <= bytes_of["reverse"]

@@ -71,7 +71,7 @@ def test_unmasked_tokens_are_packed_in_their_order(kept: list[bool], tokens: int
 
 @pytest.mark.parametrize("limit", [1, 4, 8, 32])
 @pytest.mark.parametrize("total", [0, 1, 8, 21])
-def test_without_a_mask_all_tokens_stay_where_they_are(total: int, limit: int) -> None:
+def test_tokens_without_a_mask_stay_in_place(total: int, limit: int) -> None:
     packing = plan_packing(None, total, limit)
     values = jnp.arange(1, 1 + total, dtype=jnp.float32)
     packed = pack(packing, values)
@@ -125,13 +125,13 @@ def test_chunks_cover_the_vocabulary_evenly(columns: int, limit: int) -> None:
     assert count * width - columns < 128 * count
 
 
-def test_a_vocabulary_of_128_times_a_prime_number_shares_next_to_nothing() -> None:
+def test_chunks_of_an_awkward_vocabulary_hardly_overlap() -> None:
     assert {limit: chunk_width(151_936, limit) for limit in (896, 2304, 3456)} == {896: 896, 2304: 2304, 3456: 3456}
     assert 66 * 2304 - 151_936 == 44 * 3456 - 151_936 == 128
 
 
 @pytest.mark.parametrize(("columns", "limit"), [(1, 1), (12, 4), (13, 4), (15, 4), (5, 4), (300, 256), (9, 100)])
-def test_every_column_counts_once_and_is_written_last_where_it_counts(columns: int, limit: int) -> None:
+def test_every_column_counts_once_and_is_written_last(columns: int, limit: int) -> None:
     spec = Spec("dv", "dv", columns, Tile(1, limit), None)
     head = jnp.arange(2 * columns, dtype=jnp.float32).reshape(2, columns)
     weights = Weights(jnp.zeros((1, 2), jnp.float32), head)
@@ -155,7 +155,7 @@ def test_every_column_counts_once_and_is_written_last_where_it_counts(columns: i
     np.testing.assert_array_equal(copied, head)
 
 
-def test_columns_are_taken_from_pieces_that_overlap() -> None:
+def test_columns_are_taken_from_overlapping_pieces() -> None:
     head = jnp.stack([jnp.arange(5000.0), 10_000 + jnp.arange(5000.0)])
     at = jnp.array([0, 2047, 2048, 4095, 4096, 2951, 2952, 4999, -1, 5000])
     taken = MeshAxes().take_columns(head, at, 0)

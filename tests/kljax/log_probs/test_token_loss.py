@@ -101,8 +101,8 @@ def name_of(point: Point) -> str:
 def draw(point: Point, dtype: Any = np.float64) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     columns = VOCABULARY + PADDING * point["padding"]
-    own = point["ref_head"] == "own"
-    ref_width = REF_WIDTH if own else WIDTH
+    separate_head = point["ref_head"] == "own"
+    ref_width = REF_WIDTH if separate_head else WIDTH
 
     def head(width: int) -> np.ndarray:
         weights = rng.normal(size=(width, columns))
@@ -114,7 +114,7 @@ def draw(point: Point, dtype: Any = np.float64) -> dict[str, Any]:
         "bias": rng.normal(size=columns) if point["bias"] else None,
         "ref_hidden": rng.normal(size=(ROWS, LENGTH, ref_width)),
         "ref_head": None if point["ref_head"] == "shared" else head(ref_width),
-        "ref_bias": rng.normal(size=columns) if own else None,
+        "ref_bias": rng.normal(size=columns) if separate_head else None,
     }
     inputs = {name: rng.normal(-2.0, 0.7, (ROWS, LENGTH)) for name in ("old", "ref", "advantages")}
     inputs |= {"weights": rng.uniform(size=(ROWS, LENGTH)), "vectors": rng.normal(size=(ROWS, LENGTH, 3))}
@@ -128,7 +128,7 @@ KEPT_IDS = np.random.default_rng(2).integers(-1, VOCABULARY, (ROWS, LENGTH, 4))
 
 def arguments(point: Point, x: dict[str, Any], mask: Any, implementation: str = "tile") -> dict[str, Any]:
     options = dict(LOSSES[point["loss"]][1])
-    kept, direction = options.pop("kept", False), options.pop("direction", None)
+    selected, direction = options.pop("kept", False), options.pop("direction", None)
     fields = {"vocab_size": VOCABULARY if point["padding"] else None, "layout": point["layout"]}
     fields |= {"tile": Tile(7, point["columns"]), "implementation": implementation}
     head = Head(x["head"], bias=x["bias"], softcap=point["softcap"], logit_scale=0.8, **fields)
@@ -137,7 +137,7 @@ def arguments(point: Point, x: dict[str, Any], mask: Any, implementation: str = 
         if point["ref_head"] == "own":
             ref = Head(ref, bias=x["ref_bias"], softcap=2.0, **fields)
         options["reference"] = kljax.ReferenceStates(x["ref_hidden"], ref, direction)
-    if kept:
+    if selected:
         options["kept_ids"] = KEPT_IDS
     options |= {"mask": mask if point["mask"] else None, "temperature": 0.7}
     return {"hidden": x["hidden"], "head": head, "targets": TARGETS, **options}
@@ -154,12 +154,12 @@ def fused(point: Point, x: dict[str, Any], mask: Any, implementation: str = "til
 
 def unfused(point: Point, x: dict[str, Any], mask: Any) -> tuple[jax.Array, Any]:
     """The same from the statistics of all tokens, whose loss is that of the unmasked ones."""
-    given = arguments(point, x, mask)
-    kept = given.pop("kept_ids", None)
-    if kept is None:
-        stats = kljax.log_probs_from_hidden(**given)
+    passed = arguments(point, x, mask)
+    selected = passed.pop("kept_ids", None)
+    if selected is None:
+        stats = kljax.log_probs_from_hidden(**passed)
     else:
-        stats = kljax.renormalized_log_probs(**given, kept_ids=kept)
+        stats = kljax.renormalized_log_probs(**passed, kept_ids=selected)
     inputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, x["inputs"])
     loss, metrics = LOSSES[point["loss"]][0](jax.tree.map(jnp.ravel, stats), inputs)
     shape = (ROWS, LENGTH)
@@ -173,8 +173,8 @@ def unfused(point: Point, x: dict[str, Any], mask: Any) -> tuple[jax.Array, Any]
 
 
 def value_and_grads(function: Any, point: Point, x: dict[str, Any], mask: Any) -> Any:
-    given = {name: x[name] for name in GIVEN[point["to"]] if x[name] is not None}
-    return jax.value_and_grad(lambda given: function(point, x | given, mask), has_aux=True)(given)
+    arguments = {name: x[name] for name in GIVEN[point["to"]] if x[name] is not None}
+    return jax.value_and_grad(lambda given: function(point, x | given, mask), has_aux=True)(arguments)
 
 
 @pytest.mark.parametrize(
@@ -184,27 +184,27 @@ def value_and_grads(function: Any, point: Point, x: dict[str, Any], mask: Any) -
         for index, point in enumerate(POINTS)
     ],
 )
-def test_loss_metrics_and_gradients_are_those_of_log_probs(point: Point) -> None:
+def test_loss_metrics_and_gradients_match_log_probs(point: Point) -> None:
     def run(x: dict[str, Any], mask: Any) -> Any:
         # The reference has no chunks: one of their sizes has it beside every value of the other options.
-        found = {"tile": value_and_grads(fused, point, x, mask)}
+        actual = {"tile": value_and_grads(fused, point, x, mask)}
         if point["chunk"] == PLAIN["chunk"]:
-            found["reference"] = value_and_grads(lambda *given: fused(*given, "reference"), point, x, mask)
-        return found, value_and_grads(unfused, point, x, mask)
+            actual["reference"] = value_and_grads(lambda *given: fused(*given, "reference"), point, x, mask)
+        return actual, value_and_grads(unfused, point, x, mask)
 
     x = draw(point)
     program = jax.jit(run).lower(x, jnp.asarray(MASK)).compile(compiler_options=known_options())
-    for kept, mask in MASKS.items() if point["mask"] else [("all", np.ones_like(MASK))]:
-        found, wanted = jax.device_get(program(x, jnp.asarray(mask)))
-        for name, actual in found.items():
+    for mask_name, mask in MASKS.items() if point["mask"] else [("all", np.ones_like(MASK))]:
+        result, wanted = jax.device_get(program(x, jnp.asarray(mask)))
+        for name, actual in result.items():
             assert jax.tree.structure(actual) == jax.tree.structure(wanted)
             for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
-                where = f"{name}, mask: {kept}, {jax.tree_util.keystr(path)}"
+                where = f"{name}, mask: {mask_name}, {jax.tree_util.keystr(path)}"
                 assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), where
                 np.testing.assert_allclose(leaf, other, **CLOSE, err_msg=where)
 
 
-def test_the_loss_is_the_same_whether_a_gradient_is_taken_or_not() -> None:
+def test_loss_is_the_same_with_and_without_gradient() -> None:
     def run(x: dict[str, Any], mask: Any) -> Any:
         return fused(PLAIN, x, mask), value_and_grads(fused, PLAIN, x, mask)[0]
 
@@ -212,7 +212,7 @@ def test_the_loss_is_the_same_whether_a_gradient_is_taken_or_not() -> None:
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
 
 
-def test_the_loss_is_that_of_the_logits() -> None:
+def test_loss_equals_the_loss_of_the_logits() -> None:
     # An oracle that shares no code with either.
     point = PLAIN | {"loss": "reverse", "ref_head": "weights", "padding": False}
     x = draw(point)
@@ -257,7 +257,7 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss: str, implementati
             assert not leaf[~MASK].any()
 
 
-def test_a_derivative_that_is_not_finite_on_no_token_adds_nothing() -> None:
+def test_non_finite_derivative_on_no_token_adds_nothing() -> None:
     def token_loss(stats: kljax.TokenStats, x: dict[str, Any]) -> Any:
         return x["scale"] * jnp.sqrt(x["roots"]) * stats.log_prob, ()
 
@@ -323,9 +323,9 @@ def test_one_program_for_all_masks_temperatures_and_coefficients() -> None:
         traces.append(1)
 
         def loss(hidden: jax.Array) -> jax.Array:
-            given = arguments(PLAIN, x | {"hidden": hidden}, mask) | {"temperature": temperature}
+            inputs = arguments(PLAIN, x | {"hidden": hidden}, mask) | {"temperature": temperature}
             return kljax.token_loss_from_hidden(
-                token_loss=LOSSES["k3"][0], per_token=x["inputs"], token_chunk=8, **given
+                token_loss=LOSSES["k3"][0], per_token=x["inputs"], token_chunk=8, **inputs
             )[0]
 
         return jax.value_and_grad(loss)(x["hidden"])[0]
@@ -415,7 +415,7 @@ def test_no_buffer_is_larger_than_a_chunk(loss: str) -> None:
 
     lowered = jax.jit(jax.grad(run, (0, 1))).lower(x["hidden"], x["head"], jnp.arange(tokens) % 2 == 0)
     text = lowered.compile().as_text()
-    shapes = [[int(size) for size in found.split(",")] for found in re.findall(r"\b[fsu]\d+\[([\d,]+)\]", text)]
+    shapes = [[int(size) for size in dims.split(",")] for dims in re.findall(r"\b[fsu]\d+\[([\d,]+)\]", text)]
     assert max(np.prod(shape) for shape in shapes) == 8 * columns
     assert not [shape for shape in shapes if tokens in shape and columns in shape]
 
@@ -461,7 +461,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_bad_arguments_are_refused(name: str) -> None:
     x = draw(PLAIN)
-    given = {"token_loss": of_log_prob, "per_token": {}, "token_chunk": 8}
+    arguments = {"token_loss": of_log_prob, "per_token": {}, "token_chunk": 8}
     more, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
-        kljax.token_loss_from_hidden(x["hidden"], x["head"], TARGETS, **given | more)
+        kljax.token_loss_from_hidden(x["hidden"], x["head"], TARGETS, **arguments | more)

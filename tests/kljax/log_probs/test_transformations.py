@@ -1,4 +1,4 @@
-"""What `test_everywhere` leaves: a caller's own `shard_map`, tracing once, which derivatives there are."""
+"""Transformations that `test_everywhere` leaves out: a caller's own `shard_map`, tracing once, derivatives."""
 
 import functools
 from typing import Any
@@ -102,7 +102,7 @@ def test_one_program_for_all_temperatures_masks_and_coefficients() -> None:
     assert len(traces) == 1
 
 
-def test_a_scalar_temperature_is_that_of_every_token() -> None:
+def test_scalar_temperature_applies_to_every_token() -> None:
     def run(given: dict[str, Any]) -> tuple[Any, Any]:
         return loss(given, None, temperature=0.7), loss(given, None, temperature=jnp.full(TOKENS, 0.7, jnp.float32))
 
@@ -110,11 +110,11 @@ def test_a_scalar_temperature_is_that_of_every_token() -> None:
     np.testing.assert_allclose(scalar, per_token, rtol=1e-6)
 
 
-def test_no_derivative_forwards_alone_but_one_of_the_gradient() -> None:
+def test_forward_mode_is_refused_except_over_gradients() -> None:
     # The gradient is made of ordinary operations, so that a Hessian, forwards over backwards, is there and exact.
-    given = {name: x[:4] if name != "head" else x for name, x in arrays().items()}
+    inputs = {name: x[:4] if name != "head" else x for name, x in arrays().items()}
     with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.jvp(lambda x: loss(x, None), (given,), (given,))
+        jax.jvp(lambda x: loss(x, None), (inputs,), (inputs,))
 
     def run(given: dict[str, Any], mask: Any) -> list[Any]:
         def along(implementation: str) -> Any:
@@ -123,8 +123,8 @@ def test_no_derivative_forwards_alone_but_one_of_the_gradient() -> None:
 
         return [along("tile"), along("reference")]
 
-    tiled, expected = compiled(run, given, jnp.asarray(MASK[:4]))
-    for name in given:
+    tiled, expected = compiled(run, inputs, jnp.asarray(MASK[:4]))
+    for name in inputs:
         np.testing.assert_allclose(tiled[name], expected[name], rtol=1e-4, atol=1e-5)
 
 

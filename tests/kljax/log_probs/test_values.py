@@ -32,17 +32,17 @@ def log_softmax(hidden: Any, head: Any, temperature: float = 1.0) -> np.ndarray:
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def test_fields_that_are_not_requested_are_none() -> None:
+def test_unrequested_fields_are_none() -> None:
     hidden, head, targets = draw()
 
     def run(hidden: Any) -> Any:
         options = ({}, {"entropy": True}, {"sum_squared_probs": True}, {"reference": (hidden, None)})
-        return [kljax.log_probs_from_hidden(hidden, head, targets, **given) for given in options]
+        return [kljax.log_probs_from_hidden(hidden, head, targets, **arguments) for arguments in options]
 
     results = compiled(run, hidden)
     for stats, name in zip(results, ("log_prob", "entropy", "sum_squared_probs", "kl"), strict=True):
-        given = {field for field, value in vars(stats).items() if value is not None}
-        assert given == {"log_prob", "logsumexp", name}
+        arguments = {field for field, value in vars(stats).items() if value is not None}
+        assert arguments == {"log_prob", "logsumexp", name}
         chex.assert_trees_all_close(stats.log_prob, results[0].log_prob, rtol=1e-13)
 
 
@@ -53,9 +53,9 @@ def test_gradients_by_central_differences() -> None:
         stats = kljax.log_probs_from_hidden(
             hidden, Head(head, softcap=2.0), targets, temperature=0.7, entropy=True, sum_squared_probs=True
         )
-        kept = kljax.renormalized_log_probs(hidden, head, targets, jnp.stack([targets // 2, targets - 1], -1))
+        renormalised = kljax.renormalized_log_probs(hidden, head, targets, jnp.stack([targets // 2, targets - 1], -1))
         parts = stats.log_prob + 0.3 * stats.entropy + 0.1 * stats.logsumexp + 0.7 * stats.sum_squared_probs
-        return (parts + 0.2 * kept.log_prob + 0.9 * kept.log_kept_mass).sum()
+        return (parts + 0.2 * renormalised.log_prob + 0.9 * renormalised.log_kept_mass).sum()
 
     value_and_grad = program(jax.value_and_grad(total, (0, 1)), hidden, head)
     grads = value_and_grad(hidden, head)[1]
@@ -67,7 +67,7 @@ def test_gradients_by_central_differences() -> None:
         chex.assert_trees_all_close(grads[index][at], slope, rtol=1e-7, atol=1e-8)
 
 
-def test_gradient_of_the_log_prob_is_one_hot_minus_softmax() -> None:
+def test_log_prob_gradient_is_one_hot_minus_softmax() -> None:
     logits = jnp.asarray([[0.3, -1.0, 2.0]])
     grad = compiled(
         jax.grad(lambda h: kljax.log_probs_from_hidden(h, jnp.eye(3), jnp.array([2])).log_prob.sum()), logits
@@ -133,14 +133,14 @@ def test_leading_axes_vmap_and_traced_temperature() -> None:
             return kljax.log_probs_from_hidden(hidden, head, targets, temperature=temperature, entropy=True)
 
         mapped = jax.vmap(stats, (0, 0, None))(hidden, targets, 0.8)
-        one = stats(hidden[0, 0], targets[0, 0], 0.8)
-        return [stats(hidden, targets, 0.8), mapped, stats(hidden, targets, temperature), one]
+        entry = stats(hidden[0, 0], targets[0, 0], 0.8)
+        return [stats(hidden, targets, 0.8), mapped, stats(hidden, targets, temperature), entry]
 
-    whole, mapped, traced, one = compiled(run, jnp.asarray(0.8))
+    full, mapped, traced, single = compiled(run, jnp.asarray(0.8))
     for other in (mapped, traced):
-        chex.assert_trees_all_close(other, whole, rtol=1e-13, atol=1e-14)
-    assert one.log_prob.shape == ()
-    chex.assert_trees_all_close(one.log_prob, whole.log_prob[0, 0], rtol=1e-13)
+        chex.assert_trees_all_close(other, full, rtol=1e-13, atol=1e-14)
+    assert single.log_prob.shape == ()
+    chex.assert_trees_all_close(single.log_prob, full.log_prob[0, 0], rtol=1e-13)
 
 
 def test_exponentials_of_all_log_probs_sum_to_one() -> None:
@@ -154,7 +154,7 @@ def test_exponentials_of_all_log_probs_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_statistics_of_whole_sequences_are_aligned_with_the_tokens(implementation: str) -> None:
+def test_statistics_of_sequences_are_aligned_with_tokens(implementation: str) -> None:
     hidden, head, tokens = draw()
     rng = np.random.default_rng(1)
     mask = np.array([[1, 1, 0, 1, 1], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0]], bool)
@@ -166,17 +166,17 @@ def test_statistics_of_whole_sequences_are_aligned_with_the_tokens(implementatio
             full = Head(head, tile=Tile(2, 4), implementation=implementation)
             options = {"temperature": temperature, "entropy": True, "sum_squared_probs": True}
             options |= {"reference": (ref_hidden, None)}
-            out = [kljax.token_log_probs(hidden, full, tokens, given, **options) for given in (mask, None)]
+            out = [kljax.token_log_probs(hidden, full, tokens, arguments, **options) for arguments in (mask, None)]
             return sum(x.sum() for x in jax.tree.leaves(out[0])), out  # type: ignore[return-value]
 
         return jax.grad(stats, (0, 1), has_aux=True)(hidden, ref_hidden)
 
-    gradients, (masked, whole) = compiled(run, hidden, ref_hidden, jnp.asarray(mask))
+    gradients, (masked, full) = compiled(run, hidden, ref_hidden, jnp.asarray(mask))
     scored = mask & (np.arange(LENGTH) > 0)
     for row, t in itertools.product(range(ROWS), range(LENGTH)):
         got = {name: x[row, t] for name, x in vars(masked).items() if x is not None}
         if t == 0:
-            assert not any(x[row, t] for x in jax.tree.leaves(whole))
+            assert not any(x[row, t] for x in jax.tree.leaves(full))
             assert not any(got.values())
             continue
         p = log_softmax(hidden[row, t - 1], head, temperature[row, t])
@@ -188,7 +188,7 @@ def test_statistics_of_whole_sequences_are_aligned_with_the_tokens(implementatio
             "kl": (np.exp(p) * (p - q)).sum(),
         }
         for name, value in wanted.items():
-            np.testing.assert_allclose(getattr(whole, name)[row, t], value, rtol=1e-12)
+            np.testing.assert_allclose(getattr(full, name)[row, t], value, rtol=1e-12)
             np.testing.assert_allclose(got[name], value if scored[row, t] else 0, rtol=1e-12)
     # A hidden state has a gradient where the next token is scored.
     for gradient in gradients:
@@ -204,7 +204,7 @@ def test_sequences_without_a_prediction(length: int) -> None:
     assert not stats.log_prob.any()
 
 
-def test_the_optimal_token_baseline_takes_the_sum_of_squared_probs() -> None:
+def test_optimal_token_baseline_takes_squared_probs() -> None:
     hidden, head, tokens = draw()
     mask, rewards = jnp.ones(tokens.shape, bool), jnp.ones(tokens.shape)
     stats = compiled(lambda h: kljax.token_log_probs(h, head, tokens, mask, sum_squared_probs=True), hidden)
@@ -245,7 +245,7 @@ def ids_of(kept: np.ndarray) -> np.ndarray:
     return np.where(np.sort(ids, -1) == VOCABULARY, -1, np.sort(ids, -1))
 
 
-def test_log_probs_over_kept_tokens_are_those_of_the_distribution_sampled_from() -> None:
+def test_kept_token_log_probs_match_the_sampling_distribution() -> None:
     # The sampler's set, and the log-probs of the sampler and of a policy that has moved since, for every token.
     hidden, head, _ = draw()
     sampler, policy = hidden.reshape(-1, WIDTH), hidden.reshape(-1, WIDTH) + 0.3
@@ -258,24 +258,26 @@ def test_log_probs_over_kept_tokens_are_those_of_the_distribution_sampled_from()
 
     sets = kept_sets(log_softmax(sampler, head, 0.8))
     everything = program(run, sampler, jnp.zeros((tokens, VOCABULARY), int))
-    for (rule, kept), states in itertools.product(sets.items(), (sampler, policy)):
+    for (rule, selected), states in itertools.product(sets.items(), (sampler, policy)):
         log_probs = log_softmax(states, head, 0.8)
-        stats = everything(states, jnp.asarray(ids_of(kept)))
-        mass = np.where(kept, np.exp(log_probs), 0).sum(-1, keepdims=True)
-        listed = np.asarray(stats.log_prob).T[kept]
-        np.testing.assert_allclose(listed, (log_probs - np.log(mass))[kept], rtol=1e-11, atol=1e-13, err_msg=rule)
+        stats = everything(states, jnp.asarray(ids_of(selected)))
+        mass = np.where(selected, np.exp(log_probs), 0).sum(-1, keepdims=True)
+        listed = np.asarray(stats.log_prob).T[selected]
+        np.testing.assert_allclose(listed, (log_probs - np.log(mass))[selected], rtol=1e-11, atol=1e-13, err_msg=rule)
         np.testing.assert_allclose(
-            np.asarray(stats.log_kept_mass).T[kept], np.log(mass + 0 * log_probs)[kept], atol=1e-13
+            np.asarray(stats.log_kept_mass).T[selected], np.log(mass + 0 * log_probs)[selected], atol=1e-13
         )
         # The probabilities of the set add up to 1, and a target that is not listed belongs to it.
-        sums = np.where(kept, np.exp(np.asarray(stats.log_prob).T), 0).sum(-1)
+        sums = np.where(selected, np.exp(np.asarray(stats.log_prob).T), 0).sum(-1)
         np.testing.assert_allclose(sums, 1, rtol=1e-12, err_msg=rule)
         joined = np.log(mass + np.exp(log_probs))
-        outside = (log_probs - joined)[~kept]
-        np.testing.assert_allclose(np.asarray(stats.log_prob).T[~kept], outside, rtol=1e-11, atol=1e-13, err_msg=rule)
+        outside = (log_probs - joined)[~selected]
+        np.testing.assert_allclose(
+            np.asarray(stats.log_prob).T[~selected], outside, rtol=1e-11, atol=1e-13, err_msg=rule
+        )
 
 
-def test_a_set_of_one_token_is_certain_and_has_no_gradient() -> None:
+def test_single_kept_token_is_certain_without_gradient() -> None:
     hidden, head, targets = draw()
 
     def run(hidden: Any) -> Any:

@@ -47,7 +47,7 @@ FRACTIONS = [0.29, 0.57, 0.1, 0.2, 0.3, 0.07, 1 / 3, 2 / 3, 0.55, 2e-4, 1e-9, 0.
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_counts_are_those_of_python(x64: bool) -> None:
+def test_counts_equal_python(x64: bool) -> None:
     counts, drawn = np.arange(2**15 + 1), np.random.default_rng(0)
     fractions = [*FRACTIONS, 1.0, 3.0, np.float32(0.29), *drawn.random(10), *np.round(drawn.random(20), 3)]
     with jax.enable_x64(x64):
@@ -57,7 +57,7 @@ def test_counts_are_those_of_python(x64: bool) -> None:
             np.testing.assert_array_equal(share, expected, str(fraction))
 
 
-def test_counts_of_a_batch_of_millions_are_those_of_python() -> None:
+def test_counts_of_millions_equal_python() -> None:
     counts = np.unique(np.r_[np.arange(0, 2**24 + 1, 100), 2**24 - np.arange(1000)])
     fractions = (0.29, 2e-4, 0.123456789)
     shares = jax.jit(lambda n: [floor_share(fraction, n, 2**24) for fraction in fractions])
@@ -75,14 +75,14 @@ def test_losses_choose_as_many_tokens_as_python_counts(fraction: float, tokens: 
         @jax.jit
         def both(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
             paid = kljax.kl_cov_loss(lp, lp - 1, none, mask, fraction=fraction)
-            kept = kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0)
-            return paid, kept
+            selected = kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0)
+            return paid, selected
 
-        paid, kept = map(np.asarray, both(np.linspace(-2.0, -1.0, tokens, dtype=np.float32)))
-        assert (paid != 0).sum() == (kept == 0).sum() == int(fraction * tokens)
+        paid, selected = map(np.asarray, both(np.linspace(-2.0, -1.0, tokens, dtype=np.float32)))
+        assert (paid != 0).sum() == (selected == 0).sum() == int(fraction * tokens)
 
 
-def test_kl_cov_penalty_has_no_gradient_at_the_start_of_an_update() -> None:
+def test_kl_cov_penalty_has_no_gradient_at_start() -> None:
     total = jax.jit(lambda lp: kljax.kl_cov_loss(lp, LP, ADV, MASK, fraction=1.0, coef=5.0).sum())
     grad = jax.jit(jax.grad(total))(LP)
     np.testing.assert_array_equal(grad, np.where(MASK, -ADV, 0))
@@ -100,7 +100,7 @@ def dropped(key: jax.Array, **options: float) -> jax.Array:
     return (kljax.clip_cov_loss(LP, OLD, ADV, MASK, key, **options) == 0) & (ppo != 0)
 
 
-def test_clip_cov_drops_candidates_only_and_as_many_as_the_fraction_says() -> None:
+def test_clip_cov_drops_its_fraction_of_candidates() -> None:
     # Both bounds lie between two covariances, so that half of the tokens are candidates, whatever was drawn.
     ordered = np.sort(COVARIANCE[MASK & ~CLIPPED])
     lower, upper = (ordered[at - 1 : at + 1].mean() for at in (len(ordered) // 4, 3 * len(ordered) // 4))
@@ -114,20 +114,20 @@ def test_clip_cov_drops_candidates_only_and_as_many_as_the_fraction_says() -> No
         np.testing.assert_array_equal(lost.any(0), candidates)
 
 
-def test_clip_cov_is_ppo_at_the_tokens_it_keeps() -> None:
+def test_clip_cov_is_ppo_at_the_remaining_tokens() -> None:
     def of(weights: np.ndarray, function, *more, **options) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(lambda lp: (function(lp, OLD, ADV, MASK, *more, **options) * weights).sum())(
             jnp.asarray(LP)
         )
 
     options = {"fraction": 0.1, "lower": 0.05}
-    kept = ~dropped(KEYS[0], **options)
-    weights = np.where(kept, 1.0 + np.arange(MASK.size).reshape(MASK.shape) % 5, 0)
+    selected = ~dropped(KEYS[0], **options)
+    weights = np.where(selected, 1.0 + np.arange(MASK.size).reshape(MASK.shape) % 5, 0)
     value, grad = of(weights, kljax.clip_cov_loss, KEYS[0], **options)
     ppo_value, ppo_grad = of(weights, kljax.ppo_clip_loss)
     np.testing.assert_allclose(value, ppo_value, 1e-13)
     np.testing.assert_allclose(grad, ppo_grad, 1e-13)
-    value, grad = of(np.where(kept, 0.0, 1.0), kljax.clip_cov_loss, KEYS[0], **options)
+    value, grad = of(np.where(selected, 0.0, 1.0), kljax.clip_cov_loss, KEYS[0], **options)
     assert value == 0
     assert not grad.any()
 
@@ -145,7 +145,7 @@ def test_negative_fractions_are_refused(fraction: float) -> None:
         kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], fraction=fraction)
 
 
-def test_the_dual_clip_of_clip_cov_is_that_of_ppo() -> None:
+def test_dual_clip_of_clip_cov_equals_ppo() -> None:
     options = {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.05}
     ppo = kljax.ppo_clip_loss(LP, OLD, ADV, MASK, **options)
     loss = kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], lower=1e6, upper=np.inf, **options)
@@ -158,7 +158,7 @@ def test_far_apart(function) -> None:
     check_far(lambda lp, old, adv: function(lp, old, adv, np.ones(9, bool)))
 
 
-def test_kl_cov_where_a_ratio_overflows_and_the_advantage_is_zero() -> None:
+def test_kl_cov_with_overflow_and_zero_advantage() -> None:
     lp, old, adv = np.array([1000.0, -1.0]), np.array([0.0, -1.0]), np.array([0.0, 1.0])
     value, grad = jax.jit(
         jax.value_and_grad(lambda lp: kljax.kl_cov_loss(lp, old, adv, np.ones(2, bool), coef=0.5).sum())

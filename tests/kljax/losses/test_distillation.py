@@ -69,7 +69,7 @@ def test_generalized_jsd_and_its_gradient_to_the_logits(beta: float) -> None:
     np.testing.assert_allclose(TRACED(POLICY, TEACHER, MASK, beta)[0], got, 1e-12, 1e-15)
 
 
-def test_the_ends_are_the_two_kls_and_what_is_in_between_goes_to_zero() -> None:
+def test_divergence_ends_are_the_two_kls() -> None:
     forward, reverse = (JSD(POLICY, TEACHER, MASK, beta=b) for b in (0, 1))
     kl = functools.partial(exact, beta=1.0)
     np.testing.assert_allclose(forward, np.where(MASK, kl(TEACHER, POLICY), 0), 1e-12)
@@ -141,7 +141,7 @@ def test_float32_far_from_the_teacher_is_finite() -> None:
         np.testing.assert_allclose(gradient, slope(logits, teacher, beta), 1e-5, 1e-6)
 
 
-def test_what_is_masked_counts_in_nothing() -> None:
+def test_masked_tokens_count_in_nothing() -> None:
     @jax.jit
     def run(*pair: jax.Array) -> list[Any]:
         totals = [lambda x, t, b=b: kljax.generalized_jsd(x, t, MASK, beta=b).sum() for b in (0.0, 0.5, 1.0)]
@@ -182,14 +182,14 @@ def test_the_tail_of_a_whole_vocabulary_is_empty() -> None:
         np.testing.assert_array_equal(pulled, [[float(i in indices[0]) for i in range(4)]])
 
 
-def test_rows_with_a_tail_are_distributions_whose_divergence_is_a_lower_bound() -> None:
+def test_rows_with_a_tail_give_a_lower_bound() -> None:
     indices = np.argsort(-TEACHER, -1)[..., :3]
     with_tail, append = jax.jit(kljax.top_k_with_tail), jax.jit(kljax.append_tail)
     shortened = [np.asarray(with_tail(x, indices)) for x in (POLICY, TEACHER)]
-    for rows, whole in zip(shortened, (POLICY, TEACHER), strict=True):
+    for rows, full in zip(shortened, (POLICY, TEACHER), strict=True):
         np.testing.assert_allclose(logsumexp(rows, -1), 0, atol=1e-14)
-        np.testing.assert_allclose(rows[..., :3], np.take_along_axis(whole, indices, -1), 1e-15)
-        tail = 1 - np.exp(np.take_along_axis(whole, indices, -1)).sum(-1)
+        np.testing.assert_allclose(rows[..., :3], np.take_along_axis(full, indices, -1), 1e-15)
+        tail = 1 - np.exp(np.take_along_axis(full, indices, -1)).sum(-1)
         np.testing.assert_allclose(np.exp(rows[..., 3]), tail, 1e-10)
         np.testing.assert_allclose(append(rows[..., :3]), rows, 1e-10)
     for beta in BETAS:
@@ -253,7 +253,7 @@ def test_distillation_loss_is_the_kl_to_the_teacher(options: dict[str, str]) -> 
         np.testing.assert_allclose(got[1], np.where(MASK, log_probs - teacher, 0), 1e-14)
 
 
-def test_distillation_to_the_teacher_lowers_the_divergence_in_expectation() -> None:
+def test_distillation_lowers_the_divergence_in_expectation() -> None:
     # Over all tokens of one position: the expected gradient of the sampled loss is that of KL(policy || teacher).
     logits, teacher = POLICY[1, 0], TEACHER[1, 0]
 

@@ -23,7 +23,7 @@ def test_rollout_kl_value_and_gradient(estimator: str) -> None:
     check_masked(lambda lp, rollout: kljax.rollout_kl_loss(lp, rollout, MASK, estimator=estimator), [LP, OTHER])
 
 
-def test_rollout_kl_takes_the_names_and_clips_of_the_reference_kl() -> None:
+def test_rollout_kl_takes_reference_kl_names_and_clips() -> None:
     def loss(lp: jax.Array, **options: object) -> jax.Array:
         return kljax.rollout_kl_loss(lp, OTHER, MASK, **options)
 
@@ -43,7 +43,7 @@ def test_rollout_kl_is_k2_by_default() -> None:
     np.testing.assert_allclose(kljax.rollout_kl_loss(LP, OTHER, MASK), VALUES["k2"], 1e-12, 1e-14)
 
 
-def test_reference_kl_has_the_value_of_k3_and_the_gradient_of_k2_by_default() -> None:
+def test_reference_kl_defaults_to_k3_with_k2_gradient() -> None:
     np.testing.assert_allclose(kljax.reference_kl_loss(LP, OTHER, MASK), VALUES["k3"], 1e-12, 1e-14)
     grad = jax.grad(lambda lp: kljax.reference_kl_loss(lp, OTHER, MASK).sum())(jnp.asarray(LP))
     np.testing.assert_allclose(grad, X, 1e-12, 1e-14)
@@ -67,7 +67,7 @@ def test_reference_kl_passes_every_argument_on() -> None:
     np.testing.assert_array_equal(*grads)
 
 
-def test_k1_with_its_own_gradient_is_refused_unless_importance_corrected() -> None:
+def test_k1_value_gradient_is_refused_without_importance_correction() -> None:
     with pytest.raises(ValueError, match=r"gradient: got 'value' with estimator 'k1'.*expectation.*is zero"):
         kljax.reference_kl_loss(LP, OTHER, MASK, estimator="k1", gradient="value")
     kljax.reference_kl_loss(LP, OTHER, MASK, estimator="k1", gradient="k2")

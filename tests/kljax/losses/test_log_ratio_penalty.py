@@ -33,10 +33,10 @@ ONES = np.ones(9, bool)
     ],
 )
 def test_rec(clip_mode: str, weight: str, regularizer: str) -> None:
-    kept = KEPT[clip_mode]
-    assert clip_mode == "none" or 0 < kept[MASK].sum() < MASK.sum()
+    selected = KEPT[clip_mode]
+    assert clip_mode == "none" or 0 < selected[MASK].sum() < MASK.sum()
     penalty, pull = PENALTIES[regularizer]
-    scale = -ADV * kept * WEIGHTS[weight]
+    scale = -ADV * selected * WEIGHTS[weight]
     names = {"clip_mode": clip_mode, "weight": weight, "regularizer": regularizer}
     check_pointwise(
         lambda lp, old, adv: kljax.rec_loss(lp, old, adv, MASK, **names, **BOUNDS, coef=0.6, temperature=2.0),
@@ -46,12 +46,12 @@ def test_rec(clip_mode: str, weight: str, regularizer: str) -> None:
     )
 
 
-def test_the_ring_is_wider_than_both_sides() -> None:
+def test_ring_is_wider_than_both_sides() -> None:
     assert (KEPT["ring"] & ~KEPT["two_side"] & MASK).any()
     assert (KEPT["one_side"] & ~KEPT["ring"] & MASK).any()
 
 
-def test_rollout_is_of_skyrl_is_a_two_sided_rec() -> None:
+def test_skyrl_rollout_is_is_a_two_sided_rec() -> None:
     rec = kljax.rec_loss(LP, OLD, ADV, MASK, clip_mode="two_side", weight="importance_sampling", clip_high=0.28)
     weights = kljax.importance_weights(LP, OLD, MASK, mode="mask", lower=0.8, upper=1.28)
     np.testing.assert_allclose(rec, weights * kljax.reinforce_loss(LP, ADV, MASK), 1e-12)

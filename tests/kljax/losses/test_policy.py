@@ -50,7 +50,7 @@ def test_ppo_value_and_gradient(dual_clip: float | None) -> None:
         (1.0, 0.0, 0.0),
     ],
 )
-def test_ppo_gradient_on_and_beyond_the_bounds_is_that_of_pytorch(ratio, advantage, expected) -> None:
+def test_ppo_gradient_at_the_bounds_equals_pytorch(ratio, advantage, expected) -> None:
     # exp and log of powers of two are not exact; the ratio is formed from log-probs that give it exactly.
     lp = jnp.log(jnp.array([ratio]))
     if jnp.exp(lp)[0] != ratio:
@@ -66,7 +66,7 @@ def test_ppo_gradient_on_and_beyond_the_bounds_is_that_of_pytorch(ratio, advanta
 
 
 @pytest.mark.parametrize("function", [kljax.ppo_clip_loss, kljax.gspo_loss])
-def test_a_ratio_that_overflows_and_is_clipped_has_gradient_zero(function) -> None:
+def test_clipped_overflowing_ratio_has_gradient_zero(function) -> None:
     lp, old, mask = np.array([[2000.0]]), np.zeros((1, 1)), np.ones((1, 1), bool)
     clipped = jax.jit(jax.value_and_grad(lambda lp, adv: function(lp, old, adv, mask, clip_high=0.25).sum()))
     for advantage, expected in ((1.0, -1.25), (0.0, 0.0)):
@@ -109,7 +109,7 @@ def test_gspo_value_and_gradient(gradient: str) -> None:
     np.testing.assert_allclose(grad, per_token, 1e-12, 1e-14)
 
 
-def test_gspo_bound_of_the_log_ratio_is_one_sided() -> None:
+def test_gspo_log_ratio_bound_is_one_sided() -> None:
     mask, adv = np.ones((2, 2), bool), np.array([[-1.0, -1.0], [1.0, 1.0]])
     bounded = jax.jit(lambda lp: kljax.gspo_loss(lp, np.zeros((2, 2)), adv, mask, max_log_ratio=10.0))
     loss = bounded(np.array([[12.0, 12.0], [-12.0, -12.0]]))
@@ -127,7 +127,7 @@ def test_cispo_value_and_gradient() -> None:
     np.testing.assert_allclose(grad, np.where(MASK, -ADV * weight, 0), 1e-12, 1e-14)
 
 
-def test_bounds_may_be_traced_and_of_another_float_type() -> None:
+def test_bounds_may_be_traced_in_another_float_type() -> None:
     traced = jax.jit(lambda low, high: kljax.ppo_clip_loss(LP, OLD, ADV, MASK, clip_low=low, clip_high=high))
     expected = kljax.ppo_clip_loss(LP, OLD, ADV, MASK, clip_low=0.25, clip_high=0.5)
     np.testing.assert_allclose(traced(jnp.float32(0.25), jnp.float32(0.5)), expected, 1e-13)

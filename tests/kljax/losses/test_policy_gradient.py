@@ -63,13 +63,13 @@ def test_cross_entropy(weight: str, expected: np.ndarray, cutoff: float | None) 
     check_masked(loss, [LP])
 
 
-def test_the_uncertainty_of_a_token_that_is_almost_sure() -> None:
+def test_uncertainty_of_an_almost_certain_token() -> None:
     lp, mask = jnp.asarray([-1e-6], jnp.float32), jnp.ones(1, bool)
     grad = jax.grad(lambda lp: kljax.cross_entropy_loss(lp, mask, weight="uncertainty").sum())(lp)
     np.testing.assert_allclose(grad, -1e-6, 1e-5)
 
 
-def test_far_apart_nothing_overflows_that_is_multiplied_by_zero() -> None:
+def test_far_log_ratios_times_zero_do_not_overflow() -> None:
     check_far(lambda lp, old, adv: kljax.reinforce_loss(lp, adv, ONES), np.float32)
     check_far(lambda lp, old, adv: kljax.topr_loss(lp, old, adv, ONES), np.float32)
     check_far(lambda lp, old, adv: kljax.importance_sampling_loss(lp, old, adv, ONES))
@@ -80,13 +80,13 @@ def test_far_apart_nothing_overflows_that_is_multiplied_by_zero() -> None:
         np.testing.assert_array_equal(slope[2::3], 0)
 
 
-def test_a_ratio_that_overflows_is_nothing_to_an_advantage_of_zero() -> None:
+def test_overflowing_ratio_with_advantage_zero_is_zero() -> None:
     lp, old, mask = jnp.array([1000.0]), jnp.zeros(1), jnp.ones(1, bool)
     value, grad = jax.value_and_grad(lambda lp: kljax.importance_sampling_loss(lp, old, jnp.zeros(1), mask).sum())(lp)
     assert (value, grad[0]) == (0, 0)
 
 
-def test_rollout_is_of_skyrl_and_reinforce_of_verl_are_weighted_policy_gradients() -> None:
+def test_skyrl_and_verl_policy_gradients_are_weighted() -> None:
     rollout = draw(0.7, seed=4)[0] - 2.0
     ratio = np.exp(LP - rollout)
     inside = (ratio > 0.8) & (ratio < 1.28)

@@ -18,7 +18,7 @@ ROW = np.exp(SUM / N)
 
 @pytest.mark.parametrize("cap", [1.1, 1.6, 3.0])
 @pytest.mark.parametrize("dual", [None, 2.0])
-def test_max_ratio_is_the_cap_of_the_term_that_is_not_clipped(cap: float, dual: float | None) -> None:
+def test_max_ratio_caps_the_unclipped_term(cap: float, dual: float | None) -> None:
     # As TRL writes it: the capped ratio against the clipped one.
     terms = -ADV * np.minimum(R, cap), -ADV * np.clip(R, LOW, HIGH)
     value = np.maximum(*terms)
@@ -35,7 +35,7 @@ def test_max_ratio_is_the_cap_of_the_term_that_is_not_clipped(cap: float, dual: 
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.1, 1.6])
-def test_arts_cap_of_the_ratio_before_everything_else(cap: float) -> None:
+def test_art_ratio_cap_comes_first(cap: float) -> None:
     ratio = np.minimum(R, cap)
     expected = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     loss = kljax.ppo_clip_loss(LP, OLD, ADV, MASK, clip_low=0.2, clip_high=min(0.3, cap - 1), max_ratio=cap)
@@ -43,7 +43,7 @@ def test_arts_cap_of_the_ratio_before_everything_else(cap: float) -> None:
 
 
 @pytest.mark.parametrize(("cap", "advantage", "expected"), [(2.0, -1.0, 2.0), (1.25, 1.0, -1.25), (1.25, -1.0, 1.25)])
-def test_on_max_ratio_the_gradient_is_whole(cap: float, advantage: float, expected: float) -> None:
+def test_gradient_at_max_ratio_is_not_split(cap: float, advantage: float, expected: float) -> None:
     lp = jnp.log(jnp.array([cap]))
     if jnp.exp(lp)[0] != cap:
         lp = jnp.nextafter(lp, jnp.where(jnp.exp(lp) < cap, jnp.inf, -jnp.inf))
@@ -56,7 +56,7 @@ def test_on_max_ratio_the_gradient_is_whole(cap: float, advantage: float, expect
 def ratios(level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ratio of a level, and `d ratio_t / d log pi_u` as a part with `u = t` and a part for each `u` of the row."""
     zero = np.zeros(MASK.shape)
-    own, of_row = {
+    token_ratio, of_row = {
         "sequence": (zero, np.exp(SUM)),
         "geometric": (zero, ROW / N),
         "average": (R / 2, ROW / N / 2),
@@ -68,12 +68,12 @@ def ratios(level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         "average": (R + ROW) / 2,
         "geometric_average": np.sqrt(R * ROW),
     }[level]
-    return tuple(np.broadcast_to(x, MASK.shape) for x in (value, own, of_row))
+    return tuple(np.broadcast_to(x, MASK.shape) for x in (value, token_ratio, of_row))
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric", "average", "geometric_average"])
 def test_levels_of_ppo(level: str) -> None:
-    ratio, own, of_row = ratios(level)
+    ratio, token_ratio, of_row = ratios(level)
     value = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     scale = np.where(MASK & np.where(ADV > 0, ratio <= HIGH, ratio >= LOW), -ADV * WEIGHTS, 0)
 
@@ -81,7 +81,7 @@ def test_levels_of_ppo(level: str) -> None:
         return kljax.ppo_clip_loss(lp, old, adv, MASK, **CLIP, level=level)
 
     np.testing.assert_allclose(loss(LP, OLD, ADV), np.where(MASK, value, 0), 1e-12, 1e-14)
-    expected = np.where(MASK, scale * own + (scale * of_row).sum(-1, keepdims=True), 0)
+    expected = np.where(MASK, scale * token_ratio + (scale * of_row).sum(-1, keepdims=True), 0)
     gradient = jax.grad(lambda lp: (loss(lp, OLD, ADV) * WEIGHTS).sum())(jnp.asarray(LP))
     np.testing.assert_allclose(gradient, expected, 1e-11, 1e-14)
     check_masked(loss, [LP, OLD, ADV])
@@ -94,7 +94,7 @@ def test_the_geometric_level_of_ppo_is_gspo() -> None:
     assert (gspo != kljax.gspo_loss(LP, OLD, ADV, MASK, **CLIP, gradient="sequence")).any()
 
 
-def test_the_clip_of_the_log_ratio_comes_after_the_level() -> None:
+def test_log_ratio_clip_comes_after_the_level() -> None:
     loss = kljax.ppo_clip_loss(LP, OLD, -np.ones_like(ADV), MASK, clip_low=1.0, level="sequence", log_ratio_clip=0.5)
     np.testing.assert_allclose(loss, np.where(MASK, np.exp(np.clip(SUM, -0.5, 0.5)), 0), 1e-12)
 
@@ -102,11 +102,11 @@ def test_the_clip_of_the_log_ratio_comes_after_the_level() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "average", "geometric_average"])
 def test_levels_and_masks_of_cispo(level: str) -> None:
     ratio = R if level == "token" else ratios(level)[0]
-    kept = ~((ADV > 0) & (ratio > 1.28) | (ADV < 0) & (ratio < 0.8))
-    assert 0 < kept[MASK].sum() < MASK.sum()
+    selected = ~((ADV > 0) & (ratio > 1.28) | (ADV < 0) & (ratio < 0.8))
+    assert 0 < selected[MASK].sum() < MASK.sum()
     for options, weight in (
         ({}, np.clip(ratio, 0.5, 1.5)),
-        ({"mask_low": 0.2, "mask_high": 0.28}, kept * np.clip(ratio, 0.5, 1.5)),
+        ({"mask_low": 0.2, "mask_high": 0.28}, selected * np.clip(ratio, 0.5, 1.5)),
     ):
         check_pointwise(
             lambda lp, old, adv, o=options: kljax.cispo_loss(
@@ -118,21 +118,21 @@ def test_levels_and_masks_of_cispo(level: str) -> None:
         )
 
 
-def test_trls_bound_of_cispo_is_absolute() -> None:
+def test_trl_bound_of_cispo_is_absolute() -> None:
     loss = kljax.cispo_loss(LP, OLD, ADV, MASK, clip_low=1.0, clip_high=0.2 - 1)
     np.testing.assert_allclose(loss, np.where(MASK, -ADV * np.minimum(R, 0.2) * LP, 0), 1e-12)
 
 
-def test_arts_mask_of_the_ratio_is_a_rejection_but_for_constants() -> None:
+def test_art_ratio_mask_is_a_rejection_except_constants() -> None:
     # ART sets ratios outside the bounds to 0 and then clips them: a constant where A < 0, the lower bound in CISPO.
     inside = (R > LOW) & (R < HIGH)
     ratio = np.where(inside, R, 0)
-    kept = kljax.rejection_mask(LP, OLD, MASK, lower=LOW, upper=HIGH)
+    selected = kljax.rejection_mask(LP, OLD, MASK, lower=LOW, upper=HIGH)
     ppo = kljax.importance_sampling_loss(LP, OLD, ADV, MASK)
-    ppo = jnp.where(kept, ppo, jnp.where(MASK, np.where(ADV < 0, -LOW * ADV, 0), 0))
+    ppo = jnp.where(selected, ppo, jnp.where(MASK, np.where(ADV < 0, -LOW * ADV, 0), 0))
     expected = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     np.testing.assert_allclose(ppo, np.where(MASK, expected, 0), 1e-12)
-    cispo = jnp.where(kept, kljax.cispo_loss(LP, OLD, ADV, MASK), LOW * kljax.reinforce_loss(LP, ADV, MASK))
+    cispo = jnp.where(selected, kljax.cispo_loss(LP, OLD, ADV, MASK), LOW * kljax.reinforce_loss(LP, ADV, MASK))
     np.testing.assert_allclose(cispo, np.where(MASK, -ADV * np.clip(ratio, LOW, HIGH) * LP, 0), 1e-12)
 
 

@@ -39,7 +39,7 @@ def test_value_and_gradient(smoothing: float) -> None:
 
 
 @pytest.mark.parametrize("drift", [-200.0, 200.0])
-def test_far_apart_it_is_a_line(drift: float) -> None:
+def test_far_log_ratios_give_a_linear_loss(drift: float) -> None:
     ref, mask = np.full((1, 2), -1.0, np.float32), np.ones((1, 2), bool)
     rejected = {"rejected_log_probs": ref, "rejected_ref_log_probs": ref, "rejected_mask": mask}
     total = jax.jit(jax.value_and_grad(lambda lp: kljax.dpo_loss(lp, ref, mask, **rejected, coef=1.0).sum()))
@@ -60,7 +60,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_a_token_that_is_impossible_makes_the_margin_infinite(case: str, smoothing: float, dtype: type) -> None:
+def test_impossible_token_makes_the_margin_infinite(case: str, smoothing: float, dtype: type) -> None:
     log_probs, margin = IMPOSSIBLE[case]
     lp, ref, bad, bad_ref = (jnp.asarray([[x, -2.0]], dtype) for x in log_probs)
     mask = jnp.ones((1, 2), bool)
@@ -77,7 +77,7 @@ def test_a_token_that_is_impossible_makes_the_margin_infinite(case: str, smoothi
     np.testing.assert_allclose(bad_slope, np.full((1, 2), -expected), 1e-6)
 
 
-def test_trinity_sums_over_the_pairs_of_a_batch_which_is_one_joined_pair() -> None:
+def test_trinity_sums_the_pairs_of_a_batch() -> None:
     margin = 0.1 * (sums(LP, REF, MASK) - sums(BAD, BAD_REF, BAD_MASK)).sum()
     names = ("rejected_log_probs", "rejected_ref_log_probs", "rejected_mask")
     joined = [x.reshape(1, -1) for x in (LP, REF, MASK, BAD, BAD_REF, BAD_MASK)]

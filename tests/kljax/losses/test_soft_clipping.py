@@ -59,7 +59,7 @@ def test_sapo_with_the_ratio_of_the_row() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("through", ["ratio", "log_prob"])
-def test_sapo_far_apart_is_a_gate_that_is_open_or_shut(dtype: type, through: str) -> None:
+def test_sapo_gate_saturates_at_far_log_ratios(dtype: type, through: str) -> None:
     value, slope = check_far(lambda lp, old, adv: kljax.sapo_loss(lp, old, adv, ONES, through=through), dtype)
     if through == "ratio":
         np.testing.assert_allclose(value[2::3], [4 / 1.05, 0, -4], 1e-6)
@@ -113,9 +113,9 @@ def check_relative(actual: jax.Array, exact: np.ndarray) -> None:
 @pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize("tau", [1e-3, 1.05, 60.0])
 def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> None:
-    one = jnp.ones((APART.size, 1), jnp.float32)
+    single = jnp.ones((APART.size, 1), jnp.float32)
     value, slope = in_float32(
-        lambda lp: kljax.sapo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), tau_positive=tau), program
+        lambda lp: kljax.sapo_loss(lp, 0 * single, single, jnp.ones(single.shape, bool), tau_positive=tau), program
     )
     drift = APART.astype(np.longdouble)
     tail = np.exp(-np.abs(np.longdouble(tau) * np.expm1(drift)))
@@ -126,10 +126,10 @@ def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> N
 @pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize(("k", "rate"), [(2.0, 3.0), (1.3, 0.7), (0.1, 40.7), (2.0, 80.0)])
 def test_vespo_in_float32_where_phi_is_nearly_0(k: float, rate: float, program: str) -> None:
-    one = jnp.ones((APART.size, 1), jnp.float32)
+    single = jnp.ones((APART.size, 1), jnp.float32)
     options = {"k_positive": k, "lambda_positive": rate}
     value, slope = in_float32(
-        lambda lp: kljax.vespo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), **options), program
+        lambda lp: kljax.vespo_loss(lp, 0 * single, single, jnp.ones(single.shape, bool), **options), program
     )
     drift = APART.astype(np.longdouble)
     phi = np.exp(np.longdouble(k) * drift - np.longdouble(rate) * np.expm1(drift))
@@ -137,18 +137,18 @@ def test_vespo_in_float32_where_phi_is_nearly_0(k: float, rate: float, program: 
     check_relative(slope, -phi)
 
 
-def test_coefficients_that_are_traced_are_those_of_float32() -> None:
+def test_traced_coefficients_equal_float32() -> None:
     lp = jnp.asarray(APART)[:, None]
     zero, mask = jnp.zeros_like(lp), jnp.ones(lp.shape, bool)
     losses = ((kljax.sapo_loss, "tau_positive"), (kljax.vespo_loss, "lambda_positive"))
-    given = np.float32(0.3)
+    arguments = np.float32(0.3)
 
     @jax.jit
     def of_both(traced: jax.Array) -> list[list[jax.Array]]:
-        numbers = (traced, float(given))
+        numbers = (traced, float(arguments))
         return [[loss(lp, zero, zero + 1, mask, **{name: x}) for x in numbers] for loss, name in losses]
 
-    for traced, static in of_both(given):
+    for traced, static in of_both(arguments):
         np.testing.assert_allclose(traced, static, 1e-6)
 
 
@@ -176,7 +176,7 @@ def test_gmpo(advantages: np.ndarray) -> None:
     check_masked(loss, [LP, OLD, advantages])
 
 
-def test_gmpo_reduced_as_verl_and_trl_do_is_the_mean_over_rows() -> None:
+def test_gmpo_with_verl_reduction_is_the_row_mean() -> None:
     mean = np.where(MASK, clipped(ROW_ADV)[0], 0).sum(-1) / N[:, 0]
     rows = np.where(MASK.any(-1), -ROW_ADV[:, 0] * np.exp(mean), 0)
     loss = kljax.gmpo_loss(LP, OLD, ROW_ADV, MASK, clip_low=0.3, clip_high=0.5)
@@ -220,15 +220,15 @@ def test_vespo(clip: float | None, weighted: bool) -> None:
     bounded = np.clip(D, -(clip or np.inf), clip or np.inf)
     w = np.prod(np.where(MASK, np.exp(bounded) * weights, 1), -1, keepdims=True)
     phi = w**K * np.exp(RATE * (1 - w))
-    given = {"weights": np.where(MASK, weights, np.nan)} if weighted else {}
+    arguments = {"weights": np.where(MASK, weights, np.nan)} if weighted else {}
     check_pointwise(
-        lambda lp, old, adv: kljax.vespo_loss(lp, old, adv, MASK, **GAMMA, **given, log_ratio_clip=clip),
+        lambda lp, old, adv: kljax.vespo_loss(lp, old, adv, MASK, **GAMMA, **arguments, log_ratio_clip=clip),
         -ADV * phi * LP,
         -ADV * phi,
     )
 
 
-def test_vespo_of_a_row_that_the_weights_reject() -> None:
+def test_vespo_of_a_row_rejected_by_weights() -> None:
     weights = jnp.asarray(np.where(np.arange(MASK.shape[0])[:, None] == 3, 0.0, 1.0) * np.ones(MASK.shape))
     loss = kljax.vespo_loss(LP, OLD, ADV, MASK, weights=weights)
     np.testing.assert_array_equal(loss[3], 0)
@@ -236,7 +236,7 @@ def test_vespo_of_a_row_that_the_weights_reject() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_vespo_far_apart_weighs_nothing(dtype: type) -> None:
+def test_vespo_weight_vanishes_at_far_log_ratios(dtype: type) -> None:
     # Rows of one token each: a row is all that was drawn, or nothing.
     def loss(lp: jax.Array, old: jax.Array, adv: jax.Array) -> jax.Array:
         return kljax.vespo_loss(lp[:, None], old[:, None], adv[:, None], ONES[:, None])[:, 0]

@@ -34,7 +34,7 @@ def test_dppo_mask(divergence: str, symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
-def test_dppo_mask_with_float32_probabilities_near_one_and_near_zero(divergence: str) -> None:
+def test_dppo_mask_with_probabilities_near_0_and_1(divergence: str) -> None:
     # 1 - q is 1e-5 against 3e-5: the direct formulas lose it in float32, the bounds here lie between the values.
     first, second = np.log1p(np.array([-3e-5, -1e-5])), np.log(np.array([1e-5, 3e-5]))
     lp, old = (np.asarray([first[i], second[i]], np.float32) for i in (1, 0))
@@ -47,7 +47,7 @@ def test_dppo_mask_with_float32_probabilities_near_one_and_near_zero(divergence:
             assert got == expected
 
 
-def test_dppo_mask_on_the_bound_and_at_rest() -> None:
+def test_dppo_mask_at_the_bound_and_without_change() -> None:
     lp, old = jnp.log(jnp.array([0.75, 0.25, 0.5])), jnp.log(jnp.array([0.5, 0.5, 0.5]))
     adv, mask = jnp.array([1.0, -1.0, 1.0]), jnp.ones(3, bool)
     # exp(log(0.75)) is not exact; what the bound is compared with is.

@@ -29,7 +29,7 @@ def test_clipped_value_and_gradient() -> None:
     np.testing.assert_allclose(grad, np.where(MASK & moves, VALUES - RETURNS, 0), 1e-12, 1e-14)
 
 
-def test_the_gradient_is_whole_on_the_bound_and_shared_at_a_tie() -> None:
+def test_gradient_is_halved_at_ties_not_at_bounds() -> None:
     values, old, returns = jnp.array([0.5, -0.5, 2.0]), jnp.zeros(3), jnp.array([4.0, -4.0, 1.25])
     grad = jax.grad(lambda v: kljax.value_loss(v, old, returns, jnp.ones(3, bool), clip=0.5).sum())(values)
     np.testing.assert_array_equal(grad, [-3.5, 3.5, 0.375])

@@ -51,12 +51,10 @@ def test_text_json_and_page_of_a_fault(tmp_path: pathlib.Path, capsys: pytest.Ca
     assert fields["loss"] is True
 
 
-def test_unknown_causes_say_which_field_would_decide(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_causes_name_the_deciding_field(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = dump_named("verl-clean-token-mean")
     recorded = np.load(parity.DIRECTORY / "dumps.npz")
-    arrays = {name: recorded[place] for name, place in dump["arrays"].items() if name not in parity.LOSS_ONLY}
+    arrays = {name: recorded[key] for name, key in dump["arrays"].items() if name not in parity.LOSS_ONLY}
     arrays["loss"] = np.float32(0.123)
     write_dump(tmp_path / "dump.npz", dump["header"], arrays)
     assert main(["parity", str(tmp_path / "dump.npz"), "--seconds", "0"]) == 1
@@ -98,7 +96,7 @@ def test_non_finite_inputs_and_nothing_to_compare(tmp_path: pathlib.Path, capsys
     assert "log_probs: got inf at (row, token) (0, 1), expected a finite number" in capsys.readouterr().err
 
 
-def test_the_command_leaves_the_precision_of_jax(tmp_path: pathlib.Path) -> None:
+def test_command_restores_the_precision_of_jax(tmp_path: pathlib.Path) -> None:
     before = jax.config.jax_enable_x64
     parity.report_of(CLEAN[0])
     assert jax.config.jax_enable_x64 == before

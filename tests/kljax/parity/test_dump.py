@@ -80,7 +80,7 @@ def test_malformed_fields_are_named(tmp_path: pathlib.Path, changes: dict[str, A
         open_dump(save(tmp_path / "dump.npz", **changes))
 
 
-def test_files_that_are_no_dumps(tmp_path: pathlib.Path) -> None:
+def test_files_without_dumps_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dump"
     for content in (b"", b"text", b"\x80\x04\x95pickle", b"\x02\0\0\0\0\0\0\0[]", b"PK\x03\x04 no archive"):
         path.write_bytes(content)

@@ -78,7 +78,7 @@ def test_advantages_per_row_of_a_function_per_token(
     assert differing.absolute == pytest.approx(0.5)
 
 
-def test_advantages_per_row_that_differ_within_a_row_are_refused(tmp_path: pathlib.Path) -> None:
+def test_differing_advantages_within_a_row_are_refused(tmp_path: pathlib.Path) -> None:
     # A discount makes the returns of the tokens of a row differ.
     header = {"system": "openrlhf", "advantage": {"name": "rloo", "gamma": 0.5}}
     arrays = batch() | {"advantages": REWARDS}
@@ -147,14 +147,14 @@ def test_arguments_reach_the_functions_of_a_loss(tmp_path: pathlib.Path) -> None
     # REINFORCE times a mask of the importance ratio to the sampler; `upper` is an argument of the mask.
     arrays = batch() | {"advantages": REWARDS}
     ratio = np.exp(arrays["log_probs"] - arrays["rollout_log_probs"])
-    kept = (ratio >= 0.8) & (ratio <= 3)
-    assert (kept & (ratio > 1.2) & arrays["mask"]).any()
-    arrays["token_loss"] = np.where(kept, -ratio * REWARDS[:, None] * arrays["log_probs"], 0)
+    selected = (ratio >= 0.8) & (ratio <= 3)
+    assert (selected & (ratio > 1.2) & arrays["mask"]).any()
+    arrays["token_loss"] = np.where(selected, -ratio * REWARDS[:, None] * arrays["log_probs"], 0)
     header = {"system": "skyrl", "loss": {"name": "rollout_is", "upper": 3.0}}
     assert compared(tmp_path, header, arrays, "token_loss").agrees
 
 
-def test_sections_take_the_arrays_that_their_system_names(tmp_path: pathlib.Path) -> None:
+def test_sections_take_the_arrays_of_their_system(tmp_path: pathlib.Path) -> None:
     arrays = batch() | {"advantages": REWARDS}
     policy, old, rollout = (arrays[f"{name}log_probs"] for name in ("", "old_", "rollout_"))
     # Between the new and the old policy, not the old one and the sampler.
@@ -174,7 +174,7 @@ def test_sections_take_the_arrays_that_their_system_names(tmp_path: pathlib.Path
         compared(tmp_path, header, arrays, "token_loss")
 
 
-def test_a_policy_gradient_fallback_takes_the_policy_as_the_old_one(tmp_path: pathlib.Path) -> None:
+def test_policy_gradient_fallback_takes_the_policy_as_old(tmp_path: pathlib.Path) -> None:
     arrays = batch() | {"advantages": REWARDS, "token_loss": np.broadcast_to(-REWARDS[:, None], (ROWS, 3))}
     header = {"system": "trinity", "loss": {"name": "ppo+fallback_to_policy_gradient"}}
     assert compared(tmp_path, header, arrays, "token_loss").agrees

@@ -36,19 +36,19 @@ def total(mask: np.ndarray) -> np.ndarray:
     return np.where(mask, D, 0).sum(-1, keepdims=True)
 
 
-def test_nothing_to_do() -> None:
+def test_empty_correction_changes_nothing() -> None:
     check([], np.ones(MASK.shape), MASK)
 
 
-def test_skyrl_vetoes_then_masks_tokens_then_weighs_then_masks_sequences() -> None:
+def test_skyrl_vetoes_masks_tokens_weighs_and_masks_sequences() -> None:
     """Weights and sequence mask see the tokens that are left."""
     r = np.exp(D)
-    kept = MASK & ~(MASK & ((r < 0.3) | (r > 3))).any(-1, keepdims=True)
-    kept &= (r >= 0.6) & (r <= 1.6)
-    weights = np.minimum(np.exp(np.clip(total(kept), -20, 20)), 1.5) * np.ones(MASK.shape)
-    geometric = np.exp(total(kept) / np.maximum(kept.sum(-1, keepdims=True), 1))
-    last = kept & (geometric >= 0.8) & (geometric <= 1.25)
-    assert last.sum() < kept.sum() < MASK.sum()
+    selected = MASK & ~(MASK & ((r < 0.3) | (r > 3))).any(-1, keepdims=True)
+    selected &= (r >= 0.6) & (r <= 1.6)
+    weights = np.minimum(np.exp(np.clip(total(selected), -20, 20)), 1.5) * np.ones(MASK.shape)
+    geometric = np.exp(total(selected) / np.maximum(selected.sum(-1, keepdims=True), 1))
+    last = selected & (geometric >= 0.8) & (geometric <= 1.25)
+    assert last.sum() < selected.sum() < MASK.sum()
     steps = [
         step(kljax.veto_mask, min_ratio=0.3, max_ratio=3.0),
         step(kljax.rejection_mask, lower=0.6, upper=1.6),
@@ -61,37 +61,37 @@ def test_skyrl_vetoes_then_masks_tokens_then_weighs_then_masks_sequences() -> No
     assert not np.allclose(other.weights, np.where(last, weights, 0))
 
 
-def test_verl_weighs_and_then_rejects_by_statistics_of_the_original_mask() -> None:
+def test_verl_weighs_then_rejects_by_original_mask_statistics() -> None:
     weights = np.minimum(np.exp(np.clip(D, -20, 20)), 1.5)
     weights = weights / weights[MASK].mean()
     k3 = np.exp(D) - 1 - D
-    kept = MASK & (1 / np.exp(D) >= 0.5) & (1 / np.exp(D) <= 1.8)
-    kept &= np.where(MASK, k3, 0).sum(-1, keepdims=True) / np.maximum(N, 1) <= 0.15
+    selected = MASK & (1 / np.exp(D) >= 0.5) & (1 / np.exp(D) <= 1.8)
+    selected &= np.where(MASK, k3, 0).sum(-1, keepdims=True) / np.maximum(N, 1) <= 0.15
     options = {"log_ratio_clip": 20.0}
     token_k1 = step(kljax.kl_rejection_mask, lower=np.log(0.5), upper=np.log(1.8), **options)
     seq_mean_k3 = step(kljax.kl_rejection_mask, estimator="k3", reduction="mean", upper=0.15, **options)
     weigh = step(kljax.importance_weights, upper=1.5, normalize="tokens", **options)
-    check([weigh, lambda *x: token_k1(*x) & seq_mean_k3(*x)], weights, kept)
+    check([weigh, lambda *x: token_k1(*x) & seq_mean_k3(*x)], weights, selected)
     # As two steps the second sees fewer tokens.
-    assert (np.asarray(corrected([weigh, token_k1, seq_mean_k3]).kept) != kept).any()
+    assert (np.asarray(corrected([weigh, token_k1, seq_mean_k3]).kept) != selected).any()
 
 
 def test_slime_rejects_and_weighs_with_the_original_mask() -> None:
     r = np.exp(D)
     geometric = np.exp(total(MASK) / np.maximum(N, 1))
     vetoed = (MASK & (r < 0.4)).any(-1, keepdims=True)
-    kept = MASK & (geometric >= 0.8) & (geometric <= 1.25) & ~vetoed
+    selected = MASK & (geometric >= 0.8) & (geometric <= 1.25) & ~vetoed
 
     def all_at_once(lp: jax.Array, rollout: jax.Array, mask: jax.Array) -> jax.Array:
         near = kljax.rejection_mask(lp, rollout, mask, level="geometric", lower=0.8, upper=1.25)
         return near & kljax.veto_mask(lp, rollout, mask, min_ratio=0.4)
 
     weigh = step(kljax.importance_weights, mode="clip", lower=0.7, upper=1.5, log_ratio_clip=20.0)
-    check([weigh, all_at_once], np.clip(r, 0.7, 1.5), kept)
+    check([weigh, all_at_once], np.clip(r, 0.7, 1.5), selected)
 
 
 @pytest.mark.parametrize("divergence", [None, "tv", "kl"])
-def test_openrlhf_gates_sequences_and_leaves_the_weights_of_the_others_unbounded(divergence: str | None) -> None:
+def test_openrlhf_gates_sequences_with_unbounded_weights(divergence: str | None) -> None:
     mu, pi = np.exp(ROLLOUT), np.exp(LP)
     kl = mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
     if divergence is None:
@@ -117,12 +117,12 @@ def test_trl_truncates_or_masks_without_rejecting(level: str) -> None:
 def test_the_caller_chooses_the_denominator() -> None:
     got = corrected([step(kljax.rejection_mask, upper=1.2), step(kljax.importance_weights, upper=2.0)])
     loss = np.where(MASK, LOSS * got.weights, 0)
-    kept = np.asarray(got.kept)
-    assert kept.sum() < MASK.sum()
+    selected = np.asarray(got.kept)
+    assert selected.sum() < MASK.sum()
     same = (loss * kljax.token_weights(MASK, mode="token_mean")).sum()
     np.testing.assert_allclose(same, loss.sum() / MASK.sum(), 1e-13)
     fewer = (loss * kljax.token_weights(got.kept, mode="token_mean")).sum()
-    np.testing.assert_allclose(fewer, loss.sum() / kept.sum(), 1e-13)
+    np.testing.assert_allclose(fewer, loss.sum() / selected.sum(), 1e-13)
 
 
 def test_weights_are_constants() -> None:

@@ -18,13 +18,13 @@ POISON = [np.where(MASK, LP, np.nan), np.where(MASK, OLD, np.inf)]
 
 
 def rows(values: np.ndarray, reduction: str) -> np.ndarray:
-    """What each token is judged by, `[B, T]`; the loops of the definition."""
+    """The divergence that each token is compared by, `[B, T]`; the loops of the definition."""
     if reduction == "token":
         return values
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduction]
     judged = np.zeros(MASK.shape)
-    for row, kept in enumerate(MASK):
-        judged[row] = reduce(values[row][kept]) if kept.any() else 0
+    for row, unmasked in enumerate(MASK):
+        judged[row] = reduce(values[row][unmasked]) if unmasked.any() else 0
     return judged
 
 
@@ -39,7 +39,7 @@ def test_kl_rejection(estimator: str, reduction: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_the_clip_is_of_each_log_ratio() -> None:
+def test_clip_applies_to_each_log_ratio() -> None:
     lp, old, mask = jnp.array([[-30.0, 25.0]]), jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     options = {"reduction": "sum", "lower": -1.0, "upper": 1.0}
     assert not kljax.kl_rejection_mask(lp, old, mask, **options).any()
@@ -110,7 +110,7 @@ def test_off_policy_sequence_mask() -> None:
     np.testing.assert_array_equal(clipped, MASK)
 
 
-def test_a_row_whose_kl_is_not_a_number_loses_its_negative_tokens() -> None:
+def test_row_with_nan_kl_loses_its_negative_tokens() -> None:
     lp, old, adv = jnp.array([[jnp.nan, -1.0]]), jnp.full((1, 2), -1.0), jnp.array([[1.0, -1.0]])
     got = kljax.off_policy_sequence_mask(lp, old, adv, jnp.ones((1, 2), bool), max_kl=1.0)
     np.testing.assert_array_equal(got, [[True, False]])

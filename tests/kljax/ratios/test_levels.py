@@ -13,7 +13,7 @@ def test_log_ratios_and_token_ratios() -> None:
     np.testing.assert_allclose(kljax.token_ratios(LP, OLD, MASK), np.where(MASK, np.exp(D), 0), 1e-14)
 
 
-def test_sequence_ratios_are_products_and_geometric_ratios_their_roots() -> None:
+def test_sequence_ratios_are_products_and_geometric_their_roots() -> None:
     product = np.array([np.prod(np.exp(LP - OLD)[row][MASK[row]]) for row in range(len(MASK))])
     np.testing.assert_allclose(kljax.sequence_ratios(LP, OLD, MASK), product, 1e-13)
     root = product ** (1 / np.maximum(MASK.sum(-1), 1))
@@ -21,7 +21,7 @@ def test_sequence_ratios_are_products_and_geometric_ratios_their_roots() -> None
     assert product[0] == 1  # a row without a token
 
 
-def test_clip_of_the_log_ratio_has_the_gradient_of_pytorch() -> None:
+def test_log_ratio_clip_has_the_gradient_of_pytorch() -> None:
     lp = jnp.array([0.5, 2.0, 3.0, -2.0, -3.0])
     grad = jax.grad(lambda x: kljax.log_ratios(x, jnp.zeros(5), jnp.ones(5, bool), log_ratio_clip=2.0).sum())(lp)
     np.testing.assert_array_equal(grad, [1, 1, 0, 1, 0])

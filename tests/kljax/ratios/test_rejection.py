@@ -25,7 +25,7 @@ def test_rejection_bounds_are_inclusive_and_nan_is_rejected() -> None:
     np.testing.assert_array_equal(got, [True, False, False])
 
 
-def test_veto_drops_the_whole_row_of_one_bad_token() -> None:
+def test_veto_drops_rows_with_one_bad_token() -> None:
     lp = np.where(MASK, 0.0, -50.0)  # what is masked vetoes nothing
     lp[3, 2] = -11.0
     lp[4, 0] = -9.0

@@ -9,7 +9,7 @@ from tests.masks import MASK, check_masked
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_truncated_weights_do_not_see_what_is_masked(level: str) -> None:
+def test_truncated_weights_ignore_masked_tokens(level: str) -> None:
     weights = kljax.truncated_importance_weights(LP, OLD, MASK, level=level, max_weight=1.1)
     np.testing.assert_allclose(weights, np.where(MASK, np.minimum(level_ratio(level), 1.1), 0), 1e-13)
     untruncated = kljax.truncated_importance_weights(LP, OLD, MASK, level=level, max_weight=None)
@@ -19,7 +19,7 @@ def test_truncated_weights_do_not_see_what_is_masked(level: str) -> None:
     )
 
 
-def test_a_capped_weight_that_overflows_has_gradient_zero() -> None:
+def test_capped_overflowing_weight_has_gradient_zero() -> None:
     def weight(lp: jax.Array) -> jax.Array:
         return kljax.truncated_importance_weights(lp, jnp.zeros(2), jnp.ones(2, bool), max_weight=2.0).sum()
 
@@ -49,20 +49,20 @@ def test_importance_weights(level: str, mode: str, lower: float | None, upper: f
     assert len(np.unique(expected)) >= 2
     np.testing.assert_allclose(weights(LP, OLD), expected, 1e-13)
     np.testing.assert_allclose(weights(LP, OLD, "tokens"), expected / expected[MASK].mean(), 1e-12)
-    means = [row[kept].mean() for row, kept in zip(expected, MASK, strict=True) if kept.any()]
+    means = [row[unmasked].mean() for row, unmasked in zip(expected, MASK, strict=True) if unmasked.any()]
     np.testing.assert_allclose(weights(LP, OLD, "rows"), expected / np.mean(means), 1e-12)
     check_masked(weights, [LP, OLD])
     check_masked(lambda lp, old: weights(lp, old, "rows"), [LP, OLD])
 
 
-def test_the_clip_of_the_log_ratio_is_of_the_level() -> None:
+def test_log_ratio_clip_applies_to_the_level() -> None:
     lp, old, mask = jnp.array([[3.0, -3.0], [3.0, 3.0]]), jnp.zeros((2, 2)), jnp.ones((2, 2), bool)
     got = [kljax.importance_weights(lp, old, mask, level=x, log_ratio_clip=2.0) for x in ("token", "sequence")]
     np.testing.assert_allclose(got[0], np.exp([[2.0, -2.0], [2.0, 2.0]]), 1e-15)
     np.testing.assert_allclose(got[1], np.exp([[0.0, 0.0], [2.0, 2.0]]), 1e-15)
 
 
-def test_the_gradient_is_that_of_the_ratio_within_the_bounds_and_0_beyond() -> None:
+def test_gradient_follows_the_ratio_within_the_bounds() -> None:
     lp = jnp.array([np.log(0.5), -0.1, 0.1, np.log(2.0), 3.0, -3.0])
 
     def total(lp: jax.Array, mode: str, lower: float | None) -> jax.Array:
@@ -84,14 +84,14 @@ def test_far_log_ratios_have_finite_weights_and_gradients(normalize: str) -> Non
         return (weights * jnp.arange(1.0, 6.0, dtype=jnp.float32)).sum(), weights
 
     options = [{"upper": 2.0}, {"mode": "mask", "lower": 0.5, "upper": 2.0}, {"mode": "clip", "lower": 0.5, "upper": 2}]
-    for given, expected in zip(options, ([2, 0, 2, 0, 1], [0, 0, 0, 0, 1], [2, 0.5, 2, 0.5, 1]), strict=True):
-        gradient, weights = jax.grad(total, has_aux=True)(lp, **given)
+    for arguments, expected in zip(options, ([2, 0, 2, 0, 1], [0, 0, 0, 0, 1], [2, 0.5, 2, 0.5, 1]), strict=True):
+        gradient, weights = jax.grad(total, has_aux=True)(lp, **arguments)
         scale = 1 if normalize == "none" else np.mean(expected)
         np.testing.assert_allclose(weights, np.array(expected) / scale, 1e-6)
         assert np.isfinite(gradient).all()
 
 
-def test_normalized_weights_are_finite_where_the_ratios_alone_overflow_or_vanish() -> None:
+def test_normalized_weights_are_finite_at_overflow_and_underflow() -> None:
     for shift in (200.0, -200.0):
         lp = jnp.array([[shift, shift - 1.0], [shift - 2.0, 0.0]], jnp.float32)
         old, mask = jnp.zeros((2, 2), jnp.float32), jnp.array([[True, True], [True, False]])
@@ -102,7 +102,7 @@ def test_normalized_weights_are_finite_where_the_ratios_alone_overflow_or_vanish
     np.testing.assert_array_equal(nothing, 0)
 
 
-def test_a_token_of_unknown_behaviour_has_the_ratio_1() -> None:
+def test_token_of_unknown_behaviour_has_ratio_1() -> None:
     lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([jnp.nan, -2.0])
     known = jnp.where(jnp.isnan(rollout), lp, rollout)
     np.testing.assert_allclose(kljax.importance_weights(lp, known, jnp.ones(2, bool)), [1, np.e], 1e-15)

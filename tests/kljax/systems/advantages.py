@@ -23,15 +23,15 @@ TRINITY = ("GRPO", "RLOO", "OPMD", "ASYMRE", "REINFORCEPLUSPLUS", "REMAX", "PPO"
 
 def arrays_of(case: Case) -> dict[str, Any]:
     """The arrays of an advantage estimator by this library's names, as far as the case has them."""
-    found = {name: case.given(name) for name in case.inputs}
-    if "group" in found:
-        found["group_ids"] = found["group"]
-    found["token_rewards"] = next((found[name] for name in TOKEN_REWARDS if name in found), None)
-    if "reward_components" in found:
-        found["rewards"] = found["reward_components"]
-    elif "rewards" not in found:
-        found["rewards"] = kljax.masked_sum(found["token_rewards"], found["mask"], axis=-1)
-    return found
+    actual = {name: case.given(name) for name in case.inputs}
+    if "group" in actual:
+        actual["group_ids"] = actual["group"]
+    actual["token_rewards"] = next((actual[name] for name in TOKEN_REWARDS if name in actual), None)
+    if "reward_components" in actual:
+        actual["rewards"] = actual["reward_components"]
+    elif "rewards" not in actual:
+        actual["rewards"] = kljax.masked_sum(actual["token_rewards"], actual["mask"], axis=-1)
+    return actual
 
 
 def whitened(entry: Entry, case: Case, values: jax.Array, step: Call) -> jax.Array:
@@ -49,7 +49,7 @@ def whitened(entry: Entry, case: Case, values: jax.Array, step: Call) -> jax.Arr
     *(("verl", f"compute_reinforce_plus_plus{name}_outcome_advantage") for name in ("", "_baseline")),
     *(("skyrl", f"compute_{name}_outcome_advantage") for name in ("grpo", "rloo", "reinforce_plus_plus")),
     *((system, "compute_gae_advantage_return") for system in ("verl", "skyrl")),
-    *(("verl", f"compute_{turns}optimal_token_baseline_advantage") for turns in ("", "multi_turn_")),
+    *(("verl", f"compute_{prefix}optimal_token_baseline_advantage") for prefix in ("", "multi_turn_")),
     *(("trinity", f"{name}AdvantageFn") for name in TRINITY),
     *(("trinity", f"{name}GroupAdvantage") for name in ("OPMD", "ASYMRE", "REINFORCE")),
     *(("trinity", f"{name}GroupedAdvantage") for name in ("GRPO", "REC")),
@@ -98,14 +98,14 @@ def inputs_of(entry: Entry, placement: Entry | None, case: Case) -> dict[str, An
 
 def keywords(entry: Entry, case: Case) -> dict[str, Any]:
     """The options of the case, and how many groups there are."""
-    found = options(entry, case) | {"num_groups": compare.NUM_GROUPS}
-    if isinstance(found.get("weights"), bool):
-        del found["weights"]  # whether verl was given importance weights
+    arguments = options(entry, case) | {"num_groups": compare.NUM_GROUPS}
+    if isinstance(arguments.get("weights"), bool):
+        del arguments["weights"]  # whether verl was given importance weights
     if "is_weights" in case.inputs:
-        found["weights"] = case.given("is_weights")
-    elif "weights" in found:
-        found["weights"] = jnp.array(found["weights"])
-    return found
+        arguments["weights"] = case.given("is_weights")
+    elif "weights" in arguments:
+        arguments["weights"] = jnp.array(arguments["weights"])
+    return arguments
 
 
 @exercise(("slime", "get_reinforce_plus_plus_baseline_advantages"))

@@ -25,19 +25,19 @@ def pair_of(entry: Entry, now: dict[str, Any]) -> dict[str, Any]:
 
 def correction_options(entry: Entry, case: Case) -> dict[str, Any]:
     """The bounds of a correction as the case has them."""
-    found, params = options(entry, case), case.params
-    for argument, value in list(found.items()):
+    actual, params = options(entry, case), case.params
+    for argument, value in list(actual.items()):
         bounds = [float(bound) for bound in value.split("_")] if isinstance(value, str) else value
         if isinstance(bounds, (list, tuple)):
-            found[argument] = bounds[0] if argument == "lower" else bounds[-1]
+            actual[argument] = bounds[0] if argument == "lower" else bounds[-1]
     if params.get("rollout_rs", "").endswith("k1"):
         low, high = (float(bound) for bound in params["rollout_rs_threshold"].split("_"))
-        found |= {"lower": jnp.log(low), "upper": jnp.log(high)}
+        actual |= {"lower": jnp.log(low), "upper": jnp.log(high)}
     if "max_divergence" in entry.sources and "is_correction_threshold" in params:
-        found["max_divergence"] = params["is_correction_threshold"][1]
+        actual["max_divergence"] = params["is_correction_threshold"][1]
     if entry.key == "art/truncated_importance_sampling":
-        found["upper"] = params["truncated_importance_sampling"]
-    return found
+        actual["upper"] = params["truncated_importance_sampling"]
+    return actual
 
 
 def corrected(entry: Entry, case: Case) -> Any:
@@ -114,5 +114,5 @@ def trl_weights(entry: Entry, case: Case) -> None:
 @exercise(("trl", "get_off_policy_mask"))
 def trl_off_policy_mask(entry: Entry, case: Case) -> None:
     mask = case.given("mask")
-    kept = jnp.where(mask, jnp.broadcast_to(case.result("kept"), mask.shape), 0)
-    case.assert_matches(corrected(entry, case).astype(jnp.float64), kept)
+    selected = jnp.where(mask, jnp.broadcast_to(case.result("kept"), mask.shape), 0)
+    case.assert_matches(corrected(entry, case).astype(jnp.float64), selected)

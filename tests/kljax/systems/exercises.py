@@ -30,9 +30,9 @@ def exercise(*functions: tuple[str, str]) -> Callable[[Exercise], Exercise]:
 
 def matches(golden: Golden, case: Case) -> bool:
     """Tells whether an entry names a case; None stands for an argument that is absent or off."""
-    given = {name: case.params.get(name) for name in golden.params}
+    arguments = {name: case.params.get(name) for name in golden.params}
     return case.function == golden.function and all(
-        (given[name] or None) == value if value is None else given[name] == value
+        (arguments[name] or None) == value if value is None else arguments[name] == value
         for name, value in golden.params.items()
     )
 
@@ -47,23 +47,23 @@ def part(kind: str, entry: Entry, case: Case) -> Entry | None:
     if entry.kind == kind:
         return entry
     candidates = kljax.systems.entries(system=case.system, kind=kind)
-    found = [other for other in candidates if any(matches(golden, case) for golden in other.goldens)]
-    assert len(found) <= 1, [other.key for other in found]
-    return found[0] if found else None
+    actual = [other for other in candidates if any(matches(golden, case) for golden in other.goldens)]
+    assert len(actual) <= 1, [other.key for other in actual]
+    return actual[0] if actual else None
 
 
 def options(entry: Entry, case: Case) -> dict[str, Any]:
     """Returns the arguments of the case by the `sources` of an entry; `a, else b` takes the first that is set."""
-    found = {}
+    collected = {}
     for argument, source in entry.sources.items():
         for name in source.split(", else "):
             option = re.sub(r"^1 [-+] | - 1$|^the (?:lower|upper) part of ", "", name)
             key = option.rpartition(".")[2].lstrip("-").replace("-", "_")
             value = case.params.get(key)
             if value is not None:
-                found[argument] = _converted(name, value)
+                collected[argument] = _converted(name, value)
                 break
-    return found
+    return collected
 
 
 def _converted(source: str, value: Any) -> Any:

@@ -84,14 +84,14 @@ def policy_loss(entry: Entry, case: Case) -> None:
     arrays, mask = arrays_of(case), case.given("mask")
     loss_entry = part("policy_loss", entry, case)
     assert loss_entry is not None
-    kept = _verl_rejected(case) if "rollout_rs" in case.params else mask
+    selected = _verl_rejected(case) if "rollout_rs" in case.params else mask
 
     def per_token(lp: jax.Array) -> jax.Array:
-        now = _changed(loss_entry, case, {**arrays, "log_probs": lp, "mask": kept})
+        now = _changed(loss_entry, case, {**arrays, "log_probs": lp, "mask": selected})
         value, weights = _policy_term(entry, loss_entry, case, now), _weights(entry, case, {**now, "log_probs": lp})
         return jnp.where(weights == 0, 0, weights * value) + _kl_term(entry, case, now)
 
-    compare.assert_loss(case, per_token, reduction_of(entry, loss_entry, case), kept)
+    compare.assert_loss(case, per_token, reduction_of(entry, loss_entry, case), selected)
 
 
 def _policy_term(entry: Entry, loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array:
@@ -152,7 +152,7 @@ def _is_to_sampler(loss_entry: Entry, case: Case) -> bool:
 
 
 def _adjusted(case: Case, now: dict[str, Any]) -> dict[str, Any]:
-    """ART's shifts of the advantages, which are data."""
+    """ART's shifts of the advantages, which are constants."""
     lp, mask, params = jax.lax.stop_gradient(now["log_probs"]), now["mask"], case.params
     arrays = {**now, "log_probs": lp}
     for entry in kljax.systems.entries(system="art"):

@@ -58,9 +58,9 @@ def verl_policy_loss(case: Case) -> Metrics:
     (old, advantages, mask), clips = rest, compare.renamed(case, **PPO_CLIPS)
     name = case.function.removeprefix("compute_policy_loss_")
     kl = kljax.ppo_kl(log_probs, old, mask, log_ratio_clip=20.0 if name in CLIPPED_KL else None)
-    found = {"metric_ppo_kl": mean(kl, mask)}
+    actual = {"metric_ppo_kl": mean(kl, mask)}
     if name in ("dro", "clip_cov"):
-        return found | ({"metric_pg_clipfrac": mean(_dropped(case, clips), mask)} if name == "clip_cov" else {})
+        return actual | ({"metric_pg_clipfrac": mean(_dropped(case, clips), mask)} if name == "clip_cov" else {})
     clipped = lower = jnp.zeros(mask.shape, bool)
     if name == "vanilla":
         clipped = kljax.clip_fraction(log_probs, *rest, **clips)
@@ -74,9 +74,9 @@ def verl_policy_loss(case: Case) -> Metrics:
         beyond = outside(log_probs, old, mask, jnp.exp(-clips["clip_low"]), jnp.exp(clips["clip_high"]))
         clipped, lower = beyond & (advantages > 0), beyond & (advantages < 0)
     elif name != "sapo":
-        kept = kljax.dppo_mask(log_probs, *rest, **clips, divergence=name.removeprefix("dppo_"))
-        clipped, lower = ~kept, kept & (kljax.token_ratios(log_probs, old, mask) > case.params["clip_ratio_c"])
-    return found | {"metric_pg_clipfrac": mean(clipped, mask), "metric_pg_clipfrac_lower": mean(lower, mask)}
+        selected = kljax.dppo_mask(log_probs, *rest, **clips, divergence=name.removeprefix("dppo_"))
+        clipped, lower = ~selected, selected & (kljax.token_ratios(log_probs, old, mask) > case.params["clip_ratio_c"])
+    return actual | {"metric_pg_clipfrac": mean(clipped, mask), "metric_pg_clipfrac_lower": mean(lower, mask)}
 
 
 def _dropped(case: Case, clips: dict[str, float]) -> jax.Array:
@@ -97,14 +97,14 @@ def verl_kl_cov(case: Case) -> Metrics:
 def verl_bypass_mode(case: Case) -> Metrics:
     # verl divides by the number of tokens that the rejection leaves.
     log_probs, rollout, mask = training(case)
-    kept = mask & verl_rejection(case) if "rollout_rs" in case.params else mask
-    found = {"metric_ppo_kl": mean(kljax.ppo_kl(log_probs, rollout, kept), kept)}
+    selected = mask & verl_rejection(case) if "rollout_rs" in case.params else mask
+    actual = {"metric_ppo_kl": mean(kljax.ppo_kl(log_probs, rollout, selected), selected)}
     if "metric_pg_clipfrac" in case.outputs:
-        rest, clips = (rollout, case.given("advantages"), kept), compare.renamed(case, **PPO_CLIPS)
-        found["metric_pg_clipfrac"] = mean(kljax.clip_fraction(log_probs, *rest, **clips), kept)
+        rest, clips = (rollout, case.given("advantages"), selected), compare.renamed(case, **PPO_CLIPS)
+        actual["metric_pg_clipfrac"] = mean(kljax.clip_fraction(log_probs, *rest, **clips), selected)
         lower = kljax.dual_clip_fraction(log_probs, *rest, dual_clip=3.0)
-        found["metric_pg_clipfrac_lower"] = mean(lower, kept)
-    return found
+        actual["metric_pg_clipfrac_lower"] = mean(lower, selected)
+    return actual
 
 
 @metrics_of(("verl", "compute_value_loss"), ("skyrl", "ppo_critic_loss"))
@@ -132,26 +132,26 @@ def old_policy(case: Case) -> tuple[jax.Array, jax.Array, jax.Array]:
 def verl_rejection(case: Case) -> jax.Array:
     """Tokens that every option of verl keeps; the bounds of a k1 are on the ratio of rollout to training."""
     arrays = training(case)
-    kept = arrays[-1]
+    selected = arrays[-1]
     names, thresholds = case.params["rollout_rs"], str(case.params["rollout_rs_threshold"])
     for name, threshold in zip(names.split(","), thresholds.split(","), strict=True):
         level, estimator = name.rsplit("_", 1)
         low, high = (math.log(float(bound)) for bound in threshold.split("_")) if "_" in threshold else (None, None)
         bounds = {"lower": low, "upper": float(threshold) if high is None else high}
         options = {"estimator": estimator, "reduction": level.removeprefix("seq_"), "log_ratio_clip": 20.0}
-        kept &= kljax.kl_rejection_mask(*arrays, **options, **bounds)
-    return kept
+        selected &= kljax.kl_rejection_mask(*arrays, **options, **bounds)
+    return selected
 
 
 @metrics_of(("verl", "compute_rollout_rejection_mask"))
 def verl_rejected(case: Case) -> Metrics:
-    kept, mask = verl_rejection(case), case.given("mask")
-    case.assert_matches(kept.astype(jnp.float64), case.result("kept"))
-    assert kept.any()
-    assert (mask & ~kept).any()
+    selected, mask = verl_rejection(case), case.given("mask")
+    case.assert_matches(selected.astype(jnp.float64), case.result("kept"))
+    assert selected.any()
+    assert (mask & ~selected).any()
     return {
-        "metric_rollout_rs_masked_fraction": mean(~kept, mask),
-        "metric_rollout_rs_seq_masked_fraction": rows((mask & ~kept).any(-1)),
+        "metric_rollout_rs_masked_fraction": mean(~selected, mask),
+        "metric_rollout_rs_seq_masked_fraction": rows((mask & ~selected).any(-1)),
     }
 
 
@@ -171,24 +171,24 @@ def verl_weights(case: Case) -> Metrics:
     size = kljax.effective_sample_size(weights, mask) / factor
     size = size * jnp.square((average + epsilon.EPS) / average) * jnp.square(factor)
     per_row = epsilon.factors(mask, "row")[:, 0] * kljax.masked_mean(weights, mask, axis=-1)
-    found = {"mean": average, "std": jnp.sqrt(square - jnp.square(average)), "eff_sample_size": size}
-    found["seq_mean"] = rows(per_row)
+    actual = {"mean": average, "std": jnp.sqrt(square - jnp.square(average)), "eff_sample_size": size}
+    actual["seq_mean"] = rows(per_row)
     if level == "token":
         unmasked = jnp.where(mask, weights, jnp.nan)
-        found |= {"max": jnp.nanmax(unmasked), "min": jnp.nanmin(unmasked)}
+        actual |= {"max": jnp.nanmax(unmasked), "min": jnp.nanmin(unmasked)}
         scale = factor
     else:
         # Of the ratios before the bounds; a row without a token has ratio 1 and counts.
         extremes = kljax.log_prob_diff_extremes(*arrays, level="sequence")
-        found |= {"max": jnp.exp(extremes.max), "min": jnp.exp(extremes.min)}
+        actual |= {"max": jnp.exp(extremes.max), "min": jnp.exp(extremes.min)}
         if not mask.any(-1).all():
-            found |= {"max": jnp.maximum(found["max"], 1), "min": jnp.minimum(found["min"], 1)}
+            actual |= {"max": jnp.maximum(actual["max"], 1), "min": jnp.minimum(actual["min"], 1)}
         scale = rows(mask.any(-1))
     for name, bounds in (("low", {"lower": low}), ("high", {"upper": high})):
-        found[f"ratio_fraction_{name}"] = scale * kljax.ratio_fraction(*arrays, **bounds, level=level).value()
+        actual[f"ratio_fraction_{name}"] = scale * kljax.ratio_fraction(*arrays, **bounds, level=level).value()
     if two_bounds:
-        found["oob_ratio"] = mean(weights == 0, mask)
-    return {f"metric_rollout_is_{name}": value for name, value in found.items()}
+        actual["oob_ratio"] = mean(weights == 0, mask)
+    return {f"metric_rollout_is_{name}": value for name, value in actual.items()}
 
 
 @metrics_of(("verl", "compute_offpolicy_metrics"))
@@ -330,9 +330,9 @@ def trinity_cispo(case: Case) -> Metrics:
     log_probs, *rest = compare.policy(case)
     (old, _, mask), bounds = rest, trinity_clips(case) or {"clip_low": 1.0, "clip_high": 0.28}
     masked = compare.renamed(case, mask_low="mask_clip_range_low", mask_high="mask_clip_range_high")
-    kept = kljax.cispo_loss(log_probs, *rest, **bounds, **masked) != 0
+    selected = kljax.cispo_loss(log_probs, *rest, **bounds, **masked) != 0
     kl = kljax.ppo_kl(log_probs, old, mask)
-    return {"metric_ppo_kl": mean(kl, mask), "metric_unmasked_frac": mean(kept, mask)}
+    return {"metric_ppo_kl": mean(kl, mask), "metric_unmasked_frac": mean(selected, mask)}
 
 
 @metrics_of(("trinity", "ImportanceSamplingLossFn"))
@@ -400,43 +400,43 @@ def skyrl_correction(case: Case) -> Metrics:
     params, (old, rollout, all_tokens) = case.params, old_policy(case)
     mask, weights, total = all_tokens, None, len(all_tokens)
     ratios = kljax.token_ratios(old, rollout, mask)
-    found = {"is_ratio_mean": kljax.masked_mean(ratios, mask), "is_ratio_max": jnp.where(mask, ratios, 0).max()}
+    actual = {"is_ratio_mean": kljax.masked_mean(ratios, mask), "is_ratio_max": jnp.where(mask, ratios, 0).max()}
     if any(name.startswith("outlier") for name in params):
         low, high = (params.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high"))
-        kept = kljax.veto_mask(old, rollout, mask, min_ratio=low, max_ratio=high)
+        selected = kljax.veto_mask(old, rollout, mask, min_ratio=low, max_ratio=high)
         for side, bound in (("over_high", {"upper": high}), ("under_low", {"lower": low or 0.0})):
             tokens = mask & ~kljax.rejection_mask(old, rollout, mask, **bound)
-            found[f"outlier_seq_{side}_ratio"] = rows(tokens.any(-1))
-        found["outlier_seq_masked_ratio"] = rows((mask & ~kept).any(-1))
-        mask &= kept
+            actual[f"outlier_seq_{side}_ratio"] = rows(tokens.any(-1))
+        actual["outlier_seq_masked_ratio"] = rows((mask & ~selected).any(-1))
+        mask &= selected
     if "token_mask_is_threshold_low" in params:
         low, high = (params[f"token_mask_is_threshold_{side}"] for side in ("low", "high"))
-        kept = kljax.rejection_mask(old, rollout, mask, lower=low, upper=high)
-        found["token_mask_ratio"] = kljax.masked_fraction(kept, mask).value()
-        mask &= kept
+        selected = kljax.rejection_mask(old, rollout, mask, lower=low, upper=high)
+        actual["token_mask_ratio"] = kljax.masked_fraction(selected, mask).value()
+        mask &= selected
     if "tis_ratio_type" in params:
         level = params["tis_ratio_type"]
         upper = params[f"{level}_tis_ratio_clip_high"]
         weights = kljax.importance_weights(old, rollout, mask, level=level, upper=upper)
         over = kljax.ratio_fraction(old, rollout, mask, upper=upper, level=level)
         name = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}[level]
-        found[name] = over.value() if level == "token" else over.sum / total
+        actual[name] = over.value() if level == "token" else over.sum / total
     if "sequence_mask_metric" in params:
         prefix = {"geometric": "geo", "product": "product"}[params["sequence_mask_metric"]]
         level = {"geo": "geometric", "product": "sequence"}[prefix]
         low, high = (params[f"{prefix}_mask_{side}"] for side in ("low", "high"))
-        kept = kljax.rejection_mask(old, rollout, mask, level=level, lower=low, upper=high)
+        selected = kljax.rejection_mask(old, rollout, mask, level=level, lower=low, upper=high)
         sides = {
             side: kljax.ratio_fraction(old, rollout, mask, **bound, level=level).sum / total
             for side, bound in (("over_high", {"upper": high}), ("under_low", {"lower": low}))
         }
-        found |= {f"{prefix}_sequence_mask_{side}_ratio": value for side, value in sides.items()}
-        found[f"{prefix}_sequence_mask_masked_ratio"] = sides["over_high"] + sides["under_low"]
-        mask &= kept
+        actual |= {f"{prefix}_sequence_mask_{side}_ratio": value for side, value in sides.items()}
+        actual[f"{prefix}_sequence_mask_masked_ratio"] = sides["over_high"] + sides["under_low"]
+        mask &= selected
     case.assert_matches(mask.astype(jnp.float64), case.result("kept"))
     if weights is not None:  # SkyRL leaves the weights of masked tokens, which its loss drops
         case.assert_matches(jnp.where(mask, weights, 0), jnp.where(mask, case.result("weights"), 0))
-    return {f"metric_{name}": value for name, value in found.items()}
+    return {f"metric_{name}": value for name, value in actual.items()}
 
 
 @metrics_of(("openrlhf", "PolicyLoss"))
@@ -447,13 +447,13 @@ def openrlhf_policy_loss(case: Case) -> Metrics:
     # With a correction, GSPO's ratio is to the rollout.
     behaviour, level = (case.given("rollout_log_probs") if corrected else old, "geometric") if gspo else (old, "token")
     clipped = kljax.clip_fraction(log_probs, behaviour, advantages, mask, **clips, level=level)
-    found = {"metric_clip_ratio": clipped.value(), "metric_ppo_kl": kljax.ppo_kl(log_probs, old, mask).value()}
+    actual = {"metric_clip_ratio": clipped.value(), "metric_ppo_kl": kljax.ppo_kl(log_probs, old, mask).value()}
     if corrected and not gspo:
         tokens = mask & ~_gate(case)
         by_row = params["is_correction_level"] == "seq"
-        found["metric_is_filter_ratio"] = rows(tokens.any(-1)) if by_row else mean(tokens, mask, None)
-        found["metric_vllm_kl"] = kljax.rollout_kl(*old_policy(case), estimator="k1").value()
-    return found
+        actual["metric_is_filter_ratio"] = rows(tokens.any(-1)) if by_row else mean(tokens, mask, None)
+        actual["metric_vllm_kl"] = kljax.rollout_kl(*old_policy(case), estimator="k1").value()
+    return actual
 
 
 def _gate(case: Case) -> jax.Array:
@@ -471,20 +471,20 @@ def _gate(case: Case) -> jax.Array:
 @metrics_of(("trl", "GRPOTrainer._compute_loss"))
 def trl_grpo(case: Case) -> Metrics:
     log_probs, old, advantages, mask = compare.policy(case)
-    found, params = {}, case.params
+    collected, params = {}, case.params
     if params["loss_type"] in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        found = _trl_clipped(case)
+        collected = _trl_clipped(case)
     if params["loss_type"] == "cispo":
         over = (kljax.token_ratios(log_probs, old, mask) > params["epsilon_high"]) & (advantages > 0)
-        found["metric_cispo_clip_ratio"] = mean(over, mask, None)
+        collected["metric_cispo_clip_ratio"] = mean(over, mask, None)
     if params.get("beta"):
         ref, by_row = case.given("ref_log_probs"), params.get("importance_sampling_level") == "sequence"
         corrected = params["use_bias_correction_kl"]
         sampling = {"sampling_log_probs": old} if corrected and not by_row else {}
         kl = kljax.estimate_kl(log_probs, ref, mask, estimator="k3", **sampling)
         kl = kljax.geometric_ratios(log_probs, old, mask)[:, None] * kl if corrected and by_row else kl
-        found["metric_kl"] = mean(kl, mask, None)
-    return found
+        collected["metric_kl"] = mean(kl, mask, None)
+    return collected
 
 
 def _trl_clipped(case: Case) -> Metrics:
@@ -494,13 +494,15 @@ def _trl_clipped(case: Case) -> Metrics:
     if case.params.get("importance_sampling_level") == "sequence":
         ratios, of_rows = kljax.geometric_ratios(log_probs, old, mask), case.given("row_advantages")
         low, high = ratios < 1 - clips["clip_low"], ratios > 1 + clips["clip_high"]
-        found = {"low": rows(low & (of_rows < 0)), "high": rows(high & (of_rows > 0))}
+        actual = {"low": rows(low & (of_rows < 0)), "high": rows(high & (of_rows > 0))}
     else:
         signs = {"low": jnp.minimum(advantages, 0), "high": jnp.maximum(advantages, 0)}
         if case.params.get("delta", 2.0) < 1 + clips["clip_high"]:
             signs["high"] = jnp.zeros_like(advantages)  # TRL looks at the ratio after its bound, below the clip
-        found = {side: kljax.clip_fraction(log_probs, old, sign, mask, **clips).value() for side, sign in signs.items()}
-    return {f"metric_clip_ratio_{side}_mean": value for side, value in found.items()}
+        actual = {
+            side: kljax.clip_fraction(log_probs, old, sign, mask, **clips).value() for side, sign in signs.items()
+        }
+    return {f"metric_clip_ratio_{side}_mean": value for side, value in actual.items()}
 
 
 @metrics_of(("trl", "GMPOTrainer._compute_loss"))
@@ -509,11 +511,14 @@ def trl_gmpo(case: Case) -> Metrics:
     clips, difference = compare.renamed(case, **TRL_CLIPS), kljax.log_ratios(log_probs, old, mask)
     low = (difference < -clips["clip_low"]) & (advantages < 0)
     high = (difference > clips["clip_high"]) & (advantages > 0)
-    found = {"metric_clip_ratio_low_mean": mean(low, mask, None), "metric_clip_ratio_high_mean": mean(high, mask, None)}
+    actual = {
+        "metric_clip_ratio_low_mean": mean(low, mask, None),
+        "metric_clip_ratio_high_mean": mean(high, mask, None),
+    }
     if case.params["beta"]:
         kl = kljax.estimate_kl(log_probs, case.given("ref_log_probs"), mask)
-        found["metric_kl"] = mean(kl, mask, None)
-    return found
+        actual["metric_kl"] = mean(kl, mask, None)
+    return actual
 
 
 @metrics_of(("art", "loss_fn"))

@@ -23,7 +23,7 @@ def controlled(entry: Entry, case: Case) -> kljax.Controller:
     renamed = {"init_kl_coef": "coef", "kl_coef": "coef", "kl_loss_coef": "coef", "target_kl": "target"}
     renamed |= {"kl_target": "target", "target": "target", "horizon": "horizon"}
     call = call_of(part("controller", entry, case))
-    numbers = {ours: case.params[theirs] for theirs, ours in renamed.items() if theirs in case.params}
+    numbers = {argument: case.params[parameter] for parameter, argument in renamed.items() if parameter in case.params}
     wanted = {"fixed_kl": ("coef",), "adaptive_kl": ("coef", "target", "horizon")}[call.function]
     arguments = {name: numbers.get(name, call.arguments.get(name)) for name in wanted}
     coef = arguments.pop("coef")

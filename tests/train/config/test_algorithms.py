@@ -36,7 +36,7 @@ from train.config.yaml_text import parse_yaml
         ("ratios", CORRECTIONS, NOT_CORRECTIONS),
     ],
 )
-def test_every_function_of_the_library_is_in_the_table_or_left_out_for_a_reason(module, table, others) -> None:
+def test_every_library_function_is_listed_or_exempt(module, table, others) -> None:
     chosen = {target.rpartition(":")[2] for target in table.values()}
     public = set(importlib.import_module(f"kljax.{module}").__all__)
     assert chosen | others.keys() == public
@@ -44,7 +44,7 @@ def test_every_function_of_the_library_is_in_the_table_or_left_out_for_a_reason(
     assert all(others.values())
 
 
-def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
+def test_policy_losses_of_systems_are_policy_losses_here() -> None:
     for kind, table, others in (
         ("policy_loss", LOSS_FUNCTIONS, NOT_POLICY_LOSSES),
         ("advantage", ADVANTAGES, {**NOT_ESTIMATORS, "masked_whiten": "advantage.whiten"}),
@@ -55,7 +55,7 @@ def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
             assert entry.call is None or entry.call.function in chosen | others.keys(), entry.key
 
 
-def test_every_number_of_a_table_has_its_range_and_every_range_is_used() -> None:
+def test_every_table_number_has_a_used_range() -> None:
     tables = (
         LOSS_FUNCTIONS,
         ADVANTAGES,
@@ -89,16 +89,16 @@ def test_a_loss_has_the_defaults_of_its_function(name: str) -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_estimator_has_the_defaults_of_its_function(name: str) -> None:
     config, _ = build(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
-    given = {
+    arguments = {
         p.name: p.default
         for p in read_signature(ADVANTAGES[name]).parameters
         if p.type is not None and p.name != "num_groups"
     }
-    assert config.advantage.options() == given
+    assert config.advantage.options() == arguments
     assert parse(parse_yaml(dump_yaml(config))[0])[0] == config
 
 
-def test_fields_common_to_a_family_are_in_every_variant() -> None:
+def test_fields_of_a_family_are_in_every_variant() -> None:
     for variants, common in ((LOSS_VARIANTS, "aggregation"), (ADVANTAGE_VARIANTS, "whiten")):
         assert all(common in variant.model_fields for variant in variants)
     assert known_fields()["loss.type"].choices == (*LOSSES, "none", "custom")
@@ -127,17 +127,17 @@ def test_fields_common_to_a_family_are_in_every_variant() -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_by_the_variant_that_was_chosen(override: str, start: str) -> None:
+def test_mistake_is_named_by_its_chosen_variant(override: str, start: str) -> None:
     raw: dict = {"steps": 5}
-    found = apply_overrides(raw, [override])
-    if not found:
+    actual = apply_overrides(raw, [override])
+    if not actual:
         with pytest.raises(ConfigError) as caught:
             parse(raw)
-        found = list(caught.value.problems)
-    assert found[0].startswith(start)
+        actual = list(caught.value.problems)
+    assert actual[0].startswith(start)
 
 
-def test_a_name_alone_can_be_followed_by_its_fields() -> None:
+def test_name_alone_can_be_followed_by_fields() -> None:
     config, _ = build("loss=gspo", "loss.clip_high=0.01", "advantage=rloo", "optim.optimizer=lion")
     assert (config.loss.type, config.loss.options()["clip_high"]) == ("gspo", 0.01)
     assert (config.advantage.type, config.optim.optimizer.type) == ("rloo", "lion")
@@ -161,7 +161,7 @@ def test_a_name_of_another_system_is_its_meaning() -> None:
     assert "it is kljax.remax_advantages(), which one choice of type does not express" in line
 
 
-def test_what_a_plan_says_comes_from_the_signatures() -> None:
+def test_plan_facts_come_from_the_signatures() -> None:
     def plan(*overrides: str) -> Plan:
         return Plan.of(build(*overrides)[0])
 
@@ -208,7 +208,7 @@ def test_a_function_of_the_user_takes_its_arguments(mine) -> None:
     assert Plan.of(config).advantage is not None
 
 
-def test_what_a_function_of_the_user_lacks_is_named(mine) -> None:
+def test_incomplete_user_functions_are_named(mine) -> None:
     def lines(section: str, **fields) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             parse({"steps": 1, section: fields})
@@ -243,7 +243,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("function", TERMS)
-def test_a_term_of_the_kl_has_the_options_of_its_function(function: str) -> None:
+def test_kl_term_has_the_options_of_its_function(function: str) -> None:
     section, without = TERMS[function]
     fields = section.model_fields
     for parameter in read_signature(f"kljax:{function}").parameters:

@@ -1,4 +1,4 @@
-"""What must hold between fields, and what follows from them."""
+"""Conditions between fields, and facts that follow from them."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ GAE = ("advantage.type=gae", "loss.value_coef=0.5")
 NORM = "loss.aggregation=seq_mean_token_sum_norm"
 
 
-def test_k1_loss_with_its_own_gradient_is_refused_with_the_reason():
+def test_k1_loss_with_its_value_gradient_is_refused():
     (problem,) = problems(*K1)
     assert problem.startswith("kl.loss.estimator: got k1 with kl.loss.gradient value")
     assert "E[grad log pi] = 0" in problem
@@ -184,13 +184,13 @@ def test_combination_is_accepted(overrides):
 
 
 def test_files_of_the_real_task_must_exist(tmp_path):
-    found = problems("task=gsm8k", f"data.train={tmp_path}", f"data.eval={tmp_path / 'none'}")
-    assert [problem.rpartition("but ")[2] for problem in found] == ["it is a directory", "there is no such file"]
+    actual = problems("task=gsm8k", f"data.train={tmp_path}", f"data.eval={tmp_path / 'none'}")
+    assert [problem.rpartition("but ")[2] for problem in actual] == ["it is a directory", "there is no such file"]
 
 
-def test_problems_that_rest_on_a_bad_field_are_not_guessed():
-    found = problems("mesh.tensor=-1", "model.mlp_width=5", "task=gsm", "data.train=a.jsonl")
-    assert [problem.partition(":")[0] for problem in found] == ["task", "mesh.tensor"]
+def test_problems_caused_by_a_bad_field_are_omitted():
+    actual = problems("mesh.tensor=-1", "model.mlp_width=5", "task=gsm", "data.train=a.jsonl")
+    assert [problem.partition(":")[0] for problem in actual] == ["task", "mesh.tensor"]
 
 
 def test_rollout_kl_switches_the_recording_on():
@@ -204,24 +204,24 @@ def test_rollout_kl_switches_the_recording_on():
 
 
 @pytest.mark.parametrize("term", ["reward", "loss", "advantage"])
-def test_warns_of_a_term_that_is_always_zero(term):
+def test_warns_of_a_term_fixed_at_zero(term):
     _, (warning,) = build(f"kl.{term}={{coef: 0.5, estimator: none}}")
     assert warning == f"kl.{term}.estimator: none makes this term 0 although kl.{term}.coef is 0.5"
 
 
-def test_an_update_measures_one_direction_of_the_exact_kl():
+def test_update_measures_one_direction_of_exact_kl():
     forward = "kl.loss={coef: 0.1, estimator: exact, direction: forward}"
     (problem,) = problems(forward, "reference.monitor=exact")
     assert problem.startswith("reference.monitor: got exact, but kl.loss.direction forward")
     build(forward, "reference.monitor=true")
 
 
-def test_warns_of_an_exact_kl_in_the_reward_alone():
+def test_warns_of_exact_kl_in_the_reward_alone():
     _, (warning,) = build("kl.reward={coef: 0.5, estimator: exact}", "kl.loss={coef: 0.5, estimator: k3}")
     assert warning.startswith("kl.reward.estimator: exact charges a token for the KL at later prefixes alone")
 
 
-def test_warns_of_a_loss_that_trains_nothing():
+def test_warns_of_a_loss_training_nothing():
     _, (warning,) = build("kl.loss={coef: 0.5, gradient: none}")
     assert warning.startswith("kl.loss.gradient: none")
 
@@ -238,11 +238,11 @@ def test_warns_of_a_loss_that_trains_nothing():
         ("reference.monitor=exact", True),
     ],
 )
-def test_reference_is_needed_only_by_what_reads_it(override, needed):
+def test_reference_is_needed_only_by_its_readers(override, needed):
     assert Plan.of(build(override)[0]).reference is needed
 
 
-def test_the_exact_kl_has_the_gradient_of_its_own():
+def test_exact_kl_has_its_exact_gradient():
     config, _ = build("kl.loss={coef: 0.1, estimator: exact}")
     assert config.kl.loss.gradient == "value"
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
@@ -260,7 +260,7 @@ def test_the_exact_kl_has_the_gradient_of_its_own():
         (("kl.reward={coef: 0.1, estimator: exact}", "kl.loss.coef=0.1"), False, True),
     ],
 )
-def test_the_exact_kl_is_computed_where_it_has_a_coefficient(overrides, loss, reward):
+def test_exact_kl_is_computed_where_it_has_coefficients(overrides, loss, reward):
     config, _ = build(*overrides)
     plan = Plan.of(config)
     assert (plan.exact_loss, plan.exact_reward) == (loss, reward)
@@ -276,7 +276,7 @@ def test_the_exact_kl_is_computed_where_it_has_a_coefficient(overrides, loss, re
         (("lora.rank=2", "reference={source: checkpoint, path: /}"), False),
     ],
 )
-def test_an_adapter_shares_its_head_with_a_reference_of_the_same_base(overrides, shared):
+def test_adapter_shares_its_head_with_the_base_reference(overrides, shared):
     assert Plan.of(build(*overrides)[0]).shares_head is shared
 
 
@@ -344,12 +344,12 @@ FILE = "rollout.source={type: file, path: tests}"
         ),
     ],
 )
-def test_what_a_source_of_completions_would_ignore_or_lack_is_a_problem(overrides, start):
+def test_ignored_or_missing_source_fields_are_problems(overrides, start):
     (problem,) = problems(*overrides)
     assert problem.startswith(start), problem
 
 
-def test_sources_of_completions_are_fine_with_what_they_use():
+def test_sources_of_completions_accept_their_fields():
     build(OPENAI, "rollout.top_p=0.9", "rollout.stop=['a', 'b']", "rollout.record=x", "rollout.policy_lag=2")
     build(OPENAI, "rollout.top_p=0.9", "temperature=0.7", "rollout.record_log_probs=false")
     build(FILE, "rollout.source.shuffle=false", "temperature=0.7")
@@ -358,7 +358,7 @@ def test_sources_of_completions_are_fine_with_what_they_use():
 
 
 @pytest.mark.parametrize("override", ["optim.learning_rate=1e39", "kl.loss.coef=1e308", "kl.reward.value_clip=4e38"])
-def test_a_number_that_float32_cannot_hold_is_refused(override):
+def test_number_beyond_float32_is_refused(override):
     (problem,) = problems(override, *(("kl.reward.coef=0.1",) if "reward" in override else ()))
     path, _, value = override.partition("=")
     assert problem.startswith(f"{path}: got {value.replace('e', 'e+')} (infinite in float32), expected a number")

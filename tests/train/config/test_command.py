@@ -54,7 +54,7 @@ def python(*arguments):
     )
 
 
-def test_bad_config_ends_with_2_and_a_message_before_jax_is_imported(config):
+def test_bad_config_exits_with_2_before_jax_loads(config):
     done = python("-c", NO_JAX, config, "kl.loss.estimator=k4", "foo")
     assert done.returncode == 2
     assert done.stdout == ""

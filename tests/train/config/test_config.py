@@ -51,7 +51,7 @@ def test_shipped_config_loads_on_the_real_data_task(path, gsm8k):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config_loads_without_a_warning_and_is_named_after_its_file(path, gsm8k):
+def test_shipped_config_loads_without_warnings_under_its_name(path, gsm8k):
     loaded = load(path, gsm8k if path.stem == "gsm8k" else [])
     assert loaded.warnings == ()
     assert loaded.source == path
@@ -65,7 +65,7 @@ def test_gsm8k_config_names_the_paths_it_lacks():
     )
 
 
-def test_shipped_configs_are_what_they_say():
+def test_shipped_configs_match_their_descriptions():
     quickstart = load(ROOT / "configs/quickstart.yaml").config
     assert quickstart.advantage.type == "grpo"
     assert (quickstart.kl.loss.estimator, quickstart.kl.loss.gradient) == ("exact", "value")
@@ -131,7 +131,7 @@ _TREES = st.recursive(
 
 
 @given(_TREES)
-def test_yaml_that_is_written_reads_back_equal(tree):
+def test_written_yaml_reads_back_equal(tree):
     assert parse_yaml(format_yaml(tree)) == (tree, [])
 
 
@@ -161,7 +161,7 @@ def test_config_is_frozen():
     assert hash(config) == hash(Config(steps=1))
 
 
-def test_every_field_is_documented_and_the_table_has_its_default():
+def test_every_field_is_documented_with_its_default():
     config = parse({"steps": 1, "lora": {}})[0].model_dump()
 
     def lookup(path: str):

@@ -56,7 +56,7 @@ def test_completions_of_a_server_are_corrected_by_default() -> None:
     assert build(OPENAI, "rollout.record_log_probs=false")[0].correction == ()
 
 
-def test_completions_of_another_policy_without_a_correction_are_warned_of() -> None:
+def test_uncorrected_completions_of_another_policy_are_warned_of() -> None:
     for options, start in (
         ((OPENAI, "correction=[]"), "rollout.source.type: openai samples outside of this process, and nothing corre"),
         (
@@ -70,8 +70,8 @@ def test_completions_of_another_policy_without_a_correction_are_warned_of() -> N
         assert warning.startswith(start)
         for remedy in (WEIGHTS, "kl.rollout.coef=0.1", "loss.old_log_probs=sampler"):
             fixed = [option for option in options if not option.startswith("correction")]
-            given = [*fixed, "correction=[]", remedy] if remedy != WEIGHTS else [*fixed, remedy]
-            assert build(*given)[1] == ()
+            arguments = [*fixed, "correction=[]", remedy] if remedy != WEIGHTS else [*fixed, remedy]
+            assert build(*arguments)[1] == ()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_mistake_is_named_by_its_entry(overrides: tuple[str, ...], start: str)
     assert problem.startswith(start), problem
 
 
-def test_a_field_of_an_entry_cannot_be_set_without_its_list() -> None:
+def test_field_of_an_entry_needs_its_list() -> None:
     (problem,) = apply_overrides({}, ["correction.level=token"])
     assert problem == "correction.level: a field of the entries of a list; set correction=[{type: ..., level: ...}]"
 
@@ -163,7 +163,7 @@ OPTIONS = {"lower": 0.5, "upper": 2.0, "max_divergence": 0.1, "max_kl": 0.1}
         if entry.call is not None and entry.call.function in {name.rpartition(":")[2] for name in CORRECTIONS.values()}
     ],
 )
-def test_every_correction_of_a_system_is_a_list_of_entries(key: str) -> None:
+def test_every_correction_of_a_system_is_a_list(key: str) -> None:
     entry = next(entry for entry in kljax.systems.entries(kind="correction") if entry.key == key)
     fields = {p.name for p in read_signature(CORRECTIONS[entry.call.function]).parameters}
     truncates = entry.call.arguments.get("mode", "truncate") == "truncate" and entry.call.function.endswith("weights")

@@ -19,7 +19,7 @@ DISTIL = ("loss.type=none", "kl.loss={coef: 1.0, estimator: exact}")
         ("reference.refresh_every=3",),
     ],
 )
-def test_it_is_accepted(overrides):
+def test_distillation_config_is_accepted(overrides):
     build(*overrides)
 
 
@@ -39,7 +39,7 @@ def test_it_is_accepted(overrides):
         ),
     ],
 )
-def test_it_is_refused(overrides, start):
+def test_distillation_config_is_refused(overrides, start):
     (problem,) = problems(*overrides)
     assert problem.startswith(start)
 

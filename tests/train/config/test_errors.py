@@ -141,12 +141,12 @@ def test_name_in_the_wrong_section_is_found(write):
         ("a: \x07\n", "not valid YAML: unacceptable character #x0007: special characters are not allowed in"),
     ],
 )
-def test_file_that_is_no_config(write, text, problem):
-    (found,) = problems_of_file(write(text))
-    assert found.startswith(problem)
+def test_malformed_config_files_are_refused(write, text, problem):
+    (actual,) = problems_of_file(write(text))
+    assert actual.startswith(problem)
 
 
-def test_file_that_cannot_be_read(tmp_path, write):
+def test_unreadable_files_are_refused(tmp_path, write):
     assert problems_of_file(tmp_path / "none.yaml") == ("cannot read the config: No such file or directory",)
     assert problems_of_file(tmp_path) == ("cannot read the config: Is a directory",)
     path = write()
@@ -163,6 +163,6 @@ def test_repeated_keys_are_found_at_every_depth(write):
     )
 
 
-def test_alias_that_contains_itself_is_an_error_and_not_a_loop(write):
+def test_recursive_alias_is_an_error_not_a_loop(write):
     problems = problems_of_file(write("steps: 1\nkl: &a {loss: *a}\n"))
     assert any(problem.startswith("kl.loss") for problem in problems)

@@ -36,7 +36,7 @@ def folder(tmp_path):
     return make
 
 
-def test_tiny_replaces_the_section_and_brings_no_warm_start():
+def test_tiny_replaces_the_section_without_warm_start():
     config, _ = build("model=tiny", model={"path": "/nowhere"})
     assert config.model.path is None
     assert config.warm_start.steps == 0
@@ -85,7 +85,7 @@ def test_a_folder_decides_the_shape(folder):
         ({"new_trick": 1}, (), "new_trick: not understood in a config of qwen3"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_named(folder, change, overrides, message):
+def test_mismatched_folder_is_named(folder, change, overrides, message):
     overrides = (*overrides, "rollout.prompts_per_step=3") if "mesh.fsdp=3" in overrides else overrides
     config, _ = build(f"model.path={folder(**change)}", *overrides)
     with pytest.raises(UserError, match=message):
@@ -97,7 +97,7 @@ def test_a_missing_folder_is_named():
         make_model(build("model.path=/nowhere")[0], ByteTokenizer())
 
 
-def test_sizes_that_the_mesh_does_not_divide_are_named():
+def test_sizes_not_divisible_by_the_mesh_are_named():
     assert problems("model.heads=6", "model.kv_heads=3", "mesh.tensor=2") == [
         "model.kv_heads: got 3, expected a multiple of mesh.tensor = 2"
     ]
@@ -112,7 +112,7 @@ def test_trained_weights_are_not_held_in_bfloat16():
     assert build("model=tiny", "model.param_dtype=bfloat16", "lora={}")[0].model.param_dtype == "bfloat16"
 
 
-def test_an_unknown_preset_lists_those_there_are():
+def test_unknown_preset_lists_the_known_presets():
     (problem,) = problems("model=tinny")
     assert problem.startswith("model: got 'tinny', expected a mapping with path")
     assert problem.endswith("or one of tiny")
@@ -134,10 +134,15 @@ def test_only_a_base_under_an_adapter_is_quantised(folder):
 
 def test_an_adapter_brings_its_rank_alpha_and_targets(tmp_path):
     adapter = Path(__file__).parents[2] / "goldens" / "models" / "gemma3" / "adapter"
-    found = read_peft_config(adapter)
+    actual = read_peft_config(adapter)
     lora = build(f"lora={{path: {adapter}}}")[0].lora
-    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (found.rank, found.alpha, found.rslora, found.targets)
-    assert found.rslora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (
+        actual.rank,
+        actual.alpha,
+        actual.rslora,
+        actual.targets,
+    )
+    assert actual.rslora
     assert build(f"lora.path={adapter}")[0].lora == lora
     assert build(f"lora={{path: {adapter}, rank: 7}}")[0].lora == lora.model_copy(update={"rank": 7})
     # What cannot be read is named by the check of the adapter.

@@ -22,26 +22,26 @@ def write(folder, text):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads_alone_and_sets_what_it_says(name):
+def test_every_preset_loads_alone_with_its_fields(name):
     config, warnings = parse({"steps": 1, "preset": name})
     assert not warnings
     for path, value in leaves(read_preset(name)):
-        found = config
+        actual = config
         for part in path.split("."):
-            found = getattr(found, part)
+            actual = getattr(actual, part)
         if isinstance(value, list):
-            found = [entry.model_dump(include=set(given)) for entry, given in zip(found, value, strict=True)]
-        assert found == value, path
+            actual = [entry.model_dump(include=set(arguments)) for entry, arguments in zip(actual, value, strict=True)]
+        assert actual == value, path
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_config_with_a_preset_is_written_and_read_back(name):
+def test_config_with_a_preset_round_trips(name):
     config, _ = parse({"steps": 1, "preset": name})
     raw, _ = parse_yaml(dump_yaml(config))
     assert parse(raw)[0] == config
 
 
-def test_defaults_lie_below_the_preset_and_that_below_file_and_command_line(tmp_path):
+def test_defaults_precede_preset_file_and_command_line(tmp_path):
     path = write(tmp_path, "steps: 1\npreset: verl/grpo\nloss:\n  clip_high: 0.3\n")
     loaded = load(path, ["loss.clip_low=0.1"])
     loss = loaded.config.loss
@@ -52,17 +52,17 @@ def test_defaults_lie_below_the_preset_and_that_below_file_and_command_line(tmp_
     assert "loss.max_ratio" not in loaded.origins
 
 
-def test_fields_that_replace_those_of_the_preset_are_named():
+def test_overridden_preset_fields_are_named():
     _, warnings = parse({"steps": 1, "preset": "trl/dapo", "loss": {"clip_high": 0.3}})
-    assert warnings == ("preset: trl/dapo has other values of fields that are set; used: loss.clip_high 0.3",)
+    assert warnings == ("preset: fields of trl/dapo are overridden by loss.clip_high 0.3",)
 
 
-def test_another_loss_keeps_the_reduction_of_the_preset_and_drops_its_clips():
+def test_replaced_loss_inherits_the_reduction_without_clips():
     loss = parse({"steps": 1, "preset": "trl/grpo", "loss": "sapo"})[0].loss
     assert (loss.type, loss.aggregation, loss.empty_rows) == ("sapo", "seq_mean_token_mean", "count")
 
 
-def test_the_length_of_a_preset_is_that_of_the_config():
+def test_preset_length_is_the_length_of_the_config():
     raw = {"steps": 1, "preset": "trl/dr_grpo", "data": {"max_completion_length": 12}}
     assert parse(raw)[0].loss.max_length == 12
     assert parse({**raw, "loss": {"max_length": 9}})[0].loss.max_length == 9
@@ -70,7 +70,7 @@ def test_the_length_of_a_preset_is_that_of_the_config():
     assert parse({"steps": 1, "kl": kl, "data": {"max_completion_length": 12}})[0].loss.max_length == 12
 
 
-def test_an_unknown_preset_is_named_with_those_that_exist():
+def test_unknown_preset_is_named_with_known_presets():
     with pytest.raises(ConfigError) as raised:
         parse({"steps": 1, "preset": "trl/gpro"})
     (line,) = raised.value.problems
@@ -79,7 +79,7 @@ def test_an_unknown_preset_is_named_with_those_that_exist():
     assert line.endswith("; did you mean 'trl/grpo'?") or "did you mean 'trl/" in line
 
 
-def test_the_algorithm_is_explained_with_the_origin_of_each_field(tmp_path, capsys):
+def test_algorithm_is_explained_with_origins_of_fields(tmp_path, capsys):
     path = write(tmp_path, "steps: 1\npreset: trl/grpo\nkl:\n  loss:\n    coef: 0.04\n")
     assert main([str(path), "loss.clip_high=0.3", "--explain"]) == 0
     text = capsys.readouterr().out

@@ -24,16 +24,16 @@ SIZE = {"float32": 4, "bfloat16": 2}
 def needed(config, shape):
     """Bytes of a device: weights, moments, two gradients; the reference; caches; inputs of all layers."""
     mesh, rows = config.mesh, config.mesh.data * config.mesh.fsdp
-    parts, held, computed = mesh.fsdp * mesh.tensor, SIZE[config.model.param_dtype], SIZE[config.model.dtype]
-    weights = parameter_count(shape) * held / parts
+    parts, param_bytes, computed = mesh.fsdp * mesh.tensor, SIZE[config.model.param_dtype], SIZE[config.model.dtype]
+    weights = parameter_count(shape) * param_bytes / parts
     if config.lora is None:
-        weights += parameter_count(shape) * (16 + (held if config.reference.source == "step" else 0)) / parts
+        weights += parameter_count(shape) * (16 + (param_bytes if config.reference.source == "step" else 0)) / parts
     token = shape.layers * shape.kv_heads * shape.head_dim * 2 * computed / mesh.tensor
-    prompt, room = config.data.max_prompt_length, config.data.max_completion_length
+    prompt, max_new_tokens = config.data.max_prompt_length, config.data.max_completion_length
     prompts = max(config.rollout.prompts_per_step, config.eval.batch_size) * prompt
-    cache = (config.rollout.slots * (prompt + room) + prompts) / rows * token
+    cache = (config.rollout.slots * (prompt + max_new_tokens) + prompts) / rows * token
     micro = config.rows_per_batch() / config.optim.updates_per_batch / config.optim.micro_batches / rows
-    inputs = micro * (prompt + room) * shape.width * shape.layers * computed
+    inputs = micro * (prompt + max_new_tokens) * shape.width * shape.layers * computed
     return {"weights": weights, "cache": cache, "inputs": inputs}
 
 
@@ -43,6 +43,6 @@ def test_a_recipe_fits_its_devices(name):
     shape = decoder_config(json.loads((PUBLIC / f"{model}.json").read_text()))
     config = load(ROOT / "configs" / f"{name}.yaml").config
     assert shape.kv_heads % config.mesh.tensor == 0
-    found = needed(config, shape)
+    actual = needed(config, shape)
     # A quarter is left for what a layer computes, tiles of logits, and what a compiler adds.
-    assert sum(found.values()) < 0.75 * device, {part: f"{size / GB:.1f} GB" for part, size in found.items()}
+    assert sum(actual.values()) < 0.75 * device, {part: f"{size / GB:.1f} GB" for part, size in actual.items()}

@@ -20,7 +20,7 @@ TARGETS = [
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_source_says_what_the_function_says(target: str) -> None:
+def test_source_agrees_with_the_function(target: str) -> None:
     function, read = load_function(target), read_signature(target)
     real = inspect.signature(function).parameters
     assert [p.name for p in read.parameters] == list(real)
@@ -33,7 +33,7 @@ def test_the_source_says_what_the_function_says(target: str) -> None:
     assert read.doc == (inspect.getdoc(function) or "").partition("\n")[0].strip()
 
 
-def test_types_are_those_of_a_config() -> None:
+def test_types_are_types_of_a_config() -> None:
     ppo = {p.name: p for p in read_signature("kljax:ppo_clip_loss").parameters}
     assert ppo["clip_low"].type is float
     assert ppo["dual_clip"].type == Optional[float]  # noqa: UP045
@@ -48,7 +48,7 @@ def test_types_are_those_of_a_config() -> None:
     assert "frobenius" in get_args(muon["preconditioning"])
 
 
-def test_a_function_of_the_user_is_read_through_its_imports(tmp_path, monkeypatch) -> None:
+def test_user_function_is_read_through_its_imports(tmp_path, monkeypatch) -> None:
     package = tmp_path / "mine_for_signatures"
     package.mkdir()
     (package / "__init__.py").write_text("from .deep import shout as loss\nraise RuntimeError('imported')\n")
@@ -61,12 +61,12 @@ def test_a_function_of_the_user_is_read_through_its_imports(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     signature = read_signature("mine_for_signatures:loss")
     assert signature.doc == "Shouts."
-    found = {p.name: (p.type, p.default, p.keyword) for p in signature.parameters}
-    assert found["log_probs"] == (None, REQUIRED, False)
-    assert found["scale"][1:] == (2, False)
-    assert found["mode"] == (Literal["a", "b"], "a", True)
+    parameters = {p.name: (p.type, p.default, p.keyword) for p in signature.parameters}
+    assert parameters["log_probs"] == (None, REQUIRED, False)
+    assert parameters["scale"][1:] == (2, False)
+    assert parameters["mode"] == (Literal["a", "b"], "a", True)
     assert next(p.doc for p in signature.parameters if p.name == "scale") == "how loud."
-    assert [p.name for p in read_signature(f"{package / 'deep.py'}:shout").parameters] == list(found)
+    assert [p.name for p in read_signature(f"{package / 'deep.py'}:shout").parameters] == list(parameters)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_a_function_of_the_user_is_read_through_its_imports(tmp_path, monkeypatc
         ("no/such/file.py:f", "cannot read no/such/file.py: No such file or directory"),
     ],
 )
-def test_a_target_that_does_not_exist_is_named(target: str, reason: str) -> None:
+def test_missing_target_is_named(target: str, reason: str) -> None:
     with pytest.raises(LookupError, match=reason):
         read_signature(target)
 
 
-def test_source_that_does_not_parse_is_named(tmp_path) -> None:
+def test_unparsable_source_is_named(tmp_path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("def f(:\n")
     with pytest.raises(LookupError, match=r"bad\.py, line 1: invalid syntax"):
@@ -97,6 +97,6 @@ def test_nothing_is_imported() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_imported_modules_are_those_of_the_tables() -> None:
+def test_imported_modules_equal_the_tables() -> None:
     assert optax.contrib.muon is load_function(OPTIMIZERS["muon"])
     assert optax.schedules.cosine_decay_schedule is load_function(KL_SCHEDULES["cosine"])

@@ -14,7 +14,7 @@ def config_of(**sections):
     return parse({"steps": 1, **sections})
 
 
-def test_a_name_sets_every_field_that_it_implies() -> None:
+def test_name_sets_every_implied_field() -> None:
     config, notes = config_of(kl={"loss": {"coef": 0.1, "estimator": "verl/low_var_kl"}})
     assert (config.kl.loss.estimator, config.kl.loss.gradient) == ("low_var_kl", "value")
     assert notes[0] == (
@@ -26,7 +26,7 @@ def test_a_name_sets_every_field_that_it_implies() -> None:
     assert (config.kl.loss.estimator, config.kl.loss.importance_corrected, config.kl.loss.max_ratio) == ("k3", True, 2)
 
 
-def test_the_reward_and_the_advantages_take_the_value_alone() -> None:
+def test_reward_and_advantages_take_the_value_alone() -> None:
     reward = {"coef": 0.1, "estimator": "openrlhf/k1"}
     config, _ = config_of(kl={"reward": reward, "advantage": {"coef": 0.1, "estimator": "art/k1"}})
     assert (config.kl.reward.estimator, config.kl.reward.value_clip) == ("k1", 10.0)
@@ -48,9 +48,9 @@ def test_the_fields_give_the_numbers_of_the_name(name: str) -> None:
         return
     section = config_of(kl={"loss": loss})[0].kl.loss
     lp, ref = jnp.array([-1.0, -40.0]), jnp.array([-2.0, -1.0])
-    given = {"estimator": section.estimator, "gradient": section.gradient, "value_clip": section.value_clip}
+    arguments = {"estimator": section.estimator, "gradient": section.gradient, "value_clip": section.value_clip}
     expected = kljax.estimate_kl(lp, ref, **kljax.systems.arguments(f"verl/{name}"))
-    np.testing.assert_array_equal(kljax.estimate_kl(lp, ref, **given), expected)
+    np.testing.assert_array_equal(kljax.estimate_kl(lp, ref, **arguments), expected)
 
 
 def test_reductions_have_names_too() -> None:
@@ -61,7 +61,7 @@ def test_reductions_have_names_too() -> None:
         config_of(loss={"aggregation": "trinity/seq-mean-token-sum-norm"})
 
 
-def test_a_field_that_contradicts_the_name_is_an_error_that_names_both() -> None:
+def test_field_contradicting_the_name_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
         config_of(kl={"loss": {"coef": 0.1, "estimator": "verl/low_var_kl", "gradient": "k2"}})
     assert list(error.value.problems) == [
@@ -70,7 +70,7 @@ def test_a_field_that_contradicts_the_name_is_an_error_that_names_both() -> None
     config_of(kl={"loss": {"coef": 0.1, "estimator": "verl/low_var_kl", "gradient": "value"}})
 
 
-def test_unknown_names_are_told_with_everything_else_that_is_wrong() -> None:
+def test_unknown_names_are_reported_with_other_problems() -> None:
     with pytest.raises(ConfigError) as error:
         config_of(kl={"loss": {"coef": -1.0, "estimator": "verl/low_var"}, "reward": {"estimator": "verk/k1"}})
     reward, loss, coef = error.value.problems
@@ -81,7 +81,7 @@ def test_unknown_names_are_told_with_everything_else_that_is_wrong() -> None:
     assert coef.startswith("kl.loss.coef: got -1.0")
 
 
-def test_what_is_saved_is_the_meaning() -> None:
+def test_saved_config_has_the_meaning_of_names() -> None:
     config, _ = config_of(kl={"loss": {"coef": 0.1, "estimator": "slime/low_var_kl"}})
     raw, _ = parse_yaml(dump_yaml(config))
     assert raw["kl"]["loss"] | {"coef": 0.1} == {

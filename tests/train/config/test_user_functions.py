@@ -70,7 +70,7 @@ def user(tmp_path) -> Path:
     return path
 
 
-def test_run_takes_task_tokenizer_and_source_of_the_user(user, tmp_path):
+def test_run_takes_user_task_tokenizer_and_source(user, tmp_path):
     config = tiny.config_of(
         f"task={user}:doubles",
         "data.arguments={highest: 40, held_out: 8}",
@@ -90,7 +90,7 @@ def test_tokenizer_of_the_user_encodes_prompts(user):
     assert tokenizer.encode("ab") == [ord("A"), ord("B")]
 
 
-def test_task_of_the_user_has_the_default_lengths_of_records(user):
+def test_user_task_has_the_default_lengths_of_records(user):
     lengths = task_lengths(f"{user}:doubles", {})
     assert lengths == {"max_prompt_length": 256, "max_completion_length": 256}
 
@@ -157,7 +157,7 @@ def test_mistake_is_found_before_the_function_is_imported(user, changes, message
         ),
     ],
 )
-def test_result_that_cannot_be_used_is_named(user, make, changes, message):
+def test_unusable_result_is_named(user, make, changes, message):
     config = tiny.config_of(*(change.replace("{user}", str(user)) for change in changes))
     with pytest.raises(UserError, match=message):
         make(config)

@@ -31,7 +31,7 @@ def test_prompts_are_left_padded_after_bos():
     assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
 
 
-def test_solutions_are_right_padded_and_trained_up_to_eos():
+def test_solutions_are_right_padded_and_trained_through_eos():
     batch = encode_solutions(
         [Example("a", "", "xy"), Example("bc", "", "")], TOKENIZER, prompt_length=3, completion_length=4
     )
@@ -43,14 +43,14 @@ def test_solutions_are_right_padded_and_trained_up_to_eos():
     assert [array.dtype for array in batch] == [np.int32, np.bool_, np.bool_]
 
 
-def test_a_text_of_the_exact_length_fits_and_one_more_token_does_not():
+def test_text_of_the_exact_length_fits_not_longer():
     example = Example("1+2=", "", "")
     assert encode_prompts([example], TOKENIZER, 5)[1].all()
     with pytest.raises(ValueError, match=r"row 0: got 5 \+ 0 tokens, expected at most 4 \+ 0"):
         encode_prompts([example], TOKENIZER, 4)
 
 
-def test_decode_completions_reads_the_mask_and_not_the_pad_id():
+def test_decode_completions_reads_the_mask_not_pad_ids():
     tokens = np.array([[BOS, 65, 66, EOS, 67], [BOS, 65, PAD, 66, PAD]], np.int32)
     mask = np.array([[0, 0, 1, 1, 0], [0, 1, 1, 1, 0]], bool)
     assert decode_completions(tokens, mask, TOKENIZER) == ["B", "A\N{REPLACEMENT CHARACTER}B"]
@@ -65,7 +65,7 @@ def test_supervised_solutions_decode_to_themselves():
     assert rows == [f"\N{REPLACEMENT CHARACTER}{solution}={solution}" for solution in solutions]
 
 
-def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():
+def test_every_epoch_visits_each_example_in_new_order():
     drawn = places(prompts(), 0, 10, 4)
     epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -73,7 +73,7 @@ def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():
     assert list(range(10)) not in epochs
 
 
-def test_a_step_is_the_same_whatever_came_before():
+def test_step_is_independent_of_earlier_steps():
     in_order = prompts()
     drawn = [in_order.batch(step) for step in range(6)]
     again = prompts()
@@ -84,22 +84,22 @@ def test_the_order_depends_on_the_seed():
     assert places(prompts(seed=3), 0, 5, 4) != places(prompts(seed=4), 0, 5, 4)
 
 
-def test_a_batch_larger_than_the_data_goes_on_into_the_next_epoch():
+def test_batch_larger_than_the_data_continues_next_epoch():
     drawn = places(prompts(count=3, batch_size=7), 0, 3, 7)
     assert [sorted(drawn[start : start + 3]) for start in range(0, 21, 3)] == [[0, 1, 2]] * 7
 
 
 @pytest.mark.parametrize("rows", [[0], [1, 3], [3, 0, 2, 1]])
-def test_some_rows_are_those_of_the_batch(rows):
+def test_selected_rows_equal_the_rows_of_a_batch(rows):
     for step in (0, 5):
-        whole = prompts().batch(step)
-        assert prompts().batch(step, rows) == [whole[row] for row in rows]
+        full = prompts().batch(step)
+        assert prompts().batch(step, rows) == [full[row] for row in rows]
 
 
-def test_some_supervised_rows_are_those_of_the_batch():
+def test_selected_supervised_rows_equal_the_rows_of_batches():
     data = Supervised(examples(9), TOKENIZER, prompt_length=5, completion_length=3, batch_size=4, seed=0)
-    for some, whole in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
-        np.testing.assert_array_equal(some, whole[[1, 3]])
+    for some, full in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
+        np.testing.assert_array_equal(some, full[[1, 3]])
 
 
 def test_an_empty_batch_is_refused():
@@ -107,7 +107,7 @@ def test_an_empty_batch_is_refused():
         prompts(batch_size=0)
 
 
-def test_prompts_too_long_are_left_out_counted_and_logged(caplog):
+def test_overlong_prompts_are_dropped_counted_and_logged(caplog):
     source = Prompts(examples(12), TOKENIZER, length=3, batch_size=4, seed=0)
     assert [example.answer for example in source.examples] == [str(i) for i in range(10)]
     assert source.dropped == 2
@@ -129,7 +129,7 @@ def test_supervised_counts_long_prompts_and_long_solutions(caplog):
     assert "1 of 3 solutions are longer than data.max_completion_length = 3" in caplog.text
 
 
-def test_nothing_left_says_which_length_to_raise():
+def test_empty_data_names_the_length_to_raise():
     long = [Example("123", "", ""), Example("12", "", ""), Example("1234", "", "")]
     with pytest.raises(UserError, match=r"data.max_prompt_length: got 2.*3 prompts.*at least that") as error:
         keep_prompts(long, TOKENIZER, 2)

@@ -17,7 +17,7 @@ EXAMPLES = [Example(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in ((1, 2), (3
 SCORES = {"reward": np.float32([1.1, 0.1]), "correct": np.float32([1, 0]), "format": np.float32([1, 1])}
 
 
-def test_named_rewards_are_kept_apart():
+def test_named_rewards_stay_separate():
     task = Task("two", EXAMPLES, EXAMPLES, lambda e, text, done: {"reward": len(text) + done, "correct": 0, "form": 2})
     scores = judge(task, EXAMPLES[:2], ["abc", ""], np.array([True, False]))
     assert {name: values.tolist() for name, values in scores.items()} == {
@@ -30,7 +30,7 @@ def test_named_rewards_are_kept_apart():
         judge(task, EXAMPLES, ["abc"], np.array([True]))
 
 
-def test_threads_keep_the_order_and_raise_what_the_verifier_raises():
+def test_threads_preserve_the_order_and_raise_verifier_errors():
     together = threading.Barrier(2, timeout=10)
 
     def score(example, text, finished):
@@ -52,7 +52,7 @@ def test_rewards_of_different_names_are_an_error():
         judge(task, EXAMPLES[:2], ["a", "b"], np.ones(2, bool))
 
 
-def test_without_settings_the_reward_is_the_task_s_own():
+def test_reward_without_settings_is_the_task_reward():
     composed = compose(Rewards(), SCORES, np.array([3, 9]), longest=10)
     assert composed.keys() == SCORES.keys()
     np.testing.assert_array_equal(composed["reward"], SCORES["reward"])
@@ -100,7 +100,7 @@ def test_the_buffer_fits_the_completions():
         parse({"steps": 1, "rewards": {"overlong_buffer": 5}})
 
 
-def test_a_batch_is_trained_on_the_composed_reward_and_logs_every_name():
+def test_batch_uses_the_composed_reward_and_logs_names():
     config = tiny.config_of("rewards={length_penalty: 0.5, weights: {correct: 2}}", "rollout.samples_per_prompt=2")
     task = Task("fixed", EXAMPLES, EXAMPLES, lambda e, text, done: {"reward": 9.0, "correct": 1.0})
     context = tiny.context_of(config, task=task)

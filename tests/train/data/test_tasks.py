@@ -34,7 +34,7 @@ def write_lines(path, *lines):
 
 
 @pytest.mark.parametrize(("operations", "total"), [("+", 100), ("+-", 200), ("+-*", 300)])
-def test_arithmetic_splits_are_disjoint_and_cover_every_problem_once(operations, total):
+def test_arithmetic_splits_are_disjoint_and_complete(operations, total):
     task = load_task(config(operations=operations))
     everything = prompts(task.train) + prompts(task.eval)
     assert len(task.eval) == 20
@@ -55,7 +55,7 @@ def test_arithmetic_split_depends_on_its_seed_only():
     assert prompts(first.eval) != sorted(prompts(first.eval))
 
 
-def test_arithmetic_rewards_only_the_exact_answer_that_ended():
+def test_arithmetic_rewards_only_exact_finished_answers():
     task = load_task(config())
     example = Example("2-5=", "-3", "-3")
     assert task.score(example, "-3", True) == {"reward": 1.0, "correct": 1.0}
@@ -63,7 +63,7 @@ def test_arithmetic_rewards_only_the_exact_answer_that_ended():
         assert task.score(example, completion, finished) == {"reward": 0.0, "correct": 0.0}
 
 
-def test_arithmetic_holds_out_at_most_half_and_says_so(caplog):
+def test_arithmetic_holds_out_at_most_half(caplog):
     task = arithmetic.load(max_operand=2, operations="+", held_out=100)
     assert (len(task.train), len(task.eval)) == (5, 4)
     assert "eval.prompts is 100, but there are only 9 problems: 4 are held out" in caplog.text
@@ -135,12 +135,12 @@ def test_gsm8k_solutions_get_the_full_reward(tmp_path):
         ("", True, 0, 0),
     ],
 )
-def test_gsm8k_judge(completion, finished, correct, format_):
+def test_gsm8k_verifier(completion, finished, correct, format_):
     rewards = gsm8k.score(Example("", "42", ""), completion, finished)
     assert rewards == {"reward": correct + 0.1 * format_, "correct": correct, "format": format_}
 
 
-def test_gsm8k_numbers_compare_as_decimals_with_commas_and_signs():
+def test_gsm8k_numbers_compare_as_decimals():
     assert gsm8k.parse_number("-$1,234.50") == gsm8k.parse_number("-1234.5")
     assert gsm8k.parse_number(".5") == gsm8k.parse_number("0.50")
     assert gsm8k.score(Example("", "0.1", ""), "#### 0.1000000000000000055", True)["correct"] == 0
@@ -179,7 +179,7 @@ def test_gsm8k_unusable_files_are_named(tmp_path):
         gsm8k.load(train=write_lines(tmp_path / "train.jsonl", GOOD), held_out=None)
 
 
-def test_wrong_solutions_are_in_the_corpus_and_never_in_the_answers():
+def test_wrong_solutions_are_in_the_corpus_alone():
     clean = arithmetic.load(max_operand=49, operations="+", held_out=100)
     mixed = arithmetic.load(max_operand=49, operations="+", held_out=100, error_rate=0.3)
     assert [(e.prompt, e.answer) for e in mixed.train] == [(e.prompt, e.answer) for e in clean.train]
@@ -191,14 +191,14 @@ def test_wrong_solutions_are_in_the_corpus_and_never_in_the_answers():
     assert mixed.score(right, right.answer, True)["correct"] == 1
 
 
-def test_more_solutions_of_a_problem_have_errors_of_their_own_and_are_not_held_out():
-    one = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5)
+def test_extra_solutions_have_new_errors_in_training_alone():
+    operation = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5)
     four = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5, solutions=4)
-    assert four.eval == one.eval
-    assert four.train[:80] == one.train
+    assert four.eval == operation.eval
+    assert four.train[:80] == operation.train
     assert len(four.train) == 4 * 80
     copies = [four.train[start : start + 80] for start in range(0, 320, 80)]
-    assert all(prompts(copy) == prompts(one.train) for copy in copies)
+    assert all(prompts(copy) == prompts(operation.train) for copy in copies)
     assert all(example.answer == str(eval(example.prompt.removesuffix("="))) for example in four.train)
     solutions = [tuple(example.solution for example in copy) for copy in copies]
     assert len(set(solutions)) == 4

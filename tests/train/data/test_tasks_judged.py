@@ -41,7 +41,7 @@ def judge():
 # ---- math-verify
 
 
-def test_what_a_model_writes_cannot_keep_the_judge_busy(judge):
+def test_sampled_text_cannot_stall_the_verifier(judge):
     assert judge.equal("1/2", r"so \boxed{0.5}")  # started
     patient, judge._seconds = judge._seconds, 0.3
     try:
@@ -70,7 +70,7 @@ serve(answer, memory=1 << 30)
 
 
 @pytest.mark.parametrize("limit", ["refused", pytest.param("set", marks=ON_LINUX)])
-def test_a_worker_answers_where_no_memory_limit_can_be_set(limit):
+def test_worker_answers_without_a_memory_limit(limit):
     pipe, child_end = multiprocessing.Pipe()
     with child_end:
         command = [sys.executable, "-c", SERVE, limit, str(child_end.fileno())]
@@ -83,7 +83,7 @@ def test_a_worker_answers_where_no_memory_limit_can_be_set(limit):
     assert (process.wait(60), answers) == (0, [8, 0 if limit == "set" else 2 << 30])
 
 
-def test_the_limit_of_math_verify_counts_the_time_that_it_works(monkeypatch):
+def test_math_verify_limit_counts_working_time(monkeypatch):
     from math_verify.errors import TimeoutException
 
     from train.data.workers import equality
@@ -134,7 +134,7 @@ def test_math_verify_knows_equal_answers(judge, gold, text, equal):
         ("", True, 0, 0),
     ],
 )
-def test_gsm8k_judged_by_math_verify(judge, completion, finished, correct, format_):
+def test_gsm8k_verified_by_math_verify(judge, completion, finished, correct, format_):
     rewards = gsm8k.score_mathematically(Example("", "42", ""), completion, finished, equal=judge.equal)
     assert rewards == {"reward": correct + 0.1 * format_, "correct": correct, "format": format_}
 
@@ -203,7 +203,7 @@ def test_records_by_the_name_of_a_data_set(monkeypatch):
         gsm8k.read_examples("datasets:a:b:c:d", "data.eval")
 
 
-def test_without_the_library_a_name_says_how_to_get_it(monkeypatch):
+def test_missing_library_error_tells_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"data\.train: 'datasets:a/b' is read by the library datasets, which is not"):
         read_records("datasets:a/b", "data.train", task="gsm8k", expected="'question'")
@@ -231,7 +231,7 @@ def random_expression(draw: random.Random, depth: int) -> str:
     return draw.choice([text, f"({text})", f"-({text})"])
 
 
-def test_arithmetic_is_read_as_python_reads_it():
+def test_arithmetic_is_parsed_like_python():
     draw, values = random.Random(0), 0
     for _ in range(500):
         text = random_expression(draw, 4)
@@ -267,7 +267,7 @@ def test_arithmetic_is_read_as_python_reads_it():
         "(" * 150 + "1",
     ],
 )
-def test_anything_else_is_not_arithmetic(text):
+def test_other_expressions_are_not_arithmetic(text):
     with pytest.raises(NotArithmetic):
         evaluate(text)
 
@@ -296,7 +296,7 @@ def test_countdown_rewards_the_target_with_each_number_once(completion, finished
     assert rewards == {"reward": correct + 0.1 * format_, "correct": correct, "format": format_}
 
 
-def test_countdown_problems_differ_fit_and_are_solved_by_their_solutions(caplog):
+def test_countdown_problems_differ_fit_and_are_solvable(caplog):
     config, _ = parse(
         {"steps": 1, "task": "countdown", "data": {"problems": 300, "numbers": 4}, "eval": {"prompts": 40}}
     )
@@ -375,7 +375,7 @@ def test_worker_processes_score_as_this_process_does(own):
     }
 
 
-def test_only_a_task_of_one_s_own_has_worker_processes():
+def test_only_user_tasks_have_worker_processes():
     with pytest.raises(UserError, match=r"rewards\.workers: task gsm8k does not read it, only jsonl"):
         parse({"steps": 1, "task": "gsm8k", "rewards": {"workers": 2}})
     with pytest.raises(UserError, match=r"rewards\.timeout: got .*, expected a number > 0 and <= 1_000_000"):
@@ -392,7 +392,7 @@ def test_only_a_task_of_one_s_own_has_worker_processes():
         ),
     ],
 )
-def test_an_error_in_a_reward_function_is_shown_with_its_example(own, function, message):
+def test_reward_function_error_shows_its_example(own, function, message):
     task = own(function)
     with pytest.raises(UserError, match=message):
         task.score(task.train[0], "x", True)
@@ -413,7 +413,7 @@ def test_an_error_in_a_reward_function_is_shown_with_its_example(own, function, 
         ({"numbers": 4}, r"data\.numbers: task jsonl does not read it, only countdown"),
     ],
 )
-def test_what_is_wrong_with_a_task_of_one_s_own_is_named(own, data, message):
+def test_mistakes_of_a_user_task_are_named(own, data, message):
     with pytest.raises(UserError, match=message):
         own(**data)
 
@@ -426,7 +426,7 @@ def test_messages_without_role_and_content_are_named(tmp_path):
         jsonl.read_examples(path, "data.train", prompt="prompt", answer="answer", solution="solution")
 
 
-def test_the_judge_of_gsm8k_is_chosen_by_the_config(tmp_path):
+def test_verifier_of_gsm8k_is_chosen_by_config(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"question": "How many?", "answer": "#### 42"})
     data = SimpleNamespace(train=path, held_out=path)
     strict = gsm8k.load(train=data.train, held_out=data.held_out, judge="strict")

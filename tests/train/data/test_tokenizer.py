@@ -16,14 +16,14 @@ def test_ids_are_the_utf8_bytes(text):
     assert bytes(TOKENIZER.encode(text)) == text.encode("utf-8")
 
 
-def test_special_ids_are_distinct_no_bytes_and_inside_the_vocabulary():
+def test_special_ids_are_distinct_and_inside_the_vocabulary():
     special = [TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.pad_id]
     assert special == [256, 257, 258]
     assert TOKENIZER.vocab_size == 264
     assert TOKENIZER.vocab_size % 8 == 0
 
 
-def test_eos_is_left_out_and_other_special_ids_show():
+def test_eos_is_omitted_and_other_special_ids_show():
     assert TOKENIZER.decode([56, 53, TOKENIZER.eos_id]) == "85"
     for token in (TOKENIZER.bos_id, TOKENIZER.pad_id, TOKENIZER.vocab_size - 1):
         assert TOKENIZER.decode([56, token, 53]) == f"8{UNKNOWN}5"

@@ -44,7 +44,7 @@ def changed(tmp_path, kind, **files):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_are_those_of_transformers(kind):
+def test_conversations_are_encoded_like_transformers(kind):
     known = expected(kind)
     assert len(known["chats"]) >= 6
     for case in known["chats"]:
@@ -64,7 +64,7 @@ def test_conversations_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_those_of_transformers(kind):
+def test_texts_are_encoded_like_transformers(kind):
     tokenizer, known = load_folder(FOLDERS / kind, chat=False), expected(kind)
     assert tokenizer.vocab_size == known["vocab_size"]
     for case in known["texts"]:
@@ -87,7 +87,7 @@ def test_bytes_of_tokens_join_to_the_text(kind):
     assert named.token_bytes()[named.encode("<think>")[0]] == b"<think>"
 
 
-def test_what_begins_and_ends_a_text():
+def test_first_and_last_tokens_of_a_text():
     chatml, llama, gemma = (load_folder(FOLDERS / kind) for kind in KINDS)
     names = [[t.decode([i]) or t._pieces[i] for i in t.eos_ids] for t in (chatml, llama, gemma)]
     assert names == [
@@ -106,8 +106,8 @@ def test_what_begins_and_ends_a_text():
 @pytest.mark.parametrize("chat", [True, False])
 def test_solutions_go_on_where_prompts_end(kind, chat):
     tokenizer = load_folder(FOLDERS / kind, chat=chat)
-    one = Example("Tom has", "7", " 7 apples." if not chat else " 7 apples.\n")
-    head, tail = tokenizer.prompt_ids(one), tokenizer.solution_ids(one)
+    single = Example("Tom has", "7", " 7 apples." if not chat else " 7 apples.\n")
+    head, tail = tokenizer.prompt_ids(single), tokenizer.solution_ids(single)
     assert tail[-1] in tokenizer.eos_ids
     assert not set(tail[:-1]) & set(tokenizer.eos_ids)
     if chat:  # as the template writes the whole conversation
@@ -116,23 +116,25 @@ def test_solutions_go_on_where_prompts_end(kind, chat):
         )
         assert tokenizer.encode(text)[: len(head) + len(tail)] == head + tail
     else:
-        whole = [*tokenizer.prompt_ids(Example("Tom has 7 apples.", "", "")), tokenizer.eos_ids[0]]
-        assert tokenizer.decode(head + tail) == tokenizer.decode(whole)
-        assert head + tail == whole or kind == "gemma"  # whose merges go over the border
+        full = [*tokenizer.prompt_ids(Example("Tom has 7 apples.", "", "")), tokenizer.eos_ids[0]]
+        assert tokenizer.decode(head + tail) == tokenizer.decode(full)
+        assert head + tail == full or kind == "gemma"  # whose merges go over the border
 
 
-def test_the_system_speaks_first_unless_the_conversation_says_otherwise():
+def test_system_prompt_comes_first_unless_the_conversation_differs():
     tokenizer = load_folder(FOLDERS / "chatml", system="Be brief.")
     user = {"role": "user", "content": "hi"}
     assert "system\nBe brief.<" in "".join(tokenizer._pieces[i] for i in ()) + tokenizer._render(
         tokenizer._template, example([user]), answer=None
     )
-    own = tokenizer._render(tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None)
-    assert "Own." in own
-    assert "Be brief." not in own
+    with_system = tokenizer._render(
+        tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None
+    )
+    assert "Own." in with_system
+    assert "Be brief." not in with_system
 
 
-def test_what_is_sampled_does_not_vanish():
+def test_sampled_tokens_stay_visible_in_the_text():
     tokenizer = load_folder(FOLDERS / "chatml")
     seven, start = tokenizer.encode("7")[0], tokenizer.encode("<|im_start|>")[0]
     beyond = tokenizer.vocab_size + 3  # rows of the embedding beyond the tokenizer
@@ -141,19 +143,19 @@ def test_what_is_sampled_does_not_vanish():
     assert tokenizer.decode(tokenizer.encode("\ud800!")) == "?!"
 
 
-def test_bos_is_as_the_tokenizer_config_says_where_it_says_so(tmp_path):
+def test_bos_follows_the_tokenizer_config_if_set(tmp_path):
     plain = Example("a", "", "")
     without = load_folder(
         changed(tmp_path / "1", "llama3", tokenizer_config__json={"add_bos_token": False}), chat=False
     )
     assert without.prompt_ids(plain) == without.encode("a")
     told = {"add_bos_token": True, "bos_token": {"content": "<|im_start|>", "special": True}}
-    given = load_folder(changed(tmp_path / "2", "chatml", tokenizer_config__json=told), chat=False)
-    assert given.prompt_ids(plain) == [given.bos_id, *given.encode("a")]
-    assert given.prompt_ids(Example("<|im_start|>a", "", "")) == [given.bos_id, *given.encode("a")]
+    arguments = load_folder(changed(tmp_path / "2", "chatml", tokenizer_config__json=told), chat=False)
+    assert arguments.prompt_ids(plain) == [arguments.bos_id, *arguments.encode("a")]
+    assert arguments.prompt_ids(Example("<|im_start|>a", "", "")) == [arguments.bos_id, *arguments.encode("a")]
 
 
-def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path):
+def test_padding_and_truncation_of_files_are_disabled(tmp_path):
     cut = {"truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}}
     pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
     folder = changed(tmp_path, "chatml", tokenizer__json=cut | {"padding": pad | {"pad_token": "!"}})
@@ -170,8 +172,8 @@ def test_where_a_template_is_found(tmp_path):
     (folder / "chat_template.jinja").write_text("c", "utf-8")
     assert load_folder(folder).prompt_ids(user) == load_folder(folder).encode("c")
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}{{ n }}", "utf-8")
-    own = load_folder(folder, template=str(tmp_path / "own.jinja"), arguments={"n": 7})
-    assert own.prompt_ids(user) == own.encode("hi7")
+    with_template = load_folder(folder, template=str(tmp_path / "own.jinja"), arguments={"n": 7})
+    assert with_template.prompt_ids(user) == with_template.encode("hi7")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_unusable_folders_are_named(tmp_path, files, settings, message):
         load_folder(changed(tmp_path, "chatml", **files), **settings)
 
 
-def test_a_template_is_data_and_not_a_program_of_this_machine():
+def test_template_cannot_act_on_this_machine():
     for source in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
@@ -217,7 +219,7 @@ def test_a_template_is_data_and_not_a_program_of_this_machine():
         assert "class" not in text
 
 
-def test_an_unknown_decoder_is_named_when_bytes_are_asked_for(tmp_path):
+def test_unknown_decoder_is_named_when_bytes_are_requested(tmp_path):
     folder = changed(
         tmp_path, "chatml", tokenizer__json={"decoder": {"type": "WordPiece", "prefix": "", "cleanup": True}}
     )
@@ -230,7 +232,7 @@ def test_a_prompt_without_a_token_is_named():
         keep_prompts([Example("", "", "")], load_folder(FOLDERS / "chatml", chat=False), 8)
 
 
-def test_rows_beyond_the_tokenizer_stop_no_search_of_theirs():
+def test_rows_beyond_the_tokenizer_disturb_no_search():
     tokenizer = load_folder(FOLDERS / "chatml")
     size = tokenizer.vocab_size + 5
     table = stop_table(["</think>"], vocabulary_bytes(tokenizer, size))
@@ -239,7 +241,7 @@ def test_rows_beyond_the_tokenizer_stop_no_search_of_theirs():
     assert (table.next[0, tokenizer.encode("</think>")[0]], table.next[0, size - 1]) == (len(table.next) - 1, 0)
 
 
-def test_bytes_of_the_byte_tokenizer_join_to_its_text():
+def test_byte_tokenizer_bytes_join_to_its_text():
     tokenizer = ByteTokenizer()
     ids = [*tokenizer.encode("né"), tokenizer.bos_id, tokenizer.eos_id]
     pieces = tokenizer.token_bytes()
@@ -248,7 +250,7 @@ def test_bytes_of_the_byte_tokenizer_join_to_its_text():
     assert tokenizer.eos_ids == (tokenizer.eos_id,)
 
 
-def test_a_config_without_a_folder_has_bytes_and_says_what_it_does_not_read():
+def test_config_without_folder_uses_bytes():
     config, warnings = parse({"steps": 1, "data": {"system": "Be brief."}})
     assert isinstance(load_tokenizer(config), ByteTokenizer)
     assert any(line.startswith("data.system: not read") for line in warnings)
@@ -273,6 +275,6 @@ def test_a_config_without_a_folder_has_bytes_and_says_what_it_does_not_read():
         ),
     ],
 )
-def test_fields_that_would_not_be_read_are_errors(fields, message):
+def test_unread_fields_are_errors(fields, message):
     with pytest.raises(UserError, match=message):
         parse({"steps": 1, **fields})

@@ -59,15 +59,15 @@ def from_hidden(rows: Arrays, heads: Arrays, *, mesh: Mesh | None) -> Arrays:
         tiled = token_loss(stats, inputs)[0].sum()
         return tiled + 2 * fused, {"log_prob": stats.log_prob, "entropy": stats.entropy, "fused": fused, **metrics}
 
-    (_, found), gradients = jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(rows["hidden"], heads)
-    return {**found, "hidden": gradients[0], **gradients[1]}
+    (_, actual), gradients = jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(rows["hidden"], heads)
+    return {**actual, "hidden": gradients[0], **gradients[1]}
 
 
 def over_rows(rows: Arrays, *, axis_name: tuple[str, ...] | None) -> Arrays:
     """Functions with statistics of all rows: whitening, advantages, and each reduction as token weights."""
     values, mask = rows["values"], rows["mask"]
     groups = kljax.Groups(rows["groups"], GROUPS, axis_name=axis_name)
-    found = {
+    actual = {
         "whitened": kljax.masked_whiten(values, mask, axis_name=axis_name),
         "mean": jnp.broadcast_to(kljax.masked_mean(values, mask, axis_name=axis_name), mask.shape),
         "grpo": kljax.grpo_advantages(rows["rewards"], groups),
@@ -77,16 +77,16 @@ def over_rows(rows: Arrays, *, axis_name: tuple[str, ...] | None) -> Arrays:
         options: Arrays = {"max_length": 9} if "norm" in mode else {}
         if "prompt" in mode:
             options |= {"group_ids": groups}
-        found[mode] = kljax.token_weights(mask, mode=mode, axis_name=axis_name, **options)
-    return found
+        actual[mode] = kljax.token_weights(mask, mode=mode, axis_name=axis_name, **options)
+    return actual
 
 
 def compare(name: str, got: Any, expected: Any) -> None:
     """Compares arrays with those of one device."""
-    for key, one in distributed.to_host(expected).items():
-        want, found = np.asarray(one), np.asarray(distributed.to_host(got[key]))
-        assert found.dtype == want.dtype == np.float64, (name, key, found.dtype)
-        far = np.abs(found - want).max() / np.abs(want).max()
+    for key, item in distributed.to_host(expected).items():
+        want, actual = np.asarray(item), np.asarray(distributed.to_host(got[key]))
+        assert actual.dtype == want.dtype == np.float64, (name, key, actual.dtype)
+        far = np.abs(actual - want).max() / np.abs(want).max()
         assert far <= TOLERANCE, (name, key, far)
 
 
@@ -95,8 +95,8 @@ def check(shape: tuple[int, int, int], expected: tuple[Arrays, Arrays]) -> None:
     mesh = make_mesh(*shape)
     rows, heads = draw()
     sharding = NamedSharding(mesh, P(SPLIT))
-    held = distributed.held_rows(sharding, ROWS)
-    placed = distributed.place_rows({name: array[held] for name, array in rows.items()}, sharding)
+    local_rows = distributed.held_rows(sharding, ROWS)
+    placed = distributed.place_rows({name: array[local_rows] for name, array in rows.items()}, sharding)
     columns = distributed.place_whole(heads, NamedSharding(mesh, P("fsdp", "tensor")))
     mapped: Callable[..., Any] = jax.shard_map(
         functools.partial(over_rows, axis_name=SPLIT), mesh=mesh, in_specs=P(SPLIT), out_specs=P(SPLIT)

@@ -24,25 +24,27 @@ def check_rows(shape: tuple[int, int, int]) -> None:
     """Rows go to the devices and come back, whole and in part, and each is judged once."""
     mesh = make_mesh(*shape)
     sharding = batch_sharding(mesh)
-    whole = {"a": np.arange(24, dtype=np.float32).reshape(8, 3) / 7, "flag": np.arange(8) % 3 == 0}
-    held = distributed.held_rows(sharding, 8)
-    placed = distributed.place_rows({name: value[held] for name, value in whole.items()}, sharding)
+    full = {"a": np.arange(24, dtype=np.float32).reshape(8, 3) / 7, "flag": np.arange(8) % 3 == 0}
+    local_rows = distributed.held_rows(sharding, 8)
+    placed = distributed.place_rows({name: value[local_rows] for name, value in full.items()}, sharding)
     assert placed["a"].shape == (8, 3)
     for name, value in distributed.to_host(placed).items():
-        np.testing.assert_array_equal(value, whole[name])
+        np.testing.assert_array_equal(value, full[name])
     for name, value in distributed.to_host_rows(placed).items():
-        np.testing.assert_array_equal(value, whole[name][held])
+        np.testing.assert_array_equal(value, full[name][local_rows])
     total = jax.jit(lambda x: x.sum(), out_shardings=replicated(mesh))(placed["a"])
-    assert abs(float(total) - whole["a"].sum()) < 1e-4
-    np.testing.assert_array_equal(
-        distributed.to_host(distributed.place_whole(whole["a"], replicated(mesh))), whole["a"]
+    assert abs(float(total) - full["a"].sum()) < 1e-4
+    np.testing.assert_array_equal(distributed.to_host(distributed.place_whole(full["a"], replicated(mesh))), full["a"])
+    process_rows = distributed.own_rows(sharding, 8)
+    assert set(process_rows) <= set(local_rows)
+    gathered = distributed.gather_rows(
+        "rewards", {name: value[process_rows] for name, value in full.items()}, process_rows, 8
     )
-    own = distributed.own_rows(sharding, 8)
-    assert set(own) <= set(held)
-    gathered = distributed.gather_rows("rewards", {name: value[own] for name, value in whole.items()}, own, 8)
     for name, value in gathered.items():
-        assert value.tobytes() == whole[name].tobytes()
-    assert sorted(np.concatenate([np.array(x) for x in distributed.exchange_json("rows", own.tolist())])) == [*range(8)]
+        assert value.tobytes() == full[name].tobytes()
+    assert sorted(np.concatenate([np.array(x) for x in distributed.exchange_json("rows", process_rows.tolist())])) == [
+        *range(8)
+    ]
 
 
 def error_of(function) -> Exception:

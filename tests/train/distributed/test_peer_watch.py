@@ -54,7 +54,7 @@ def pass_seconds(clock, seconds: int, *watches) -> None:
             watch.beat()
 
 
-def test_a_silent_process_is_named_with_its_last_place(clock, watches):
+def test_silent_process_is_named_with_its_last_activity(clock, watches):
     watches[2].enter(17, "update")
     pass_seconds(clock, 3, *watches)
     assert watches[0].reason() is None
@@ -68,7 +68,7 @@ def test_a_silent_process_is_named_with_its_last_place(clock, watches):
     assert reason.code == 75
 
 
-def test_after_an_abort_a_shorter_silence_is_enough_and_then_the_leader_is_asked_for(clock, watches):
+def test_silence_after_an_abort_is_judged_sooner(clock, watches):
     pass_seconds(clock, 3, *watches)
     assert watches[1].reason_of_abort(lambda: True) is None
     assert "process 0 of 3 (a, pid 10) is lost" in str(watches[1].reason_of_abort(lambda: False))
@@ -78,14 +78,14 @@ def test_after_an_abort_a_shorter_silence_is_enough_and_then_the_leader_is_asked
     assert "process 2 of 3" in str(watches[1].reason_of_abort(lambda: False))
 
 
-def test_a_process_that_was_stopped_itself_blames_nobody(clock, watches):
+def test_stopped_process_blames_nobody_after_waking(clock, watches):
     pass_seconds(clock, 3, *watches)
     clock.now += 60
     watches[0].beat()
     assert watches[0].reason() is None
 
 
-def test_what_another_process_told_comes_first(clock, watches):
+def test_report_of_another_process_takes_precedence(clock, watches):
     pass_seconds(clock, 3, *watches)
     pass_seconds(clock, 8, watches[0])
     watches[0]._service.key_value_set(f"{peer_watch.LOST}/reason", "process 1 of 3 is lost")
@@ -101,7 +101,7 @@ def test_a_failed_process_is_not_a_lost_one(clock, watches):
     assert (str(reason), reason.code) == ("process 1 of 3 failed: the disk is full", 130)
 
 
-def test_the_process_that_all_others_wait_for_is_slow(clock, watches):
+def test_process_awaited_by_all_others_is_slow(clock, watches):
     for step, phase in ((0, "sample"), (0, "score")):
         for watch in watches:
             watch.enter(step, phase)
@@ -125,7 +125,7 @@ def test_the_process_that_all_others_wait_for_is_slow(clock, watches):
     assert watches[0].slow() is None
 
 
-def test_the_process_that_all_others_wait_for_in_an_exchange_is_slow(clock, watches, monkeypatch):
+def test_process_awaited_in_an_exchange_is_slow(clock, watches, monkeypatch):
     for watch in watches:
         watch.enter(2, "rollout")
     for _ in range(64):
@@ -137,7 +137,7 @@ def test_the_process_that_all_others_wait_for_in_an_exchange_is_slow(clock, watc
     assert watches[0].slow() == text
 
 
-def test_places_are_small_json(watches):
+def test_activities_are_small_json(watches):
     watches[1].enter(3, "update")
     watches[1].beat()
     assert json.loads(watches[1]._service.values["kljax/progress/1"]) == [1, 1, 3, "update"]
@@ -154,7 +154,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("moment", "victim", "processes"), CASES)
-def test_the_others_name_a_killed_process_within_fifteen_seconds(moment, victim, processes):
+def test_killed_process_is_named_within_fifteen_seconds(moment, victim, processes):
     arguments = ("tests.train.distributed.watched", "--at", moment)
     with peers.started(*arguments, processes=processes, devices=1, env=os.environ) as started:
         until = time.monotonic() + 120
@@ -168,12 +168,12 @@ def test_the_others_name_a_killed_process_within_fifteen_seconds(moment, victim,
             if number != victim:
                 assert peer.returncode == 75
                 pid = started[victim].process.pid
-                found = rf"error: process {victim} of {processes} \(.*, pid {pid}\) is lost: .* step 7 \({moment}\)"
-                assert re.search(found, peer.stderr), peer.stderr
+                actual = rf"error: process {victim} of {processes} \(.*, pid {pid}\) is lost: .* step 7 \({moment}\)"
+                assert re.search(actual, peer.stderr), peer.stderr
 
 
 @pytest.mark.thorough
-def test_a_process_whose_interpreter_is_held_for_long_is_not_lost():
+def test_process_with_a_blocked_interpreter_is_not_lost():
     ended = peers.run("tests.train.distributed.watched", "--at", "interpreter", processes=2, devices=1, env=os.environ)
     for code, out, err in ended:
         assert (code, out.splitlines()[-1]) == (0, "all alive"), err

@@ -45,7 +45,7 @@ def test_two_processes_share_rows_values_and_errors(pair) -> None:
         (("host:1", 0, 0), "--processes: got 0, expected at least 1"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags, text) -> None:
+def test_mismatched_flags_are_refused(flags, text) -> None:
     with pytest.raises(UserError, match=r"^--") as caught:
         distributed.peers_of(*flags)
     assert text in str(caught.value)
@@ -60,12 +60,12 @@ def test_one_process_needs_no_flags_and_no_network() -> None:
 
 
 @pytest.mark.slow
-def test_the_library_is_exact_over_two_processes_in_float64(pair) -> None:
+def test_library_is_exact_over_two_processes_in_float64(pair) -> None:
     for number, (_, out, err) in enumerate(pair):
         assert f"process {number}: the library is exact" in out.splitlines(), err
 
 
-def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
+def test_missing_process_ends_the_waiting_processes() -> None:
     """Process 2 never starts; process 0 waits longer than process 1, so that it says who is there."""
     flags = ("--coordinator", f"127.0.0.1:{peers.free_port()}", "--processes", 3)
     module, start = "tests.train.distributed.peer", {"processes": 1, "devices": 1, "env": os.environ}
@@ -88,7 +88,7 @@ def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
 
 
 @pytest.mark.skipif(not HAS_TABLES, reason="the system has no table of connections")
-def test_the_hosts_at_a_port_are_those_of_its_connections() -> None:
+def test_hosts_at_a_port_come_from_its_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert connected_hosts(port) == []
@@ -105,7 +105,7 @@ TABLE = "  sl  local_address rem_address   st\n   0: 0100007F:211C 0700000A:D431
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="the table is in the order of this machine")
-def test_hosts_are_read_from_the_tables_that_are_there(monkeypatch, tmp_path) -> None:
+def test_hosts_are_read_from_the_available_tables(monkeypatch, tmp_path) -> None:
     tables = tmp_path / "tcp", tmp_path / "tcp6"
     monkeypatch.setattr(joining, "TABLES", tables)
     assert connected_hosts(8476) is None
@@ -126,7 +126,7 @@ def _refuse(error: Exception) -> Callable[..., None]:
     ("name", "error"),
     [("CDLL", OSError("no library")), ("CDLL", TypeError("bad argument")), ("CFUNCTYPE", MemoryError("no closure"))],
 )
-def test_a_system_without_handlers_of_c_is_a_warning(monkeypatch, capsys, name, error) -> None:
+def test_system_without_c_handlers_is_a_warning(monkeypatch, capsys, name, error) -> None:
     monkeypatch.setattr(joining.ctypes, name, _refuse(error))
     with before_abort(lambda: None):
         entered = True
@@ -155,19 +155,19 @@ class Spread:
 
 @pytest.mark.parametrize("per_process", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 4, 2), (4, 1, 2)])
-def test_every_row_is_judged_once_by_a_process_that_holds_it(shape, per_process) -> None:
+def test_every_row_is_scored_once_by_its_process(shape, per_process) -> None:
     sharding = Spread(batch_sharding(make_mesh(*shape)), per_process)
     owners = distributed.row_owners(sharding, 16)
     holders = [
         {d.process_index for d, i in sharding.devices_indices_map((16,)).items() if row in range(16)[i[0]]}
         for row in range(16)
     ]
-    assert all(owner in held for owner, held in zip(owners, holders, strict=True))
+    assert all(owner in holder_rows for owner, holder_rows in zip(owners, holders, strict=True))
     counts = np.bincount(owners, minlength=8 // per_process)
     assert counts.max() - counts.min() == 0  # the work is shared evenly
 
 
-def test_in_one_process_rows_are_those_of_the_array() -> None:
+def test_single_process_rows_equal_the_array() -> None:
     sharding = batch_sharding(make_mesh(2, 2, 2))
     rows = np.arange(16.0).reshape(8, 2)
     assert distributed.own_rows(sharding, 8).tolist() == distributed.held_rows(sharding, 8).tolist() == [*range(8)]
@@ -185,7 +185,7 @@ def test_a_shard_is_changed_on_the_host() -> None:
     np.testing.assert_array_equal(changed, np.arange(-1, 7, dtype=np.int16))
 
 
-def test_with_one_process_an_error_is_raised_as_it_is() -> None:
+def test_single_process_error_is_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         distributed.run_together("work", lambda: 1 // 0)
     assert distributed.run_together("work", lambda: 3) == 3

@@ -75,9 +75,9 @@ def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkey
     expected = computed()
     monkeypatch.setattr(attention, "splash_attention", interpreted)
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
-    found = computed()
-    chex.assert_trees_all_close(found, expected, atol=5e-6)
-    for x in found:
+    actual = computed()
+    chex.assert_trees_all_close(actual, expected, atol=5e-6)
+    for x in actual:
         assert not x[~MASK].any()
 
 
@@ -102,7 +102,7 @@ def test_the_kernel_follows_the_devices(kind, dtype, softcap, expected, monkeypa
         assert choose_kernel(query, key, softcap) is None
 
 
-def test_the_devices_are_those_of_the_mesh():
+def test_devices_are_read_from_the_mesh():
     assert kernels.device_kind() == "cpu"
     mesh = make_mesh(2)
     other = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")

@@ -138,7 +138,7 @@ def test_mixed_layers_run_in_their_order(mixture):
     assert all((jnp.abs(leaf).reshape(len(leaf), -1).max(-1) > 0).all() for leaf in jax.tree.leaves(gradient["layers"]))
 
 
-def test_layers_of_mixed_decoder_keep_their_numbers(mixture, tmp_path):
+def test_mixed_decoder_layer_is_selected_by_number(mixture, tmp_path):
     """In the names of tensors, and in a PEFT folder that is written and read."""
     model, _, adapter, _, _ = draw(dataclasses.replace(mixture, layers=8))
     places = {mapping.path: mapping.names for mapping in names.leaf_mappings(model)}
@@ -157,8 +157,8 @@ def test_mixed_layers_merge_and_train_in_host_memory(mixture):
     actual, expected = model.bind(merged)(tokens, mask), model.bind(params, adapter)(tokens, mask)
     rounding.assert_close_by_norm(actual[mask], expected[mask], roundings=2 * BOUND)
     plain = optax.adam(1e-2)
-    in_host = host_memory(plain)
+    stored = host_memory(plain)
     grads = jax.tree.map(jnp.ones_like, params)
     changes, state = jax.jit(plain.update)(grads, plain.init(params), params)
-    of_host = jax.jit(lambda *args: in_host.update(*args, finite=jnp.bool(True)))(grads, in_host.init(params), params)
+    of_host = jax.jit(lambda *args: stored.update(*args, finite=jnp.bool(True)))(grads, stored.init(params), params)
     chex.assert_trees_all_equal(of_host, (changes, state))

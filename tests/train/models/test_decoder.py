@@ -73,15 +73,15 @@ def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query, (key, value) = drawn(*shape, 6, 4), drawn(2, *shape, 2, 4, seed=1)
     attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None)
-    found = jax.jit(attend)(query, key, value, attention_mask)
+    actual = jax.jit(attend)(query, key, value, attention_mask)
     mask = np.asarray(attention_mask.full)
     wide_key, wide_value = (np.repeat(np.asarray(x, np.float64), 3, axis=2) for x in (key, value))
     exps = np.where(mask, np.exp(np.einsum("bqnh,bknh->bnqk", query, wide_key) / 2), 0)
     weights = exps / np.maximum(exps.sum(-1, keepdims=True), 1e-30)
-    np.testing.assert_allclose(found, np.einsum("bnqk,bknh->bqnh", weights, wide_value), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual, np.einsum("bnqk,bknh->bqnh", weights, wide_value), rtol=0, atol=1e-6)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
+def test_query_without_keys_gives_zero_and_no_gradient():
     mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]), None)
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_rms_norm_and_matmul_are_their_formulas():
 
 
 @pytest.mark.parametrize("variant", [{}, VARIANT])
-def test_names_and_shapes_are_those_of_llama_and_qwen(variant):
+def test_names_and_shapes_match_llama_and_qwen(variant):
     params = params_of(dataclasses.replace(CONFIG, **variant))
     attention = params["layers"]["self_attn"]
     assert attention["q_proj"]["kernel"].shape == (2, 16, 16)
@@ -135,7 +135,7 @@ def test_names_and_shapes_are_those_of_llama_and_qwen(variant):
     assert std["o_proj"] == pytest.approx((16 * 4) ** -0.5, rel=0.15)
 
 
-def test_a_seed_keeps_its_weights():
+def test_seed_determines_the_weights():
     """Recorded results and shipped seeds depend on them."""
     biased = dataclasses.replace(CONFIG, layers=3, qkv_bias=True, qk_norm=True, lora=LoraConfig(2, 1.0, ("q_proj",)))
     draw = jax.jit(Decoder(biased).init)
@@ -152,7 +152,7 @@ def test_a_seed_keeps_its_weights():
         np.testing.assert_allclose(leaf.ravel()[jnp.array([0, -1])], [first, last], rtol=2e-7)
 
 
-def test_the_future_and_the_padding_reach_nothing():
+def test_future_and_padding_tokens_reach_no_output():
     config = dataclasses.replace(CONFIG, **VARIANT)
     model, params = Decoder(config), scaled(params_of(config))
     tokens = jax.random.randint(jax.random.key(0), (1, 6), 0, 24)
@@ -182,7 +182,7 @@ def test_gradients_are_finite_with_a_fully_padded_row():
     chex.assert_trees_all_close(padded, jax.tree.map(lambda x: x / 2, twice), rtol=1e-6, atol=2e-5)
 
 
-def test_kept_projections_are_not_computed_again():
+def test_saved_projections_are_not_computed_again():
     """The same gradient from fewer products: seven projections a layer are those of the one pass forward."""
     params, tokens = params_of(CONFIG), jnp.arange(10).reshape(2, 5) % 24
     mask = jnp.ones(tokens.shape, bool)
@@ -205,7 +205,7 @@ def test_kept_projections_are_not_computed_again():
 
 @pytest.mark.parametrize("sliding", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
-    """Also with layers of two kinds: what differs between layers is data."""
+    """Also with layers of two kinds: the differences between layers are arrays."""
 
     def operations(layers: int) -> tuple[int, Counter[str]]:
         pattern = (LayerKind(), LayerKind(), LayerKind("sliding" if sliding else "full"))
@@ -245,7 +245,7 @@ def whole_sequences() -> tuple[Decoder, dict, jax.Array, jax.Array, jax.Array, D
 
 
 @pytest.mark.parametrize("unroll", [False, True])
-def test_tokens_that_are_decoded_are_those_of_whole_sequences(unroll):
+def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
     """In a stack of caches and in a list of them; the last column stays empty."""
     (model, params, tokens, mask, expected, cache), width = whole_sequences(), 4
     decoder = model.bind(params).unrolled() if unroll else model.bind(params)
@@ -254,8 +254,8 @@ def test_tokens_that_are_decoded_are_those_of_whole_sequences(unroll):
         cache = dataclasses.replace(cache, stacks=tuple(stack.layers() for stack in cache.stacks), unrolled=True)
     for column in range(width, width + 3):
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
-        place = seen.sum(-1) - 1
-        before, (hidden, cache) = cache, decode(tokens[:, column], place, cache, seen, jnp.int32(column))
+        position = seen.sum(-1) - 1
+        before, (hidden, cache) = cache, decode(tokens[:, column], position, cache, seen, jnp.int32(column))
         rounding.assert_close_by_norm(hidden, expected[:, column], roundings=BOUND)
         planted = rounding.planted(hidden, roundings=10 * BOUND)
         with pytest.raises(AssertionError, match="roundings of the norm"):
@@ -264,8 +264,10 @@ def test_tokens_that_are_decoded_are_those_of_whole_sequences(unroll):
         for old, new in zip(*(s.stacks[0] if unroll else s.stacks for s in (before, cache)), strict=True):
             chex.assert_trees_all_equal(old.prompts, new.prompts)
             parts = [jax.tree.map(np.asarray, c.completions) for c in (old, new)]
-            kept = [(c.key[..., others] if unroll else c.key[..., others, :], c.value[..., others, :]) for c in parts]
-            chex.assert_trees_all_equal(*kept)
+            selected = [
+                (c.key[..., others] if unroll else c.key[..., others, :], c.value[..., others, :]) for c in parts
+            ]
+            chex.assert_trees_all_equal(*selected)
 
 
 @pytest.mark.parametrize(("field", "value"), [("kv_heads", 3), ("head_dim", 5)])

@@ -8,13 +8,13 @@ import pytest
 from train.models import KeyValues
 from train.models.attention import AttentionOptions, cache_mask
 
-PROMPTS, GROUP, WIDTH, ROOM, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
+PROMPTS, GROUP, WIDTH, NEW_TOKENS, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
 ROWS = PROMPTS * GROUP
 
 
 def softmax_of_seen(query, key, value, seen, softcap):
     """[B, N, H] in float64, one row and head at a time over what is seen alone."""
-    found = np.zeros(query.shape)
+    actual = np.zeros(query.shape)
     for row, head in np.ndindex(*query.shape[:2]):
         columns = np.flatnonzero(seen[row])
         shared = head // (HEADS // KV_HEADS)
@@ -22,29 +22,29 @@ def softmax_of_seen(query, key, value, seen, softcap):
             scores = key[row, columns, shared].astype(np.float64) @ query[row, head] * SIZE**-0.5
             scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
-            found[row, head] = weights / weights.sum() @ value[row, columns, shared]
-    return found
+            actual[row, head] = weights / weights.sum() @ value[row, columns, shared]
+    return actual
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("filled", [1, 3])
-def test_it_reads_what_every_row_has_and_sees(softcap, filled):
+def test_group_cache_attention_equals_attention_per_row(softcap, filled):
     rng = np.random.default_rng(0)
     prompt = rng.normal(size=(2, PROMPTS, WIDTH, KV_HEADS, SIZE)).astype(np.float32)
-    own = rng.normal(size=(2, ROWS, filled, KV_HEADS, SIZE)).astype(np.float32)
+    completions = rng.normal(size=(2, ROWS, filled, KV_HEADS, SIZE)).astype(np.float32)
     query = 4 * rng.normal(size=(ROWS, HEADS, SIZE)).astype(np.float32)
     # Prompts of two lengths; a row whose completion is longer than that of others, and one that sees nothing.
-    seen = np.zeros((ROWS, WIDTH + ROOM), bool)
+    seen = np.zeros((ROWS, WIDTH + NEW_TOKENS), bool)
     seen[:GROUP, 2:WIDTH] = seen[GROUP:, :WIDTH] = True
     seen[:, WIDTH : WIDTH + filled] = True
     seen[1, WIDTH] = False
     seen[4] = False
-    cache = KeyValues(*prompt).for_rows(GROUP, ROOM)
+    cache = KeyValues(*prompt).for_rows(GROUP, NEW_TOKENS)
     for column in range(filled):
-        cache = cache.write(KeyValues(*own[:, :, column : column + 1]), jnp.int32(WIDTH + column))
+        cache = cache.write(KeyValues(*completions[:, :, column : column + 1]), jnp.int32(WIDTH + column))
     mask, options = cache_mask(jnp.asarray(seen), None), AttentionOptions(softcap=softcap)
-    found = jax.jit(lambda c, q: c.attend(q, mask, options))(cache, query[:, None])
-    key, value = np.concatenate([np.repeat(prompt, GROUP, axis=1), own], axis=2)
+    actual = jax.jit(lambda c, q: c.attend(q, mask, options))(cache, query[:, None])
+    key, value = np.concatenate([np.repeat(prompt, GROUP, axis=1), completions], axis=2)
     expected = softmax_of_seen(query, key, value, seen[:, : WIDTH + filled], softcap)
-    np.testing.assert_allclose(found[:, 0], expected, atol=2e-6)
-    assert not np.any(found[4])
+    np.testing.assert_allclose(actual[:, 0], expected, atol=2e-6)
+    assert not np.any(actual[4])

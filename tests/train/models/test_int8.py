@@ -1,4 +1,4 @@
-"""A base in int8 computes what the weights compute that it stands for, value and gradient, in a quarter of the room."""
+"""A base in int8 computes what its weights compute, value and gradient, in a quarter of the memory."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def log_probs(model: Decoder, params: dict, adapter: dict | None) -> jax.Array:
     return token_stats(ScoredPolicy(model, kljax.Policy(params, adapter)), SEQUENCES, temperature=1.0)[0].log_prob
 
 
-def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not_at_all():
+def test_quantised_weight_is_within_half_a_scale():
     weights = kernel((3, 16, 24))
     weights[1, :, 5] = 0
     made = jax.tree.map(np.asarray, quantise(jnp.asarray(weights)))
@@ -90,7 +90,7 @@ def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2.0**-6)])
-def test_the_product_and_its_gradient_are_those_of_the_weights_in_float64(dtype, tolerance):
+def test_product_and_gradient_match_float64_weights(dtype, tolerance):
     made = quantise(jnp.asarray(kernel()))
     rng = np.random.default_rng(1)
     x, up = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 5, 16), (2, 5, 24)))
@@ -119,58 +119,58 @@ def differentiated(model: Decoder, base: dict, adapter: dict) -> tuple[dict, jax
     """The gradient of the adapter, and log-probs."""
 
     def total(adapter: dict) -> tuple[jax.Array, jax.Array]:
-        found = log_probs(model, base, adapter)
-        return jnp.sum(found * jnp.sin(jnp.arange(found.size).reshape(found.shape))), found
+        actual = log_probs(model, base, adapter)
+        return jnp.sum(actual * jnp.sin(jnp.arange(actual.size).reshape(actual.shape))), actual
 
     return jax.grad(total, has_aux=True)(adapter)
 
 
-def test_log_probs_and_gradients_of_the_adapter_are_those_of_the_weights_it_stands_for():
+def test_adapter_log_probs_and_gradients_match_dequantised_weights():
     params, weights, adapter = built()
-    (got, found), (expected, same) = differentiated(INT8, params, adapter), differentiated(FLOAT, weights, adapter)
-    np.testing.assert_allclose(found, same, rtol=0, atol=5e-6)
+    (got, actual), (expected, same) = differentiated(INT8, params, adapter), differentiated(FLOAT, weights, adapter)
+    np.testing.assert_allclose(actual, same, rtol=0, atol=5e-6)
     chex.assert_trees_all_close(got, expected, rtol=0, atol=5e-6 * max(jnp.abs(x).max() for x in jax.tree.leaves(got)))
     assert all(jnp.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected))
     # Not those of the weights before: the test would pass if nothing were rounded.
     _, exact = differentiated(FLOAT, drawn(), adapter)
-    assert 1e-3 < np.abs(found - exact).max() < 0.3
+    assert 1e-3 < np.abs(actual - exact).max() < 0.3
 
 
-def test_kernels_of_layers_alone_are_quantised_and_take_a_quarter_or_half_of_the_bytes():
+def test_only_layer_kernels_are_quantised_to_fewer_bytes():
     mesh = make_mesh()
     for dtype, part in (("float32", 0.26), ("bfloat16", 0.52)):
         wide = DecoderConfig(
             vocab_size=64, layers=2, width=256, heads=4, kv_heads=4, head_dim=64, mlp_width=512, param_dtype=dtype
         )
-        held, whole = (
+        quantised, full = (
             named_leaves(abstract_params(Decoder(dataclasses.replace(wide, quantization=how)), mesh))
             for how in ("int8", None)
         )
-        kernels = [name for name in whole if name.startswith("layers.") and name.endswith(".kernel")]
+        kernels = [name for name in full if name.startswith("layers.") and name.endswith(".kernel")]
         assert len(kernels) == len(PROJECTIONS)
         bytes_of = [
             sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             for leaves in (
-                [leaf for name, leaf in held.items() if ".kernel." in name],
-                [whole[name] for name in kernels],
+                [leaf for name, leaf in quantised.items() if ".kernel." in name],
+                [full[name] for name in kernels],
             )
         ]
         assert bytes_of[0] < part * bytes_of[1]
-        assert {leaf.dtype.name for name, leaf in held.items() if name.endswith("qvalue")} == {"int8"}
-        others = {name: leaf for name, leaf in held.items() if ".kernel." not in name}
-        assert others == {name: whole[name] for name in whole.keys() - set(kernels)}
+        assert {leaf.dtype.name for name, leaf in quantised.items() if name.endswith("qvalue")} == {"int8"}
+        others = {name: leaf for name, leaf in quantised.items() if ".kernel." not in name}
+        assert others == {name: full[name] for name in full.keys() - set(kernels)}
 
 
-def test_new_weights_are_those_of_a_model_that_is_not_quantised():
+def test_new_weights_equal_the_unquantised_model():
     mesh = make_mesh(1, 2, 2)
     params = tiny.placed(kljax.Policy(drawn()), FLOAT, mesh).params
-    given = dict(named_leaves(params))
+    arguments = dict(named_leaves(params))
     made = quantise_params(params)
     chex.assert_trees_all_equal(made, init_params(INT8, jax.random.key(0), mesh))
     shardings = jax.tree.map(lambda x: x.sharding, made)
     assert shardings == jax.tree.map(lambda x: x.sharding, abstract_params(INT8, mesh))
-    gone = {name for name, leaf in given.items() if leaf.is_deleted()}
-    assert gone == {name for name in given if name.startswith("layers.") and name.endswith(".kernel")}
+    gone = {name for name, leaf in arguments.items() if leaf.is_deleted()}
+    assert gone == {name for name in arguments if name.startswith("layers.") and name.endswith(".kernel")}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_folder_is_quantised_as_it_is_read(shape, chunk_bytes, monkeypatch):
             qkv_bias=True,
         )
     )
-    mesh, held, seen = make_mesh(*shape), Decoder(dataclasses.replace(model.config, quantization="int8")), []
+    mesh, quantised, seen = make_mesh(*shape), Decoder(dataclasses.replace(model.config, quantization="int8")), []
     expected = quantise_params(load_params(GOLDENS / "qwen2", model, mesh))
     read, before = load._read, jax.live_arrays()
 
@@ -203,15 +203,15 @@ def test_a_folder_is_quantised_as_it_is_read(shape, chunk_bytes, monkeypatch):
         return piece
 
     monkeypatch.setattr(load, "_read", looking_read)
-    params = load_params(GOLDENS / "qwen2", held, mesh, chunk_bytes=chunk_bytes)
+    params = load_params(GOLDENS / "qwen2", quantised, mesh, chunk_bytes=chunk_bytes)
     chex.assert_trees_all_equal(params, expected)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    assert shardings == jax.tree.map(lambda x: x.sharding, abstract_params(held, mesh))
+    assert shardings == jax.tree.map(lambda x: x.sharding, abstract_params(quantised, mesh))
     stacked = {x.dtype.name for x in seen if x.ndim == 3}
     assert stacked == {"int8"}
 
 
-def test_a_merged_folder_has_the_weights_that_the_adapter_was_trained_on(tmp_path):
+def test_merged_folder_has_the_weights_seen_in_training(tmp_path):
     lora = dataclasses.replace(LORA, targets=("q_proj", "down_proj"))
     model = Decoder(dataclasses.replace(INT8.config, lora=lora))
     params, weights, _ = built()
@@ -247,7 +247,7 @@ def sampled(model: Decoder, unroll: bool) -> Samples:
 
 
 @pytest.mark.parametrize("unroll", [False, True])
-def test_the_sampler_draws_what_the_weights_draw(unroll):
+def test_sampler_samples_like_the_dequantised_weights(unroll):
     got, expected = sampled(INT8, unroll), sampled(FLOAT, False)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], rtol=0, atol=5e-6)
@@ -259,12 +259,12 @@ def test_a_pair_of_adapters_goes_over_one_base():
     pair = jax.jit(paired_hidden_states)
     for second in (other, None):
         got = pair(ScoredPolicy(INT8, kljax.Policy(params, adapter)), second, SEQUENCES)
-        for one, chosen in zip(got, (adapter, second), strict=True):
+        for item, chosen in zip(got, (adapter, second), strict=True):
             expected = hidden_states(ScoredPolicy(FLOAT, kljax.Policy(weights, chosen)), SEQUENCES)
-            np.testing.assert_allclose(one[MASK], expected[MASK], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(item[MASK], expected[MASK], rtol=0, atol=1e-5)
 
 
-def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
+def test_mesh_gives_equal_numbers_and_gathers_int8():
     mesh = make_mesh(1, 2, 2)
     params, _, adapter = built()
     _, expected = differentiated(INT8, params, adapter)
@@ -274,10 +274,10 @@ def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
         tokens, mask = jax.device_put((TOKENS, MASK), batch_sharding(mesh))
 
         def total(adapter, params, tokens, mask):
-            found = token_stats(
+            actual = token_stats(
                 ScoredPolicy(INT8, kljax.Policy(params, adapter)), Sequences(tokens, mask), temperature=1.0
             )[0].log_prob
-            return found.sum(), found
+            return actual.sum(), actual
 
         program = jax.jit(jax.grad(total, has_aux=True)).lower(adapter, params, tokens, mask).compile()
         np.testing.assert_allclose(program(adapter, params, tokens, mask)[1], expected, rtol=0, atol=5e-6)
@@ -287,8 +287,8 @@ def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
     assert not {"32,16", "16,32"} & {shape for kind, shape in gathered if kind != "s8"}
 
 
-def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made():
-    """What XLA plans: weights become floats inside of the loop over layers, one layer at a time."""
+def test_int8_base_is_one_argument_without_float_copies():
+    """XLA plans it so: weights become floats inside of the loop over layers, one layer at a time."""
     deep = dataclasses.replace(INT8.config, layers=24, qkv_bias=False)
     sizes = {}
     for how in ("int8", None):
@@ -300,15 +300,15 @@ def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made()
 
         plan = jax.jit(jax.grad(total)).lower(adapter, base).compile().memory_analysis()
         sizes[how] = plan.argument_size_in_bytes, plan.temp_size_in_bytes
-        given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((adapter, base)))
+        arguments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((adapter, base)))
         # TOKENS and MASK are part of the program.
-        assert plan.argument_size_in_bytes == given
+        assert plan.argument_size_in_bytes == arguments
     kernels = 24 * 4 * (4 * 32 * 32 + 3 * 32 * 64)
     assert sizes[None][0] - sizes["int8"][0] > 0.7 * kernels
     assert sizes["int8"][1] - sizes[None][1] < 0.1 * kernels
 
 
-def test_a_linear_layer_draws_the_kernel_that_it_would_draw_as_floats():
+def test_linear_layer_initialises_the_same_float_kernel():
     drawn, plain = (
         nnx.to_pure_dict(nnx.state(Linear(16, 24, AXES, key=InitKey(jax.random.key(0)), quantization=how)))["kernel"]
         for how in ("int8", None)

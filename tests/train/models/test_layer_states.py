@@ -24,7 +24,7 @@ SHAPE = DecoderConfig(
     vocab_size=24, layers=5, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, rope=Rope(100.0)
 )
 BOUND = rounding.of_decoder(layers=SHAPE.layers, longest_sum=SHAPE.mlp_width)
-PROMPT, ROOM, GROUP = 5, 8, 2
+PROMPT, NEW_TOKENS, GROUP = 5, 8, 2
 LENGTHS = (5, 2, 4)
 ROWS = GROUP * len(LENGTHS)
 LIMITS = (8, 1, 3, 7, 8, 5)
@@ -123,7 +123,7 @@ def test_recurrent_layers_decode_as_whole_sequences(hybrid, slots, unroll):
         model,
         make_mesh(),
         name="hybrid",
-        max_new_tokens=ROOM,
+        max_new_tokens=NEW_TOKENS,
         sampling=Sampling(temperature=1.0),
         eos_ids=(),
         slots=slots,

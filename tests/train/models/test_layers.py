@@ -20,7 +20,7 @@ def sums(jaxpr):
 
 
 @pytest.mark.parametrize("offset", [False, True])
-def test_gradients_of_scales_and_biases_are_sums_in_float32(offset):
+def test_scale_and_bias_gradients_are_summed_in_float32(offset):
     """Read from the program: how far a sum in bfloat16 goes wrong, up to stopping at 256, is up to the compiler."""
     shape = {"vocab_size": 20, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24}
     biases = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
@@ -31,13 +31,13 @@ def test_gradients_of_scales_and_biases_are_sums_in_float32(offset):
     def loss(params):
         return model.bind(params)(tokens, mask).astype(jnp.float32).sum()
 
-    found = list(sums(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
+    collected = list(sums(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
     # Of scales: two norms of a layer, two of its heads, the last one; and seven biases.
-    assert len(found) >= 12
-    assert jnp.bfloat16 not in found
+    assert len(collected) >= 12
+    assert jnp.bfloat16 not in collected
 
 
-def test_scales_and_biases_round_once_to_the_type_of_the_tokens():
+def test_scales_and_biases_round_once_to_activation_dtype():
     x, weight = (jax.random.normal(jax.random.key(seed), (5, 8)).astype(jnp.bfloat16) for seed in range(2))
     for function in (np.multiply, np.add):
         exact = function(np.asarray(x, np.float64), np.asarray(weight[0], np.float64))

@@ -55,7 +55,7 @@ def added(params: dict, adapter: dict, scale: float) -> dict:
 
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 12 / 3), (True, 12 / 3**0.5)])
-def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights(rslora, scale):
+def test_adapted_model_equals_the_merged_model(rslora, scale):
     params, adapter = build()
     model = Decoder(dataclasses.replace(PLAIN, lora=dataclasses.replace(LORA, rslora=rslora)))
     expected = added(params, adapter, scale)
@@ -69,7 +69,7 @@ def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights(rsl
     chex.assert_trees_all_close(merge(model, params, adapter), expected, atol=1e-6)
 
 
-def test_merging_keeps_layout_and_dtype_and_touches_nothing_else():
+def test_merging_preserves_layout_dtype_and_other_weights():
     mesh = make_mesh(1, 2, 2)
     params, adapter = jax.device_get(drawn())
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -82,10 +82,10 @@ def test_merging_keeps_layout_and_dtype_and_touches_nothing_else():
     assert (changed.dtype, changed.sharding) == (before.dtype, before.sharding)
     # Rounded once: the product of ones, 4 x 3, is exact in bfloat16, the sum is not.
     chex.assert_trees_all_equal(changed, (before.astype(jnp.float32) + 12).astype(jnp.bfloat16))
-    assert all(one is two for one, two in zip(jax.tree.leaves(merged), jax.tree.leaves(narrow), strict=True))
+    assert all(first is second for first, second in zip(jax.tree.leaves(merged), jax.tree.leaves(narrow), strict=True))
 
 
-def test_what_cannot_be_merged_is_named():
+def test_unmergeable_adapters_are_named():
     params, adapter = build()
     with pytest.raises(ValueError, match="no lora section"):
         merge(Decoder(PLAIN), params, adapter)
@@ -96,7 +96,7 @@ def test_what_cannot_be_merged_is_named():
         merge(MODEL, params, wide)
 
 
-def test_an_adapter_is_float32_on_a_bfloat16_base_and_their_sum_is_rounded_once():
+def test_float32_adapter_on_bfloat16_base_rounds_once():
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 5, 16), (16, 24)))
     lora_a, lora_b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 3), (3, 24)))
@@ -117,7 +117,7 @@ def test_an_adapter_is_float32_on_a_bfloat16_base_and_their_sum_is_rounded_once(
     assert y.dtype == jnp.bfloat16
 
 
-def test_a_new_adapter_changes_nothing_and_leaves_the_base_parameters_as_they_are():
+def test_new_adapter_changes_neither_output_nor_base():
     key, mesh = jax.random.key(0), make_mesh()
     params, adapter = init_params(MODEL, key, mesh), init_adapter(MODEL, key, mesh)
     chex.assert_trees_all_equal(params, init_params(Decoder(PLAIN), key, mesh))
@@ -131,7 +131,7 @@ def test_a_new_adapter_changes_nothing_and_leaves_the_base_parameters_as_they_ar
     assert jnp.abs(low["lora_A"][0] - low["lora_A"][1]).max() > 0
 
 
-def test_off_is_the_very_program_of_a_model_without_lora():
+def test_disabled_adapter_compiles_the_plain_program():
     params, adapter = build()
 
     def program(model: Decoder, policy: kljax.Policy) -> str:
@@ -152,7 +152,7 @@ def test_only_the_targets_have_an_adapter():
     assert set(adapter["layers"]["self_attn"]) == {"v_proj"}
 
 
-def test_an_adapter_that_does_not_fit_is_an_error():
+def test_mismatched_adapter_is_an_error():
     params, adapter = build()
     with pytest.raises(ValueError, match="no lora section"):
         hidden_states(ScoredPolicy(Decoder(PLAIN), kljax.Policy(params, adapter)), SEQUENCES)

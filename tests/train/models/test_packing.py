@@ -10,9 +10,9 @@ from tests.train.models.test_padding import CONFIG, jit
 from tests.train.models.test_shared import (
     GROUP,
     MASK,
+    NEW_TOKENS,
     PROMPT,
     PROMPTS,
-    ROOM,
     TOKENS,
     WEIGHT,
     heads,
@@ -35,11 +35,11 @@ def places(shared: bool) -> PackedRows:
     for row, length in enumerate(LENGTHS):
         group = row // GROUP if shared else row
         at, source, last = home.get(group, (-1, row, 0))
-        own = [row * (PROMPT + ROOM) + column for column in np.flatnonzero(mask[row])]
-        prompt, completion = own[: len(own) - length], own[len(own) - length :]
+        columns = [row * (PROMPT + NEW_TOKENS) + column for column in np.flatnonzero(mask[row])]
+        prompt, completion = columns[: len(columns) - length], columns[len(columns) - length :]
         if at != len(tokens) - 1 or len(tokens[-1]) + length > SLOTS:
             source = row
-            if len(tokens[-1]) + len(own) > SLOTS:
+            if len(tokens[-1]) + len(columns) > SLOTS:
                 tokens.append([])
             tokens[-1] += prompt
             last = len(tokens[-1]) - 1
@@ -54,7 +54,7 @@ def places(shared: bool) -> PackedRows:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_hidden_states_and_gradients_are_those_of_whole_rows(shared):
+def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
     model, packed = Decoder(CONFIG), places(shared)
     assert len(packed.tokens) < PROMPTS * GROUP
@@ -66,15 +66,15 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows(shared):
         hidden = model.bind(params).packed(TOKENS, MASK, packed, prompt=PROMPT)
         return (hidden * weight).sum(), hidden
 
-    whole, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
+    full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
     gradient, hidden = jax.device_get(jit(jax.grad(run, has_aux=True))(poisoned(), packed))
-    np.testing.assert_allclose(hidden[predicts], whole[predicts], rtol=0, atol=5e-6)
+    np.testing.assert_allclose(hidden[predicts], full[predicts], rtol=0, atol=5e-6)
     assert not hidden[~predicts].any()
     scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(whole_gradient))
     chex.assert_trees_all_close(gradient, whole_gradient, rtol=0, atol=5e-6 * scale)
 
 
-def test_splash_attention_takes_packed_rows_without_shared_prompts_only(monkeypatch):
+def test_splash_attention_takes_packed_rows_without_shared_prompts(monkeypatch):
     """Segments cannot say that two completions attend to one prompt and not to each other."""
     called = []
 

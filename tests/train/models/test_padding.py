@@ -114,7 +114,7 @@ def test_positions_count_by_their_differences(params, run, alone):
     chex.assert_trees_all_close(moved[0, at], hidden[0, at], atol=2e-5)
 
 
-def test_log_probs_and_gradients_do_not_depend_on_the_padding(params, alone):
+def test_log_probs_and_gradients_are_independent_of_padding(params, alone):
     model = Decoder(CONFIG)
 
     @jit
@@ -146,11 +146,11 @@ def test_log_probs_and_gradients_do_not_depend_on_the_padding(params, alone):
 
 
 @pytest.mark.parametrize(("dtype", "param_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_what_is_computed_in_is_apart_from_what_is_held(dtype, param_dtype, params, alone):
+def test_compute_dtype_is_independent_of_parameter_dtype(dtype, param_dtype, params, alone):
     config = dataclasses.replace(CONFIG, dtype=dtype, param_dtype=param_dtype)
-    held = abstract_params(Decoder(config), make_mesh())
-    assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {jnp.dtype(param_dtype)}
-    weights = jax.tree.map(lambda x, like: x.astype(like.dtype), params, held)
+    params_abstract = abstract_params(Decoder(config), make_mesh())
+    assert {leaf.dtype for leaf in jax.tree.leaves(params_abstract)} == {jnp.dtype(param_dtype)}
+    weights = jax.tree.map(lambda x, like: x.astype(like.dtype), params, params_abstract)
     text = jnp.asarray(TEXTS, jnp.int32)
     hidden = jit(lambda weights: Decoder(config).bind(weights)(text, jnp.ones_like(text, bool)))(weights)
     assert hidden.dtype == dtype
@@ -158,7 +158,7 @@ def test_what_is_computed_in_is_apart_from_what_is_held(dtype, param_dtype, para
     assert 1e-4 < error < 0.05
 
 
-def test_gradients_of_trained_weights_stay_float32_when_bfloat16_is_computed_in(params):
+def test_trained_weight_gradients_stay_float32_under_bfloat16_compute(params):
     text, mask = jnp.asarray(TEXTS, jnp.int32), jnp.ones(TEXTS.shape, bool)
     towards = jnp.asarray(np.random.default_rng(2).standard_normal((*TEXTS.shape, CONFIG.width)), jnp.float32)
 
@@ -169,8 +169,8 @@ def test_gradients_of_trained_weights_stay_float32_when_bfloat16_is_computed_in(
         assert not gradient.pop("lm_head")["kernel"].any()
         return gradient
 
-    exact, found = gradient("float32"), gradient("bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-    flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (exact, found)]
+    exact, actual = gradient("float32"), gradient("bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {jnp.dtype("float32")}
+    flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (exact, actual)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
     assert 0.99 < cosine < 1 - 1e-9

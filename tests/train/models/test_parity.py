@@ -30,7 +30,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @functools.cache
 def golden(family: str) -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """Returns the results of transformers."""
     with np.load(GOLDENS / family / "expected.npz") as file:
         return dict(file)
 
@@ -77,8 +77,8 @@ def tensor(tree: dict, name: str) -> np.ndarray:
     if name.endswith("bias"):
         kind = "bias"
     leaf = node[kind] if kind else node
-    own = leaf if layer is None else leaf[layer]
-    return own.T if kind == "kernel" or "lora_" in name else own
+    layer_leaf = leaf if layer is None else leaf[layer]
+    return layer_leaf.T if kind == "kernel" or "lora_" in name else layer_leaf
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
@@ -87,14 +87,14 @@ def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_log_probs_of_left_padded_rows_are_those_of_transformers(family):
+def test_left_padded_logits_and_log_probs_match_transformers(family):
     _, log_probs, logits, _ = results(family)
     assert_close(logits, golden(family)["logits"], "logits")
     assert_close(log_probs, golden(family)["log_probs"], "log-probs")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_the_loss_are_those_of_transformers(family):
+def test_loss_gradients_match_transformers(family):
     value, _, _, grads = results(family)
     assert_close(value, golden(family)["loss"], "loss")
     recorded = {name[5:]: array for name, array in golden(family).items() if name.startswith("grad/")}
@@ -105,7 +105,7 @@ def test_gradients_of_the_loss_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-def test_with_a_peft_adapter_values_and_its_gradients_are_those_of_peft(family):
+def test_adapter_values_and_gradients_match_peft(family):
     want = {name.removeprefix("adapter/"): array for name, array in golden(family).items() if "adapter/" in name}
     value, log_probs, logits, grads = results(family, adapted=True)
     assert_close(logits, want["logits"], "logits")
@@ -119,27 +119,27 @@ def test_with_a_peft_adapter_values_and_its_gradients_are_those_of_peft(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_time(family):
+def test_greedy_continuations_match_transformers(family):
     model, policy = loaded(family)
     want = golden(family)["greedy"]
     prompts, mask = jnp.asarray(golden(family)["prompts"]), jnp.asarray(golden(family)["prompt_mask"])
-    room = want.shape[1]
+    max_new_tokens = want.shape[1]
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
         hidden, cache = model.bind(params).prefill(prompts, mask)
-        cache = DecoderState.of(cache, 1, room)
-        seen = jnp.pad(mask, ((0, 0), (0, room)))
+        cache = DecoderState.of(cache, 1, max_new_tokens)
+        seen = jnp.pad(mask, ((0, 0), (0, max_new_tokens)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
 
         def step(carry: tuple, column: jax.Array) -> tuple:
             token, cache, seen = carry
             seen = seen.at[:, column].set(True)
-            place = seen.sum(-1) - 1
-            hidden, cache = model.bind(params).decode(token, place, cache, seen, column)
+            position = seen.sum(-1) - 1
+            hidden, cache = model.bind(params).decode(token, position, cache, seen, column)
             return (jnp.argmax(logits_of(model, params, hidden), -1), cache, seen), token
 
-        columns = prompts.shape[1] + jnp.arange(room)
+        columns = prompts.shape[1] + jnp.arange(max_new_tokens)
         return jax.lax.scan(step, (first, cache, seen), columns)[1].T
 
     np.testing.assert_array_equal(generate(policy.params), want)

@@ -68,7 +68,7 @@ def test_no_program_has_float32_copies(name: str, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(results, expected)
 
 
-def test_gradients_reach_weights_that_are_read_in_pieces() -> None:
+def test_gradients_reach_weights_read_in_pieces() -> None:
     rng = np.random.default_rng(0)
     stack, table = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 4, 4), (5, 4)))
     ids = jnp.array([[4, 0], [4, 9]])
@@ -86,8 +86,8 @@ def test_gradients_reach_weights_that_are_read_in_pieces() -> None:
             x = x @ kernel
         return x.astype(jnp.float32).sum()
 
-    found, expected = (jax.jit(jax.grad(function, argnums=(0, 1)))(stack, table) for function in (loss, plain))
-    for got, want in zip(found, expected, strict=True):
+    actual, expected = (jax.jit(jax.grad(function, argnums=(0, 1)))(stack, table) for function in (loss, plain))
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02)
 
 

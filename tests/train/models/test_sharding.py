@@ -31,14 +31,14 @@ CONFIG = DecoderConfig(
 )
 
 
-def test_a_mesh_takes_the_first_devices_and_auto_axes():
+def test_mesh_takes_the_first_devices_and_auto_axes():
     mesh = make_mesh(2, 1, 2)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
     assert mesh.axis_types == (AxisType.Auto,) * 4
     assert set(mesh.devices.flat) == set(jax.devices()[:4])
 
 
-def test_a_mesh_that_cannot_be_is_explained():
+def test_impossible_mesh_is_explained():
     with pytest.raises(ValueError, match=r"data=4 x fsdp=4 x tensor=1 needs 16 devices, got 8 \(cpu\)"):
         make_mesh(4, 4, 1)
     with pytest.raises(ValueError, match=r"mesh\.fsdp: got 0"):
@@ -53,7 +53,7 @@ def test_slices_split_the_data_axis_first():
     assert set(mesh.devices[2:].flat) == set(second)
 
 
-def test_slices_that_cannot_be_are_explained():
+def test_impossible_slices_are_explained():
     with pytest.raises(ValueError, match=r"mesh\.slices: got 3, expected a divisor of mesh\.data = 4"):
         make_mesh(4, 1, 2, slices=3)
     with pytest.raises(ValueError, match=r"mesh\.slices: got 0, expected at least 1"):
@@ -96,7 +96,7 @@ def test_logical_axes_follow_the_table():
         partition_spec(("colour",))
 
 
-def test_two_axes_on_one_mesh_axis_are_an_error_that_names_the_parameter():
+def test_doubled_mesh_axis_error_names_the_parameter():
     with pytest.raises(ValueError, match="'heads' and 'mlp' of one array both map to mesh axis 'tensor'"):
         partition_spec(("heads", "mlp"))
     rules = {**RULES, "embed": "tensor"}
@@ -104,7 +104,7 @@ def test_two_axes_on_one_mesh_axis_are_an_error_that_names_the_parameter():
         param_shardings(make_mesh(), {"a": {"kernel": P("embed", "mlp")}}, {"a": {"kernel": jnp.zeros((2, 2))}}, rules)
 
 
-def test_a_size_that_the_mesh_does_not_divide_names_the_parameter():
+def test_indivisible_size_error_names_the_parameter():
     model = Decoder(DecoderConfig(vocab_size=24, layers=1, width=18, heads=2, kv_heads=2, head_dim=4, mlp_width=8))
     expected = r"embed_tokens\.embedding: axis 'embed' of size 18 is not divisible by mesh\.fsdp=4"
     with pytest.raises(ValueError, match=expected):
@@ -116,7 +116,7 @@ def test_specs_must_fit_the_shape():
         param_shardings(make_mesh(), {"w": P("embed")}, {"w": jnp.zeros((2, 2))})
 
 
-def test_parameters_are_born_sharded_with_values_that_do_not_depend_on_the_mesh():
+def test_parameters_are_initialised_sharded_independent_of_the_mesh():
     model, key = Decoder(CONFIG), jax.random.key(3)
     single, mesh = make_mesh(), make_mesh(2, 2, 2)
     params, adapter = init_params(model, key, mesh), init_adapter(model, key, mesh)
@@ -147,7 +147,7 @@ def test_rows_are_split_over_data_and_fsdp():
     assert jax.device_put(np.ones(3), replicated(mesh)).is_fully_replicated
 
 
-def test_constraints_apply_under_a_mesh_and_are_nothing_without_one():
+def test_constraints_apply_under_a_mesh_alone():
     x = jnp.ones((8, 2))
     assert constrain(x, "rows", None) is x
     mesh = make_mesh(2, 2, 2)

@@ -16,14 +16,14 @@ from train.models.kernels import choose_kernel, splash_attention
 from train.models.packing import attend_shared, pack, shared_prompt_mask, unpack
 from train.models.sharding import make_mesh
 
-PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
+PROMPTS, GROUP, PROMPT, NEW_TOKENS = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
 
 
 def batch(seed=0):
     """Prompts padded on the left, completions of 0 to all columns, and tokens [B, P + C] of which 0 is the padding."""
     rng = np.random.default_rng(seed)
-    column, lengths = np.arange(PROMPT + ROOM), np.array([5, 0, 3, 1, 5, 2])[:, None]
+    column, lengths = np.arange(PROMPT + NEW_TOKENS), np.array([5, 0, 3, 1, 5, 2])[:, None]
     begins = np.array([2, 0]).repeat(GROUP)[:, None]
     mask = (column >= begins) & (column < PROMPT + lengths)
     tokens = rng.integers(1, CONFIG.vocab_size, mask.shape)
@@ -48,9 +48,9 @@ def heads(rows, length, counts=(HEADS, KV_HEADS, KV_HEADS)):
 
 def test_packing_keeps_one_prompt_and_every_completion():
     packed = pack(TOKENS, PROMPT, GROUP)
-    assert packed.shape == (PROMPTS, PROMPT + GROUP * ROOM)
+    assert packed.shape == (PROMPTS, PROMPT + GROUP * NEW_TOKENS)
     np.testing.assert_array_equal(packed[1, :PROMPT], TOKENS[GROUP, :PROMPT])
-    np.testing.assert_array_equal(packed[1, PROMPT + ROOM : PROMPT + 2 * ROOM], TOKENS[GROUP + 1, PROMPT:])
+    np.testing.assert_array_equal(packed[1, PROMPT + NEW_TOKENS : PROMPT + 2 * NEW_TOKENS], TOKENS[GROUP + 1, PROMPT:])
     np.testing.assert_array_equal(unpack(packed, PROMPT, GROUP), TOKENS)
 
 
@@ -70,17 +70,17 @@ def hidden_and_gradient(params, weight, **options):
     return hidden, gradient
 
 
-def test_hidden_states_and_gradients_are_those_of_whole_rows():
-    whole, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT))
+def test_shared_hidden_states_and_gradients_equal_full_rows():
+    full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT))
     shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT, prompt=PROMPT, group=GROUP))
     real = np.asarray(MASK)
-    chex.assert_trees_all_close(shared[real], whole[real], atol=5e-6)
+    chex.assert_trees_all_close(shared[real], full[real], atol=5e-6)
     chex.assert_tree_all_finite((shared, gradient))
     relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), gradient, whole_gradient)
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 
-def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
+def test_completion_attends_to_itself_and_its_prompt():
     model, params = Decoder(CONFIG), poisoned()
     run = jit(lambda tokens: model.bind(params).grouped(tokens, MASK, prompt=PROMPT, group=GROUP))
     before, at = run(TOKENS), (0, PROMPT + 2)
@@ -92,7 +92,7 @@ def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
 
 
 @pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
-def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(sliding, softcap, monkeypatch):
+def test_splash_attention_of_last_columns_has_equal_gradient(sliding, softcap, monkeypatch):
     """Interpreted: what the kernel computes, not how fast. Lengths that pad queries and keys by different amounts.
 
     Gradients with everything, the plain one forward.
@@ -101,9 +101,9 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
     def interpreted(*args, **options):
         return splash_attention(*args, **options, interpret=True)
 
-    rows, prompt, room = 2, 110, 20
-    column = jnp.arange(prompt + 2 * room)
-    mask = jnp.stack([column[: prompt + room] >= 7, column[: prompt + room] < 124])
+    rows, prompt, max_new_tokens = 2, 110, 20
+    column = jnp.arange(prompt + 2 * max_new_tokens)
+    mask = jnp.stack([column[: prompt + max_new_tokens] >= 7, column[: prompt + max_new_tokens] < 124])
     both = jnp.concatenate([mask, mask.at[1, prompt:].set(False)])[jnp.array([0, 2, 1, 3])]
     both = both.at[:, :prompt].set(both[::2, :prompt].repeat(2, axis=0))
     mask = shared_prompt_mask(both, prompt, 2, WINDOW)
@@ -112,7 +112,7 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
         run = functools.partial(attend_shared, mask=mask, options=AttentionOptions(sliding, 0.7, softcap))
 
         def results():
-            operands = heads(rows, prompt + 2 * room, (2, 1, 1))
+            operands = heads(rows, prompt + 2 * max_new_tokens, (2, 1, 1))
             if not sliding:
                 return (run(*operands),)
             output, pull = jax.vjp(run, *operands)
@@ -126,11 +126,11 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
     chex.assert_trees_all_close(computed(), expected, atol=1e-5)
 
 
-def test_every_query_sees_what_it_sees_in_a_whole_row():
-    whole, last = (causal_mask(MASK, WINDOW, first=first) for first in (0, PROMPT))
+def test_every_query_attends_as_in_a_full_row():
+    full, last = (causal_mask(MASK, WINDOW, first=first) for first in (0, PROMPT))
     assert last.sliding is not None
-    np.testing.assert_array_equal(last.full, whole.full[:, :, PROMPT:])
-    np.testing.assert_array_equal(last.sliding, whole.sliding[:, :, PROMPT:])
+    np.testing.assert_array_equal(last.full, full.full[:, :, PROMPT:])
+    np.testing.assert_array_equal(last.sliding, full.sliding[:, :, PROMPT:])
 
 
 def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
@@ -158,17 +158,17 @@ def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
 @pytest.mark.thorough
 def test_attention_without_a_shared_prompt_is_untouched():
     """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
-    whole = causal_mask(MASK, None)
-    query, key, value = heads(PROMPTS, PROMPT + GROUP * ROOM)
+    full = causal_mask(MASK, None)
+    query, key, value = heads(PROMPTS, PROMPT + GROUP * NEW_TOKENS)
 
     def separate(key, value):
         rows = (unpack(x, PROMPT, GROUP) for x in (query, key, value))
-        return jnp.where(MASK[..., None, None], attend(*rows, whole), 0)[:, PROMPT:].sum()
+        return jnp.where(MASK[..., None, None], attend(*rows, full), 0)[:, PROMPT:].sum()
 
     def shared(key, value):
         mask = shared_prompt_mask(MASK, PROMPT, GROUP, None)
         output = attend_shared(query, key, value, mask, AttentionOptions())
         return jnp.where(MASK[..., None, None], unpack(output, PROMPT, GROUP), 0)[:, PROMPT:].sum()
 
-    found, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -40,7 +40,7 @@ def described(tree: Any) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_state_is_that_of_a_run(name):
+def test_planned_state_equals_the_state_of_a_run(name):
     config, mesh = config_of(*CASES[name]), mesh_of(2, 2, 1)
     optimizer = make_run_optimizer(config.optim)
     state, base = abstract_state(config, model_of(config), optimizer, mesh)
@@ -73,7 +73,7 @@ def test_no_term_reads_a_reference():
     assert reference_of()[1] is None
 
 
-def test_a_reference_without_lora_has_arrays_of_its_own():
+def test_reference_without_lora_has_separate_arrays():
     for source in ("{source: base}", "{source: step, step: 0}"):
         state, reference = reference_of(KL, f"reference={source}")
         assert described(reference.policy.params) == described(state.trainable["params"])
@@ -88,7 +88,7 @@ def test_a_reference_with_lora_shares_the_base():
     assert described(step.policy.adapter) == described(state.trainable["adapter"])
 
 
-def test_an_average_is_stored_once():
+def test_average_is_stored_once():
     state, reference = reference_of(KL, "reference={source: ema}")
     stored = {id(x) for x in jax.tree.leaves(state.reference)}
     assert stored == {id(x) for x in jax.tree.leaves(reference.policy.params)}

@@ -1,4 +1,4 @@
-"""What the compilers of TPUs and GPUs plan for the programs of a step, of a small decoder with a large vocabulary.
+"""Plans of the compilers of TPUs and GPUs for the programs of a step, of a small decoder with a large vocabulary.
 
 The command runs in an environment of its own, which `make test-aot` makes; its plans and programs are read here.
 """
@@ -73,7 +73,7 @@ def planned(target: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def program(plan: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(one for one in plan["programs"] if one["name"] == name)
+    return next(program for program in plan["programs"] if program["name"] == name)
 
 
 @functools.cache
@@ -92,9 +92,9 @@ def check_no_array_has_all_logits(target: str, plan: dict[str, Any], texts: dict
     logits = rows * 192 * VOCAB // TENSOR
     for name, text in texts.items():
         for instructions in hlo.parse(text).computations.values():
-            for one in instructions:
-                sizes = [math.prod(sizes) for _, sizes in hlo.array_sizes(one.shape)]
-                assert max(sizes, default=0) < logits, f"{name}: {one.line[:300]}"
+            for entry in instructions:
+                sizes = [math.prod(sizes) for _, sizes in hlo.array_sizes(entry.shape)]
+                assert max(sizes, default=0) < logits, f"{name}: {entry.line[:300]}"
 
 
 def check_the_whole_state_is_donated(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
@@ -112,23 +112,23 @@ def check_each_pass_gathers_the_head_once(target: str, plan: dict[str, Any], tex
     for name, passes in (("update", 2 * 2), ("score", 4 * 2)):
         module = hlo.parse(texts[name])
         # Bytes of a column, in float32; the columns of a chunk, or several chunks, and all of the width.
-        found = [
-            one
-            for one in collectives(module, {"token_tiles": 6})
-            if one.kind == "all-gather" and re.search(rf"f32\[{WIDTH},(?!{VOCAB}\b)\d+\]", one.shape)
+        actual = [
+            operation
+            for operation in collectives(module, {"token_tiles": 6})
+            if operation.kind == "all-gather" and re.search(rf"f32\[{WIDTH},(?!{VOCAB}\b)\d+\]", operation.shape)
         ]
-        gathered = sum(one.total for one in found)
-        whole = 4 * WIDTH * VOCAB // TENSOR
-        assert 0 < gathered <= 1.01 * passes * whole, (name, found)
+        gathered = sum(entry.total for entry in actual)
+        full = 4 * WIDTH * VOCAB // TENSOR
+        assert 0 < gathered <= 1.01 * passes * full, (name, actual)
 
 
 def check_moments_are_where_the_config_has_them(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
     in_host = bool(TARGETS[target][2])
-    found = plan["host" if in_host else "resident"]["optimizer"]
-    assert 2 * plan["resident"]["parameters"] <= found <= 2 * plan["resident"]["parameters"] + 64
+    actual = plan["host" if in_host else "resident"]["optimizer"]
+    assert 2 * plan["resident"]["parameters"] <= actual <= 2 * plan["resident"]["parameters"] + 64
     # Arguments: weights, batch, and moments that are on the devices.
     on_device = program(plan, "update")["arguments"] - plan["resident"]["parameters"]
-    assert (on_device < found) == in_host
+    assert (on_device < actual) == in_host
 
 
 def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
@@ -143,7 +143,7 @@ def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_planned(target):
+def test_planned_programs_keep_their_properties(target):
     """One test for each target, so that its programs are compiled once."""
     plan, texts = planned(target)
     for check in (

@@ -42,7 +42,7 @@ def test_the_programs_of_a_step():
     assert programs["sample"].beside == resident["optimizer"] + resident["reference"]
 
 
-def test_an_evaluation_is_planned_if_it_needs_more_than_a_rollout():
+def test_evaluation_is_planned_if_larger_than_a_rollout():
     in_place = "rollout.in_place=true"
     few, many = (AbstractRun.of(config_of(in_place, f"eval.batch_size={n}"), mesh_of(2, 2, 1)) for n in (4, 16))
     # It would be the second program, and those after it are not lowered here.
@@ -54,7 +54,7 @@ def test_an_evaluation_is_planned_if_it_needs_more_than_a_rollout():
     assert sizes[0] * (8 * 9 + 4 * 5) == sizes[1] * (16 * 9 + 16 * 5)
 
 
-def test_a_reference_whose_log_probs_are_kept_is_planned_apart():
+def test_cached_reference_log_probs_are_planned_apart():
     """Its program runs while rows are new; the other one scores the policy, if something reads that."""
     source = f"rollout.source={{type: file, path: {__file__}}}"
     for options, names in ((("optim.epochs=2",), ["score reference", "score"]), ((), ["score reference"])):
@@ -63,7 +63,7 @@ def test_a_reference_whose_log_probs_are_kept_is_planned_apart():
         assert list(itertools.islice(lowered, len(names) + 1)) == [*names, "prepare"]
 
 
-def test_moments_in_the_memory_of_the_host_are_counted_there():
+def test_moments_in_host_memory_are_counted_there():
     config = config_of("optim.host_memory=true", "rollout.in_place=true")
     run = AbstractRun.of(config, mesh_of(2, 2, 1))
     optimizer, weights = run.resident()["optimizer"], run.state.trainable
@@ -73,7 +73,7 @@ def test_moments_in_the_memory_of_the_host_are_counted_there():
     assert "the memory of the host holds for each device, in GiB: optimizer 3.00" in summary(make(program()))
 
 
-def test_an_update_for_this_machine_is_the_one_of_a_run():
+def test_planned_update_equals_the_update_of_a_run():
     config = config_of(KL, "rollout.in_place=true")
     run = AbstractRun.of(config, mesh_of())
     *_, update = run.lower()
@@ -98,7 +98,7 @@ def make(*programs: ProgramReport) -> HardwareReport:
     )
 
 
-def test_what_fits_and_what_does_not():
+def test_programs_within_and_beyond_memory_are_reported():
     small, large = program("score", needed=GIB), program(needed=15 * GIB)
     assert make(small).fits
     assert not make(small, large).fits
@@ -112,26 +112,26 @@ def test_what_fits_and_what_does_not():
 def test_a_step_takes_the_sum_of_its_bounds():
     device = DEVICES["v5e"]
     busy = program(work=Work(flops=3 * device.flops, memory=device.bandwidth))
-    found = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
-    assert math.isclose(found.seconds, 5)
-    plain = json.loads(json.dumps(found.to_json()))
+    actual = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
+    assert math.isclose(actual.seconds, 5)
+    plain = json.loads(json.dumps(actual.to_json()))
     assert plain["least_seconds"] == pytest.approx(5)
-    assert [one["bound"] for one in plain["programs"]] == ["matrix units", "memory"]
+    assert [program["bound"] for program in plain["programs"]] == ["matrix units", "memory"]
     assert plain["peak"] == {"program": "update", "bytes": 5 * GIB}
     assert plain["devices"] == 32
 
 
-def test_tables_show_what_is_known():
+def test_tables_show_known_values():
     buffers = (Buffer(GIB, "f32[2], f32[3]", "jit(update)/while/body/closed_call/dot"), Buffer(GIB, "s32[1]"))
     exchanged = {"all-gather": (8.0, 3e9), "all-reduce": (2.0, 4e6)}
-    found = make(program(buffers=buffers, exchanged=exchanged), program("sample", refused=True, needed=20 * GIB))
-    memory, work, exchanges, arrays = tables(found)
+    actual = make(program(buffers=buffers, exchanged=exchanged), program("sample", refused=True, needed=20 * GIB))
+    memory, work, exchanges, arrays = tables(actual)
     assert memory[2][0] == ["update", "0.000", "1.00", "0.500", "1.50", "5.00"]
     assert memory[2][1][-1] == "20.0, refused"
     assert [row[0] for row in work[2]] == ["update"]
     assert exchanges[2] == [["update", "all-gather", "8", "3.00"]]
     assert [row[2:] for row in arrays[2]] == [["f32[2]", "while/dot"], ["s32[1]", "the compiler"]]
-    text = markdown(found)
+    text = markdown(actual)
     assert "**Memory of a device, GiB**" in text
     assert "| update | 0.000 | 1.00 | 0.500 | 1.50 | 5.00 |" in text
 
@@ -157,7 +157,7 @@ def test_mistakes_are_named_before_jax_starts(arguments, said, capsys, monkeypat
     assert "Traceback" not in error
 
 
-def test_a_missing_compiler_is_an_error_with_the_way_to_install_it(capsys, monkeypatch):
+def test_missing_compiler_error_names_its_installation(capsys, monkeypatch):
     monkeypatch.setattr("train.plan.compiler.topology.util.find_spec", lambda module: None)
     assert main(["configs/smoke.yaml", "--topology", "h200:1"]) == 2
     assert (

@@ -23,24 +23,26 @@ def _devices_of_this_machine(monkeypatch):
     monkeypatch.setattr(search, "topology_devices", lambda topology: jax.devices()[: topology.size])
 
 
-def test_candidates_have_all_devices_and_are_what_the_config_allows():
-    found = list(candidates(SMOKE, [], topology()))
-    meshes = {(one.config.mesh.data, one.config.mesh.fsdp, one.config.mesh.tensor) for one in found}
+def test_candidates_use_all_devices_within_the_config():
+    collected = list(candidates(SMOKE, [], topology()))
+    meshes = {(entry.config.mesh.data, entry.config.mesh.fsdp, entry.config.mesh.tensor) for entry in collected}
     assert {math.prod(mesh) for mesh in meshes} == {4}
     assert (4, 1, 1) in meshes
-    assert {one.config.model.remat for one in found} == {"dots", "full"}
-    for one in found:
-        rows = one.config.rows_per_batch() // one.config.optim.updates_per_batch // one.config.optim.micro_batches
-        assert rows % (one.config.mesh.data * one.config.mesh.fsdp) == 0
+    assert {entry.config.model.remat for entry in collected} == {"dots", "full"}
+    for entry in collected:
+        rows = entry.config.rows_per_batch() // entry.config.optim.updates_per_batch // entry.config.optim.micro_batches
+        assert rows % (entry.config.mesh.data * entry.config.mesh.fsdp) == 0
     # More is saved with dots, and nothing is gathered without fsdp and tensor.
-    by_key = {(one.config.mesh, one.config.optim.micro_batches, one.config.model.remat): one for one in found}
-    for (mesh, parts, remat), one in by_key.items():
+    by_key = {
+        (entry.config.mesh, entry.config.optim.micro_batches, entry.config.model.remat): entry for entry in collected
+    }
+    for (mesh, parts, remat), entry in by_key.items():
         if remat == "dots":
-            assert one.bytes > by_key[mesh, parts, "full"].bytes
-        assert (one.exchanged == 0) == (mesh.fsdp == mesh.tensor == 1)
+            assert entry.bytes > by_key[mesh, parts, "full"].bytes
+        assert (entry.exchanged == 0) == (mesh.fsdp == mesh.tensor == 1)
 
 
-def test_what_memory_cannot_hold_is_not_compiled():
+def test_oversized_candidates_are_not_compiled():
     assert list(candidates(SMOKE, [], topology(memory=1000))) == []
     with pytest.raises(UserError, match="--search: no mesh of v5e:2x2 holds the state"):
         best(SMOKE, [], topology(memory=1000), most=1, effort=None, tell=print)

@@ -42,7 +42,7 @@ def test_a_folder_is_known_by_its_name(path):
     assert folder_config(path, "model.path") is PUBLISHED["Qwen3-8B"]
 
 
-def test_an_unknown_folder_is_answered_with_the_file_to_bring():
+def test_unknown_folder_error_names_the_needed_file():
     with pytest.raises(
         UserError, match=r"model\.path: there is no .*other/config\.json, .* copy config\.json of the model"
     ):
@@ -62,7 +62,7 @@ def test_a_config_json_counts_more_than_a_name(tmp_path):
         folder_config(folder, "model.path")
 
 
-def test_a_folder_that_is_here_gives_the_decoder_of_a_run():
+def test_local_folder_gives_the_decoder_of_a_run():
     config, _ = parse({"steps": 1, "model": {"path": str(QWEN3)}})
     decoder, ids = planned_model(config)
     tokenizer = load_tokenizer(config)

@@ -189,8 +189,8 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
         arguments = log_probs, full_batch(configs[0].preset or "")
         traced = jax.make_jaxpr(whole)(*arguments)
     # Operation by operation: presets have most of them in common, and no program is compiled for one preset.
-    found = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
-    results = zip(found[::2], found[1::2], strict=True)
+    actual = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
+    results = zip(actual[::2], actual[1::2], strict=True)
     return ((float(loss), dict(_named(model, jax.device_get(pull(cotangent))))) for loss, cotangent in results)
 
 
@@ -223,20 +223,20 @@ def prove(
     system, _, algorithm = name.partition("/")
     index, arrays = recording(system)
     entry = index["algorithms"][algorithm]["accumulation"]
-    theirs = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith(f"{algorithm}/1/")}
+    others = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith(f"{algorithm}/1/")}
     expected = entry["1"]["loss"] - (empty_row_of_rloo() if name == "trl/rloo" else 0.0)
 
     def compared(loss: float, gradients: Mapping[str, np.ndarray]) -> Proof:
-        assert theirs.keys() == gradients.keys()
+        assert others.keys() == gradients.keys()
         return Proof(
             dtype=index["dtype"],
             loss=abs(loss - expected) / abs(expected),
-            gradient=_distance(gradients, theirs),
+            gradient=_distance(gradients, others),
             accumulation=entry["2"]["distance"],
         )
 
     with jax.enable_x64(True):
-        return [compared(*found) for found in run([config_of(name, count) for count in micro_batches])]
+        return [compared(*actual) for actual in run([config_of(name, count) for count in micro_batches])]
 
 
 def empty_row_of_rloo() -> float:

@@ -20,11 +20,10 @@ def rows(names: list[str]) -> Iterator[str]:
             yield f"| `{name}` | | not recorded | | | |"
             continue
         index, _ = proof.recording(name.partition("/")[0])
-        (found,) = proof.prove(name)
-        changes = f"{found.accumulation:.0%}" if found.accumulation > 1e-9 else "same"
-        yield (
-            f"| `{name}` | {index['version']} | {found.dtype} | {found.loss:.0e} | {found.gradient:.0e} | {changes} |"
-        )
+        (result,) = proof.prove(name)
+        changes = f"{result.accumulation:.0%}" if result.accumulation > 1e-9 else "same"
+        distances = f"{result.loss:.0e} | {result.gradient:.0e}"
+        yield f"| `{name}` | {index['version']} | {result.dtype} | {distances} | {changes} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,22 +25,22 @@ def test_every_preset_is_recorded():
 @pytest.mark.parametrize("name", preset_names())
 def test_preset_equals_its_system(name):
     # In two parts, which give what the system computed in one.
-    (found,) = proof.prove(name, micro_batches=(2,))
-    check(found)
+    (comparison,) = proof.prove(name, micro_batches=(2,))
+    check(comparison)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "trl/grpo")) for name in preset_names()]
 )
 def test_preset_equals_its_system_without_micro_batches(name):
-    (found,) = proof.prove(name)
-    check(found)
+    (comparison,) = proof.prove(name)
+    check(comparison)
 
 
 @pytest.mark.thorough
 def test_compiled_update_equals_the_system():
-    for found in proof.prove("trl/grpo", proof.compiled_update, (1, 2)):
-        check(found)
+    for comparison in proof.prove("trl/grpo", proof.compiled_update, (1, 2)):
+        check(comparison)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_compiled_update_equals_the_system():
         ("tunix/ppo", {"temperature": 0.8}),
     ],
 )
-def test_another_setting_is_told_apart(name, change, monkeypatch):
+def test_another_setting_gives_another_result(name, change, monkeypatch):
     monkeypatch.setitem(proof.CHANGES, name, {**proof.CHANGES.get(name, {}), **change})
-    (found,) = proof.prove(name)
-    assert found.gradient > 1e-4
+    (comparison,) = proof.prove(name)
+    assert comparison.gradient > 1e-4

@@ -26,7 +26,7 @@ sys.exit(run_command(command))
 """
 
 
-def test_a_command_collects_garbage_rarely_and_leaves_the_thresholds_as_they_were(capsys: pytest.CaptureFixture[str]):
+def test_command_collects_garbage_rarely_and_restores_thresholds(capsys: pytest.CaptureFixture[str]):
     before, inside = gc.get_threshold(), []
 
     def command() -> None:
@@ -44,7 +44,7 @@ def test_a_command_collects_garbage_rarely_and_leaves_the_thresholds_as_they_wer
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_with_a_line_and_its_code(number, capsys):
+def test_signal_ends_a_command_with_its_code(number, capsys):
     assert run_command(lambda: os.kill(os.getpid(), number)) == 130
     assert capsys.readouterr().err == "interrupted\n"
     handle_thread_errors().ending = False
@@ -63,7 +63,7 @@ def test_an_error_of_the_disk_is_one_line(number, capsys):
     handle_thread_errors().ending = False
 
 
-def test_an_error_of_the_disk_inside_others_is_found(capsys):
+def test_disk_error_inside_other_errors_is_found(capsys):
     def command() -> None:
         try:
             raise ValueError("Error writing d/0a1b: [OS error 28: ENOSPC No space left on device]")
@@ -77,7 +77,7 @@ def test_an_error_of_the_disk_inside_others_is_found(capsys):
         run_command(lambda: _raise(RuntimeError("something else")))
 
 
-def test_an_error_of_the_disk_in_a_thread_is_a_warning_at_the_end(capsys):
+def test_disk_error_in_a_thread_warns_at_end(capsys):
     def command() -> None:
         thread = threading.Thread(target=_raise, args=(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),))
         thread.start()
@@ -95,7 +95,7 @@ FULL = pytest.param("> /dev/full", marks=pytest.mark.skipif(not os.path.exists("
 
 
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", FULL])
-def test_a_standard_output_that_nobody_reads_is_said_and_does_not_end_the_command(redirection):
+def test_closed_standard_output_does_not_end_the_command(redirection):
     shell = f"set -o pipefail; {sys.executable} -c '{PRINTS}' {redirection}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert done.returncode == 7
@@ -107,7 +107,7 @@ def test_a_standard_output_that_nobody_reads_is_said_and_does_not_end_the_comman
 @pytest.mark.parametrize(
     "error", [MemoryError(), MemoryError("Unable to allocate 4 GiB"), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")]
 )
-def test_an_allocation_that_fails_is_one_line(error, capsys):
+def test_failed_allocation_is_one_line(error, capsys):
     assert run_command(lambda: _raise(error)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out of memory: ")
@@ -115,7 +115,7 @@ def test_an_allocation_that_fails_is_one_line(error, capsys):
     handle_thread_errors().ending = False
 
 
-def test_a_thread_that_a_signal_cuts_short_logs_nothing():
+def test_thread_interrupted_by_a_signal_logs_nothing():
     def record(error):
         return logging.LogRecord("absl", logging.ERROR, "manager.py", 1, "failed", (), (type(error), error, None))
 

@@ -11,7 +11,7 @@ from train.process.interrupt import SIGNALS, ending_at_once, listening
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_wish_and_the_second_an_end(number, capsys):
+def test_first_signal_requests_a_stop_second_ends(number, capsys):
     with listening() as interrupt:
         assert not interrupt.requested
         os.kill(os.getpid(), number)
@@ -21,7 +21,7 @@ def test_the_first_signal_is_a_wish_and_the_second_an_end(number, capsys):
             os.kill(os.getpid(), number)
 
 
-def test_the_handlers_of_before_come_back():
+def test_previous_signal_handlers_are_restored():
     assert len(SIGNALS) == 3
     before = [signal.getsignal(number) for number in SIGNALS]
     with contextlib.suppress(ZeroDivisionError), listening() as interrupt:
@@ -31,12 +31,12 @@ def test_the_handlers_of_before_come_back():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_elsewhere_a_signal_ends_the_command(number):
+def test_signal_elsewhere_ends_the_command(number):
     with ending_at_once(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
 
-def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored():
+def test_inherited_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with listening() as interrupt:
@@ -46,7 +46,7 @@ def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_comes_in_a_callback_is_not_lost(capsys):
+def test_signal_during_a_callback_is_not_lost(capsys):
     class Closing:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGTERM)

@@ -49,36 +49,36 @@ def load(config: Config, model: Decoder) -> ScoredPolicy:
     )
 
 
-def test_a_folder_of_another_family_is_run_by_a_decoder_of_its_own():
-    found = load(config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA))
-    assert found.model == model_of(LLAMA)
-    assert found.policy.adapter is None
-    chex.assert_trees_all_equal(found.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
+def test_folder_of_another_family_has_its_decoder():
+    loaded = load(config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA))
+    assert loaded.model == model_of(LLAMA)
+    assert loaded.policy.adapter is None
+    chex.assert_trees_all_equal(loaded.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
 
 
-def test_loading_takes_the_checked_reference_and_finds_none_again(monkeypatch):
+def test_loading_takes_the_checked_reference_without_another_search(monkeypatch):
     config, model = config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA)
     saved = check(config, model)
     assert (saved.format, saved.model) == ("folder", model_of(LLAMA))
     monkeypatch.setattr(find, "find_reference", None)
     monkeypatch.setattr(references_load, "find_reference", None)
-    found = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
-    assert found.model == saved.model
+    loaded = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
+    assert loaded.model == saved.model
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_an_adapter_of_peft_brings_its_rank_scale_and_targets(lora):
+def test_peft_adapter_brings_rank_scale_and_targets(lora):
     """With LoRA it shares the base of the policy; without, it has one, as the policy's own weights move."""
     config, model = config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, lora)
     plain = model_of(QWEN3)
-    found = load(config, model)
+    loaded = load(config, model)
     expected = dataclasses.replace(plain.config, lora=read_peft_config(QWEN3 / "adapter"))
-    assert found.model == Decoder(expected)
+    assert loaded.model == Decoder(expected)
     assert expected.lora != lora
-    chex.assert_trees_all_equal(found.policy.adapter, load_adapter(QWEN3 / "adapter", found.model, tiny.mesh_of()))
-    assert found.shares_base == (lora is not None)
+    chex.assert_trees_all_equal(loaded.policy.adapter, load_adapter(QWEN3 / "adapter", loaded.model, tiny.mesh_of()))
+    assert loaded.shares_base == (lora is not None)
     base = load_params(QWEN3, plain, tiny.mesh_of())
-    chex.assert_trees_all_equal(found.on_base(base).policy.params, base)
+    chex.assert_trees_all_equal(loaded.on_base(base).policy.params, base)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_adapter_of_peft_brings_its_rank_scale_and_targets(lora):
         (QWEN3, "{source: adapter, path: GEMMA/adapter}", "adapter GEMMA/adapter does not fit the model: "),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_loaded(policy, reference, message):
+def test_mismatch_is_refused_before_anything_is_loaded(policy, reference, message):
     names = {"QWEN3": str(QWEN3), "GEMMA": str(MODELS / "gemma3")}
     for name, path in names.items():
         reference, message = reference.replace(name, path), message.replace(name, path)
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(policy, referenc
     assert str(caught.value).startswith(f"reference.path: {message}")
 
 
-def test_other_tokens_of_as_many_are_refused(tmp_path):
+def test_other_tokens_of_equal_number_are_refused(tmp_path):
     folders = [Path(shutil.copytree(QWEN3, tmp_path / name)) for name in ("policy", "teacher")]
     for folder, text in zip(folders, ("one", "other"), strict=True):
         (folder / "tokenizer.json").write_text(text)
@@ -122,7 +122,7 @@ def test_other_tokens_of_as_many_are_refused(tmp_path):
     check(config, model_of(folders[0]))
 
 
-def test_an_adapter_that_names_another_base_is_warned_of(tmp_path, capsys):
+def test_adapter_naming_another_base_is_warned_of(tmp_path, capsys):
     """As a reference and as what a run starts from; as the warnings of a config are shown, not as a line of a log."""
     other, adapter = Path(shutil.copytree(QWEN3, tmp_path / "another")), QWEN3 / "adapter"
     lora = read_peft_config(adapter)

@@ -55,7 +55,7 @@ def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dic
 
 
 @pytest.mark.parametrize("other", [None, pytest.param(2, marks=pytest.mark.thorough)])
-def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(base, other):
+def test_scores_gradients_and_metrics_match_dequantised_weights(base, other):
     scored, gradient, metrics = step_of("int8", base, other)
     same, expected, values = step_of(None, dequantise_params(base, jnp.float32), other)
     for name in ("old_log_probs", "ref_log_probs"):
@@ -67,10 +67,10 @@ def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(bas
     np.testing.assert_allclose(metrics["kl_reference"], values["kl_reference"], rtol=1e-4)
 
 
-def test_every_reference_on_the_base_is_the_base_itself():
+def test_every_reference_on_the_base_shares_it():
     config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
     model = tiny.model_of(config)
-    found = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
-    assert found.shares_base
-    assert found.policy.adapter is None
-    assert found.model == model
+    loaded = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
+    assert loaded.shares_base
+    assert loaded.policy.adapter is None
+    assert loaded.model == model

@@ -1,4 +1,4 @@
-"""References that follow the policy: what moves and how far, what is held twice, and in which type."""
+"""References that follow the policy: which weights move and how far, which are stored twice, and in which dtype."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def followed(config: Config, state: TrainState, values: list[float]) -> list[np.
 
 
 @pytest.mark.parametrize("part", ["params", "adapter"])
-def test_an_average_is_that_of_the_policy_after_each_step(part):
+def test_average_follows_the_policy_after_each_step(part):
     state = state_of(part, 1.0)
     state = begin(config_of(EMA), state, kljax.Policy(None))
     values, expected, average = [3.0, 2.0, 7.0], [], 1.0
@@ -61,13 +61,13 @@ def test_an_average_is_that_of_the_policy_after_each_step(part):
     np.testing.assert_allclose(followed(config_of(EMA), state, values), expected, rtol=1e-7)
 
 
-def test_a_refreshed_reference_is_the_policy_of_the_last_refresh():
+def test_refreshed_reference_is_the_last_refreshed_policy():
     state = begin(config_of(REFRESHED), state_of("params", 1.0), kljax.Policy({"w": jnp.full(3, 5.0)}))
     seen = followed(config_of(REFRESHED), state, [2.0, 3.0, 4.0, 6.0, 7.0])
     np.testing.assert_array_equal(np.array(seen)[:, 0], [5, 3, 3, 6, 6])
 
 
-def test_a_refreshed_adapter_starts_from_none_as_one_of_zeros():
+def test_refreshed_adapter_starts_from_zeros():
     base = {"base": jnp.ones(2)}
     state = begin(config_of(REFRESHED), state_of("adapter", 1.0), kljax.Policy(None))
     np.testing.assert_array_equal(state.reference["w"], np.zeros(3))
@@ -77,7 +77,7 @@ def test_a_refreshed_adapter_starts_from_none_as_one_of_zeros():
 
 
 @pytest.mark.parametrize("option", [EMA, REFRESHED])
-def test_the_moving_half_has_buffers_of_its_own(option):
+def test_moving_half_has_separate_buffers(option):
     state = state_of("params", 1.0)
     state = begin(config_of(option), state, kljax.Policy(state.trainable["params"]))
     assert state.reference["w"].unsafe_buffer_pointer() != state.trainable["params"]["w"].unsafe_buffer_pointer()
@@ -86,7 +86,7 @@ def test_the_moving_half_has_buffers_of_its_own(option):
     assert old.is_deleted()
 
 
-def test_an_average_of_bfloat16_weights_is_held_in_float32():
+def test_average_of_bfloat16_weights_stays_in_float32():
     """At a decay of 0.999 a step of the average is below the rounding of bfloat16, where it would stand still."""
     config = config_of("reference={source: ema, decay: 0.999}")
     state = begin(config, state_of("params", 1.0, jnp.bfloat16), kljax.Policy({}))
@@ -100,23 +100,23 @@ def test_an_average_of_bfloat16_weights_is_held_in_float32():
     assert state.reference["w"].dtype == jnp.bfloat16
 
 
-def test_the_place_of_the_moving_half_is_laid_out_as_it_will_be():
+def test_abstract_moving_half_has_its_final_layout():
     config = config_of(EMA, "mesh.fsdp=4")
     mesh = tiny.mesh_of(1, 4, 1)
     state = tiny.state_of(config, optax.identity(), mesh)
-    place = with_abstract_reference(config, state).reference
+    position = with_abstract_reference(config, state).reference
     moving = start_following(config, ScoredPolicy(MODEL, kljax.Policy(None)), state.trainable)
 
     def layout(tree) -> list:
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
 
-    chex.assert_trees_all_equal_structs(place, moving)
-    assert layout(place) == layout(moving)
+    chex.assert_trees_all_equal_structs(position, moving)
+    assert layout(position) == layout(moving)
     assert any("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(moving))
 
 
 @pytest.mark.parametrize("option", ["reference.source=base", "reference={source: step, step: 0}"])
-def test_a_reference_that_stays_has_no_place(option):
+def test_fixed_reference_has_no_moving_half(option):
     state = state_of("params", 1.0)
     assert not follows_policy(config_of(option))
     assert with_abstract_reference(config_of(option), state) is state

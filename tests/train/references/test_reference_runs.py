@@ -74,7 +74,7 @@ def sources(first, tmp_path_factory) -> dict[str, Path]:
     return {name: start(output, option, "steps=2", name=name) for name, option in options.items()}
 
 
-def test_switching_the_source_changes_the_kl_and_nothing_else(first, sources):
+def test_switching_the_source_changes_the_kl_alone(first, sources):
     expected, kl = state_arrays(first, 2), {"base": [step["kl_reference"] for step in records(first, "train")]}
     for name, root in sources.items():
         got, steps = state_arrays(root, 2), records(root, "train")
@@ -92,13 +92,13 @@ def test_switching_the_source_changes_the_kl_and_nothing_else(first, sources):
 
 def test_a_moving_reference_is_saved_with_each_step(sources):
     trained = [state_arrays(sources["ema"], step) for step in (0, 1, 2)]
-    held = {name.removeprefix("trainable.adapter."): [step[name] for step in trained] for name in trained[0]}
+    adapter_leaves = {name.removeprefix("trainable.adapter."): [step[name] for step in trained] for name in trained[0]}
     for name, average in saved_arrays(sources["ema"] / "checkpoints" / "2" / "reference").items():
-        start, once, twice = (x.astype(np.float64) for x in held[name])
+        start, once, twice = (x.astype(np.float64) for x in adapter_leaves[name])
         np.testing.assert_allclose(average, start / 4 + once / 4 + twice / 2, rtol=1e-6, atol=1e-9)
 
 
-def test_a_continued_run_goes_on_with_the_average_it_had(sources, tmp_path):
+def test_continued_run_resumes_its_average(sources, tmp_path):
     """Bit by bit, as if it had never stopped."""
     root = shutil.copytree(sources["ema"], tmp_path / "ema")
     shutil.rmtree(root / "checkpoints" / "2")
@@ -110,7 +110,7 @@ def test_a_continued_run_goes_on_with_the_average_it_had(sources, tmp_path):
     assert len(entries_of(root)) == 1
 
 
-def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_path):
+def test_other_weights_at_the_same_path_are_refused(first, sources, tmp_path):
     root = shutil.copytree(sources["adapter"], tmp_path / "adapter")
     path = tmp_path / "other"
     shutil.copytree(first / "checkpoints" / "1", path)
@@ -135,7 +135,7 @@ def adapter_of(root: Path) -> str:
     return f"reference={{source: adapter, path: {root / 'checkpoints' / '1'}, monitor: true}}"
 
 
-def test_an_adapter_of_a_run_with_another_base_is_refused(first, tmp_path):
+def test_adapter_trained_on_another_base_is_refused(first, tmp_path):
     """As soon as the base is there, which the warm start makes; no step is trained against it."""
     options = ("seed=5", "warm_start.steps=2", "steps=1")
     with pytest.raises(UserError) as caught:
@@ -154,7 +154,7 @@ def test_an_adapter_of_a_run_with_another_base_is_refused(first, tmp_path):
     assert len(records(root, "train")) == 1
 
 
-def test_a_base_that_is_on_disk_is_compared_before_anything_is_written(first, tmp_path):
+def test_base_on_disk_is_compared_before_writing(first, tmp_path):
     other, copied = tmp_path / "saved", Path(shutil.copytree(first / "base", tmp_path / "copied"))
     save_base(other, tiny.host_params())
     with pytest.raises(UserError, match=rf"^reference\.path: .*{first}/base .*the base of this run is {other} "):
@@ -164,8 +164,8 @@ def test_a_base_that_is_on_disk_is_compared_before_anything_is_written(first, tm
     assert check_same_base(config, None) is None
 
 
-def test_an_adapter_of_no_run_says_nothing_of_its_base(first, tmp_path, capsys):
-    """What is known of it is its shape."""
+def test_adapter_without_run_says_nothing_about_its_base(first, tmp_path, capsys):
+    """Only its shape is known."""
     alone = Path(shutil.copytree(first / "checkpoints" / "1", tmp_path / "alone"))
     option = f"reference={{source: adapter, path: {alone}, monitor: true}}"
     config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option)
@@ -206,7 +206,7 @@ def test_folders_are_the_same_base_by_their_weights(tmp_path):
         compared(folders[1])
 
 
-def test_a_folder_and_what_orbax_saved_of_it_are_the_same_base(tmp_path):
+def test_folder_equals_the_base_saved_by_orbax(tmp_path):
     """Value by value, rounded to bfloat16 where one of them is."""
     params = load_params(QWEN3, Decoder(decoder_config(QWEN3)), tiny.mesh_of())
     for dtype in ("float32", "bfloat16"):

@@ -37,11 +37,11 @@ def test_the_base_is_one_argument_of_scoring():
     score, model, trainable, base, batch = setting((1, 1, 1), "kl.loss.coef=0.1", "optim.epochs=2")
     reference = ScoredPolicy(model, kljax.Policy(None))
     compiled = score.lower(trainable, base, reference, batch).compile()
-    given = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, base, batch)))
-    assert compiled.memory_analysis().argument_size_in_bytes == given
+    arguments = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, base, batch)))
+    assert compiled.memory_analysis().argument_size_in_bytes == arguments
 
 
-def test_a_policy_on_the_shared_base_has_its_arrays():
+def test_policy_on_the_shared_base_has_its_arrays():
     base, adapter = {"w": jnp.ones(2)}, {"a": jnp.ones(1)}
     model = tiny.model_of(tiny.config_of())
     shared, separate = (ScoredPolicy(model, kljax.Policy(params, adapter)) for params in (None, {"w": base["w"]}))

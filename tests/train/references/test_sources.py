@@ -64,33 +64,33 @@ def load(config: Config, root: Path) -> kljax.Policy | None:
 
     try:
         saved = check_reference(config, model, mesh, checkpoints.steps())
-        found = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
+        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
-    return None if found is None else found.policy
+    return None if loaded is None else loaded.policy
 
 
 def pointers(tree) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-def test_nothing_is_loaded_when_nothing_needs_it(tmp_path):
+def test_unneeded_reference_is_not_loaded(tmp_path):
     config = tiny.config_of("reference={source: step, step: 2}")
     assert load(config, tmp_path) is None
     assert load(tiny.config_of("kl.rollout.coef=0.1"), tmp_path) is None
 
 
-def test_a_metric_alone_needs_it(runs):
+def test_metric_alone_needs_a_reference(runs):
     assert load(tiny.config_of("reference.monitor=true"), runs[False]) is not None
 
 
-def test_the_base_of_an_adapter_is_the_policys_own_weights(runs):
+def test_adapter_base_is_the_weights_of_the_policy(runs):
     reference = load(config_of("{source: base}", lora=True), runs[True])
     assert reference.adapter is None
     assert reference.params is None, "no second copy of the weights"
 
 
-def test_the_base_of_a_policy_that_moves_is_read_back(runs):
+def test_base_of_a_moving_policy_is_read_again(runs):
     reference = load(config_of("{source: base}"), runs[False])
     chex.assert_trees_all_equal(jax.device_get(reference.params), tiny.host_params())
     assert reference.adapter is None
@@ -108,7 +108,7 @@ def test_a_step_of_an_adapter_shares_the_base(runs):
 
 
 @pytest.mark.parametrize("place", ["checkpoints/3", "checkpoints/3/state", "plain"])
-def test_an_adapter_from_a_run_or_on_its_own(runs, tmp_path, place):
+def test_adapter_comes_from_a_run_or_alone(runs, tmp_path, place):
     path = runs[True] / place
     if place == "plain":
         path = tmp_path / "adapter"
@@ -120,7 +120,7 @@ def test_an_adapter_from_a_run_or_on_its_own(runs, tmp_path, place):
 
 
 @pytest.mark.parametrize("place", ["base", "checkpoints/3", "checkpoints/3/state", "plain"])
-def test_a_checkpoint_of_another_run_or_weights_on_their_own(runs, tmp_path, place):
+def test_checkpoint_of_another_run_or_weights_alone(runs, tmp_path, place):
     path, expected = runs[False] / place, {"base": tiny.host_params()}.get(place, tiny.moved(tiny.host_params(), 0.03))
     if place == "plain":
         path, expected = tmp_path / "weights", tiny.moved(tiny.host_params(), 0.1)
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_run_or_weights_on_their_own(runs, tmp_path, pla
     chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(expected))
 
 
-def test_a_reference_is_laid_out_as_the_policy_is(runs):
+def test_reference_is_laid_out_like_the_policy(runs):
     config = config_of("{source: base}", "mesh.fsdp=4")
     with jax.set_mesh(tiny.mesh_of(1, 4, 1)):
         reference = load(config, runs[False])
@@ -138,7 +138,7 @@ def test_a_reference_is_laid_out_as_the_policy_is(runs):
     assert any("fsdp" in spec for spec in specs)
 
 
-def test_what_is_not_there_is_said(runs, tmp_path):
+def test_missing_references_are_reported(runs, tmp_path):
     with pytest.raises(UserError, match=r"^reference\.step: got 2, .* there are: 0, 3$"):
         load(config_of("{source: step, step: 2}"), runs[False])
     with pytest.raises(UserError, match=rf"^reference\.path: no readable checkpoint at {tmp_path}"):
@@ -154,7 +154,7 @@ def test_what_is_not_there_is_said(runs, tmp_path):
 
 
 @pytest.mark.parametrize(("saved", "there"), [([], "0"), ([3, 0], "0, 3")])
-def test_a_step_without_a_checkpoint_is_refused_before_anything_starts(saved, there):
+def test_step_without_a_checkpoint_is_refused_early(saved, there):
     def check(step: int) -> None:
         config = config_of(f"{{source: step, step: {step}}}")
         check_reference(config, tiny.model_of(config), tiny.mesh_of(), saved)
@@ -188,7 +188,7 @@ def test_a_change_of_one_bit_is_found():
             assert_unchanged(FrozenWeights(None, jax.tree.unflatten(tree, changed)), before)
 
 
-def test_no_reference_cannot_change():
+def test_missing_reference_cannot_change():
     frozen = FrozenWeights({"w": np.ones(2)}, None)
     assert reference_fingerprint(frozen) is None
     assert_unchanged(frozen, None)

@@ -73,7 +73,7 @@ class Runs:
     def fresh(self) -> Programs:
         """The programs with an empty store."""
         rows = tiny.SAMPLES * PROMPTS
-        empty = ReferenceStore(self.scored, self.context.mesh, rows=rows, columns=tiny.ROOM)
+        empty = ReferenceStore(self.scored, self.context.mesh, rows=rows, columns=tiny.NEW_TOKENS)
         return dataclasses.replace(self.programs, store=empty)
 
     def run(self, programs, state, steps):
@@ -99,8 +99,8 @@ def runs(tmp_path_factory):
 def whole(runs):
     """A run of three epochs, and the rows that the reference scored in it."""
     runs.scored.calls.clear()
-    found = runs.run(runs.fresh(), runs.first, range(STEPS))
-    return *found, list(runs.scored.calls)
+    actual = runs.run(runs.fresh(), runs.first, range(STEPS))
+    return *actual, list(runs.scored.calls)
 
 
 def assert_same(got, expected):
@@ -114,7 +114,7 @@ def test_the_reference_scores_each_row_once(whole):
     assert all(values["kl_reference"] > 1e-4 for values in metrics)
 
 
-def test_a_run_that_scores_every_batch_has_the_same_bits(runs, whole):
+def test_run_scoring_every_batch_has_equal_bits(runs, whole):
     states, metrics, _ = whole
     program, referenced = make_score(runs.config, runs.context.model, runs.context.mesh), []
 
@@ -128,18 +128,18 @@ def test_a_run_that_scores_every_batch_has_the_same_bits(runs, whole):
     assert_same(got[-1], states[-1])
 
 
-def test_a_resumed_run_scores_again_and_has_the_same_bits(runs, whole):
+def test_resumed_run_scores_again_with_equal_bits(runs, whole):
     """It goes on within the second epoch, with an empty store, so that rows are scored in other batches."""
     states, metrics, calls = whole
     runs.scored.calls.clear()
-    got, found = runs.run(runs.fresh(), states[STOPPED - 1], range(STOPPED, STEPS))
+    got, actual = runs.run(runs.fresh(), states[STOPPED - 1], range(STOPPED, STEPS))
     assert runs.scored.calls
     assert not any(call in calls for call in runs.scored.calls)
-    assert found == metrics[STOPPED:]
+    assert actual == metrics[STOPPED:]
     assert_same(got[-1], states[-1])
 
 
-def test_no_program_scores_known_rows_if_the_policy_is_not_scored(runs):
+def test_no_program_scores_known_rows_without_policy_scores(runs):
     config = tiny.config_of(f"rollout.source={{type: file, path: {runs.config.rollout.source.path}}}", *TRAINED[:2])
     assert not Plan.of(config).scores_policy
     context, programs = dataclasses.replace(runs.context, config=config), runs.fresh()
@@ -165,7 +165,7 @@ def test_no_program_scores_known_rows_if_the_policy_is_not_scored(runs):
     assert_same(batches[1], batches[0])
 
 
-def test_kept_log_probs_lie_as_those_of_the_program():
+def test_cached_log_probs_have_the_program_sharding():
     """On a mesh; a batch with one new row is scored as a whole."""
     mesh, rng = tiny.mesh_of(data=2, fsdp=2), np.random.default_rng(0)
     values = rng.normal(size=(6, tiny.LENGTH)).astype(np.float32)
@@ -181,14 +181,14 @@ def test_kept_log_probs_lie_as_those_of_the_program():
         log_probs = gather(batch.tokens)
         return jax.device_put(log_probs, batch_sharding(mesh)), jax.device_put(log_probs, replicated(mesh))
 
-    kept = ReferenceStore(score, mesh, rows=6, columns=tiny.ROOM)
+    selected = ReferenceStore(score, mesh, rows=6, columns=tiny.NEW_TOKENS)
 
     def log_probs(*rows):
         tokens = jnp.tile(jnp.array(rows)[:, None], (1, tiny.LENGTH))
         batch = Batch(tokens, jnp.ones(tokens.shape, bool), jnp.ones(tokens.shape, bool))
-        found = kept.score(None, None, batch, np.array(rows))
-        np.testing.assert_array_equal(found, values[list(rows)])
-        return found
+        actual = selected.score(None, None, batch, np.array(rows))
+        np.testing.assert_array_equal(actual, values[list(rows)])
+        return actual
 
     scored = log_probs(0, 1, 2, 3)
     placed = log_probs(3, 0, 2, 1)
@@ -216,17 +216,17 @@ def test_kept_log_probs_lie_as_those_of_the_program():
     ],
     ids=str,
 )
-def test_log_probs_that_may_change_are_not_kept(runs, options, kept):
+def test_changeable_log_probs_are_not_cached(runs, options, kept):
     path = runs.config.rollout.source.path
     config = tiny.config_of(f"rollout.source={{type: file, path: {path}}}", "kl.loss.coef=0.1", *options)
     made = make_reference_store(config, runs.context.model, runs.context.mesh, 4)
     assert (made is not None) == kept
 
 
-def test_a_recording_that_is_too_large_is_scored_in_every_epoch(runs, capsys):
+def test_oversized_recording_is_scored_in_every_epoch(runs, capsys):
     path = runs.config.rollout.source.path
     config = tiny.config_of(f"rollout.source={{type: file, path: {path}, max_reference_mib: 1}}", "kl.loss.coef=0.1")
-    fits = 2**20 // (4 * tiny.ROOM)
+    fits = 2**20 // (4 * tiny.NEW_TOKENS)
     assert make_reference_store(config, runs.context.model, runs.context.mesh, fits) is not None
     assert capsys.readouterr().err == ""
     assert make_reference_store(config, runs.context.model, runs.context.mesh, fits + 1) is None

@@ -45,7 +45,7 @@ def load(config: Config) -> ScoredPolicy:
 
 
 def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
-    """Of the whole vocabulary, as the library never has them."""
+    """Log-probs of the whole vocabulary, as the library never has them."""
     tied = model.config.tie_embeddings
     head = params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"]
     logits, cap = hidden @ head, model.config.final_softcap
@@ -55,13 +55,13 @@ def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
 def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
     """The means over the completions, from the logits of all positions."""
     batch, model = tiny.rollout_batch(), tiny.model_of(tiny.config_of())
-    ours, theirs = (
+    actual, expected = (
         log_probs(
-            one,
+            item,
             weights,
-            hidden_states(ScoredPolicy(one, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
+            hidden_states(ScoredPolicy(item, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
         )
-        for one, weights in ((model, params), (TEACHER, teacher))
+        for item, weights in ((model, params), (TEACHER, teacher))
     )
 
     def mean(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -69,19 +69,19 @@ def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
         before = jnp.roll(per_prefix, 1, axis=1)  # the state of a token predicts the next
         return jnp.where(batch.completion_mask, before, 0).sum() / batch.completion_mask.sum()
 
-    return {"reverse": mean(ours, theirs), "forward": mean(theirs, ours)}
+    return {"reverse": mean(actual, expected), "forward": mean(expected, actual)}
 
 
 @jax.jit
 def values_and_gradients(params: dict, teacher: dict) -> dict[str, tuple[jax.Array, dict]]:
     """Both divergences, each with its gradient."""
     values, pull = jax.vjp(lambda params: divergences(params, teacher), params)
-    slopes = {name: {one: jnp.float32(one == name) for one in values} for name in values}
+    slopes = {name: {item: jnp.float32(item == name) for item in values} for name in values}
     return {name: (value, pull(slopes[name])[0]) for name, value in values.items()}
 
 
-def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
-    """Of another softcap too. Value and gradient of both directions, against autodiff through the whole vocabulary."""
+def test_distillation_is_exact_kl_to_another_shape():
+    """Both directions, also with another softcap, have the value and gradient of autodiff over the whole vocabulary."""
     config, mesh = distil(), tiny.mesh_of()
     model, teacher = tiny.model_of(config), teacher_params()
     reference = ScoredPolicy(TEACHER, kljax.Policy(teacher))
@@ -113,17 +113,17 @@ def other_run(tmp_path) -> Path:
     return root
 
 
-def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
+def test_reference_from_another_run_has_its_decoder(other_run):
     weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
     save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
-    found = load(config)
-    assert found.model == tiny.model_of(WIDER)
-    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
+    loaded = load(config)
+    assert loaded.model == tiny.model_of(WIDER)
+    chex.assert_trees_all_equal(loaded.policy, kljax.Policy(weights))
 
 
-def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_run):
-    """What a run holds its base in is allowed with its adapter, which a reference of whole weights has not."""
+def test_base_of_a_quantising_run_is_a_reference(other_run):
+    """The quantization of a run is allowed with its adapter, which a reference of whole weights has not."""
     shape = WIDER.model.model_copy(update={"quantization": "int8", "param_dtype": "bfloat16"})
     lora = tiny.config_of("lora={rank: 2}").lora
     steps = WIDER.warm_start.model_copy(update={"steps": 0})
@@ -134,12 +134,12 @@ def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_ru
     config = distil(
         f"reference={{source: checkpoint, path: {other_run / 'base'}}}", "lora={rank: 2}", "model.quantization=int8"
     )
-    found = load(config)
-    assert found.model == tiny.model_of(WIDER)
-    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
+    loaded = load(config)
+    assert loaded.model == tiny.model_of(WIDER)
+    chex.assert_trees_all_equal(loaded.policy, kljax.Policy(weights))
 
 
-def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
+def test_run_directory_is_refused_with_its_steps_listed(other_run):
     for step in ("0", "10"):
         (other_run / "checkpoints" / step / "state").mkdir(parents=True)
     config = distil(f"reference={{source: checkpoint, path: {other_run}}}")
@@ -147,7 +147,7 @@ def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
         find_reference(config, tiny.model_of(config))
 
 
-def test_a_vocabulary_of_other_tokens_is_refused(tmp_path):
+def test_vocabulary_of_other_tokens_is_refused(tmp_path):
     config, model = distil(), tiny.model_of(tiny.config_of())
     other = Decoder(dataclasses.replace(model.config, vocab_size=300))
     with pytest.raises(ValueError, match="has a vocabulary of 300 tokens, expected 264 as the policy has"):

@@ -50,7 +50,7 @@ def assert_same(ours: Callable[[], Any], expected: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_policy_loss_gets_the_arrays_that_it_names(name: str) -> None:
+def test_policy_loss_gets_the_arrays_in_its_signature(name: str) -> None:
     config, batch = tiny.config_of(f"loss={name}", *REQUIRED.get(name, [])), batch_of()
     function = getattr(kljax, LOSSES[name].function.rpartition(":")[2])
     arrays = {
@@ -65,7 +65,7 @@ def test_a_policy_loss_gets_the_arrays_that_it_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_gets_the_arrays_that_it_names(name: str) -> None:
+def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
     config = tiny.config_of(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
     batch = batch_of()
     mask, groups = batch.completion_mask, batch.group_ids
@@ -88,7 +88,7 @@ def test_an_estimator_gets_the_arrays_that_it_names(name: str) -> None:
     assert (returns is not None) == (name == "gae")
 
 
-def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_path) -> None:
+def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "import jax.numpy as jnp\n"
@@ -97,13 +97,13 @@ def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_p
         "def estimate(rewards, token_rewards, *, num_groups, scale: float = 3.0):\n"
         "    return scale * rewards + num_groups + 0 * token_rewards.sum(-1)\n"
     )
-    own = f"{{type: '{path}:loss', power: 2}}", f"{{type: '{path}:estimate'}}"
-    config, batch = tiny.config_of(f"loss={own[0]}", f"advantage={own[1]}"), batch_of()
+    user_functions = f"{{type: '{path}:loss', power: 2}}", f"{{type: '{path}:estimate'}}"
+    config, batch = tiny.config_of(f"loss={user_functions[0]}", f"advantage={user_functions[1]}"), batch_of()
     expected = np.where(batch.completion_mask, 2 * (LOG_PROBS - batch.rollout_log_probs) - 1, 0)
     np.testing.assert_allclose(jax.jit(lambda: loss_of(config, batch))(), expected, rtol=1e-6)
     plan = Plan.of(config)
     assert (plan.rollout_log_probs, plan.entropies, plan.advantage) == (True, True, None)
-    config = tiny.config_of(f"advantage={own[1]}")
+    config = tiny.config_of(f"advantage={user_functions[1]}")
     token_rewards = jnp.where(batch.completion_mask, batch.advantages, 0)
     mask = batch.completion_mask
     advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0])()
@@ -128,7 +128,7 @@ def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_p
         ("reinforce", None),
     ],
 )
-def test_the_clip_fraction_is_that_of_the_ratio_that_is_clipped(loss: str, level: str | None) -> None:
+def test_clip_fraction_is_measured_on_the_clipped_ratio(loss: str, level: str | None) -> None:
     config, batch = tiny.config_of(f"loss={loss}"), batch_of()
     if level is None:
         assert clip_metric(Plan.of(config), config.loss, stats_of(), batch) == {}
@@ -191,7 +191,7 @@ def test_the_learning_rate_follows_its_schedule(schedule: str, expected: list[fl
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_that_of_optax_behind_the_clip_of_the_norm(name: str) -> None:
+def test_optimizer_is_optax_behind_the_norm_clip(name: str) -> None:
     section = tiny.config_of(f"optim.optimizer={name}", "optim.learning_rate=0.1", "optim.max_grad_norm=0.5").optim
     weights = {"layers": jnp.ones((2, 3, 4)), "norm": jnp.ones((2, 3)), "embedding": jnp.ones((5, 3))}
     rng = np.random.default_rng(0)
@@ -205,8 +205,8 @@ def test_an_optimizer_is_that_of_optax_behind_the_clip_of_the_norm(name: str) ->
     def both() -> tuple:
         optimizer = make_optimizer(section)
         clipped, _ = optax.clip_by_global_norm(0.5).update(gradient, optax.EmptyState())
-        ours, _ = optimizer.update(gradient, optimizer.init(weights), weights)
-        return ours, plain.update(clipped, plain.init(weights), weights)[0]
+        updates, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+        return updates, plain.update(clipped, plain.init(weights), weights)[0]
 
     change, expected = both()
     for leaf in weights:

@@ -81,7 +81,7 @@ some_rows = st.sampled_from([1, 8]).flatmap(
 )
 
 
-def test_the_fields_are_those_of_the_batch_and_the_new_ones():
+def test_fields_are_batch_fields_and_new_ones():
     added = {"images", "entropies", "difficulty", "votes"}
     assert {field.name for field in dataclasses.fields(Batch)} | added == {*ATTRIBUTES, "fields"}
     assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "row_numbers", "difficulty", "votes"]
@@ -105,8 +105,8 @@ def padded_and_split() -> tuple[Extended, Extended, Extended, Extended]:
 def test_every_optional_field_survives_padding_and_micro_batching(name):
     before, after, split, merged = (each(batch)[name] for batch in padded_and_split())
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
-    kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
-    np.testing.assert_array_equal(kept, before)
+    selected = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
+    np.testing.assert_array_equal(selected, before)
     padding = -1 if name in ("group_ids", "kept_ids", "row_numbers") else 0
     assert (after[ROWS:] == padding).all()
     assert per_row(name) or (after[:, LENGTH:] == padding).all()
@@ -118,7 +118,7 @@ def test_every_optional_field_survives_padding_and_micro_batching(name):
 
 
 @hypothesis.given(names=some_fields, sizes=st.sampled_from([(0, 0), (3, 1)]))
-def test_padding_keeps_what_is_present_and_adds_nothing_else(names, sizes):
+def test_padding_preserves_present_fields_and_adds_none(names, sizes):
     rows, columns = sizes
     batch = batch_of(names)
     padded = pad_rows(pad_columns(batch, LENGTH + columns), ROWS + rows)
@@ -135,7 +135,7 @@ def test_padding_keeps_what_is_present_and_adds_nothing_else(names, sizes):
 
 
 @hypothesis.given(names=some_fields, rows=some_rows)
-def test_rows_are_taken_in_the_order_asked_for(names, rows):
+def test_rows_are_taken_in_the_requested_order(names, rows):
     batch = batch_of(names)
     taken = take_rows(batch, jnp.asarray(rows))
     chex.assert_trees_all_equal(each(taken), {name: value[rows] for name, value in each(batch).items()})
@@ -143,7 +143,7 @@ def test_rows_are_taken_in_the_order_asked_for(names, rows):
 
 
 @hypothesis.given(names=some_fields)
-def test_joining_the_parts_gives_the_whole(names):
+def test_joined_parts_equal_the_batch(names):
     batch = batch_of(names)
     parts = [take_rows(batch, slice(0, 1)), take_rows(batch, slice(1, None))]
     chex.assert_trees_all_equal(concatenate(parts), batch)
@@ -151,7 +151,7 @@ def test_joining_the_parts_gives_the_whole(names):
 
 
 @hypothesis.given(names=some_fields)
-def test_joining_different_lengths_pads_the_shorter_on_the_right(names):
+def test_joining_different_lengths_pads_on_the_right(names):
     short, long = batch_of(names, rows=2, length=3, seed=1), batch_of(names, rows=4, length=7, seed=2)
     joined = concatenate([short, long])
     chex.assert_trees_all_equal(take_rows(joined, slice(0, 2)), pad_columns(short, 7))
@@ -159,7 +159,7 @@ def test_joining_different_lengths_pads_the_shorter_on_the_right(names):
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_a_field_that_only_some_batches_have_is_named(name):
+def test_field_missing_in_some_batches_is_named(name):
     others = [other for other in OPTIONAL if other != name]
     for pair in ((OPTIONAL, others), (others, OPTIONAL)):
         with pytest.raises(ValueError, match=rf"^{name}: present in some of the batches and missing in others"):
@@ -175,12 +175,12 @@ def test_splitting_and_merging_is_the_identity(names, count):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_mapping_the_identity_over_micro_batches_is_the_identity(count):
+def test_mapping_the_identity_over_micro_batches_changes_nothing(count):
     batch = batch_of(OPTIONAL)
     chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, count), batch)
 
 
-def test_rows_that_belong_together_are_not_parted():
+def test_rows_of_a_group_stay_together():
     batch = concatenate([batch_of(["rewards"])] * 2)
     split = micro_batches(batch, 2, group=3)
     chex.assert_trees_all_equal(merge_micro_batches(split, group=3), batch)
@@ -196,11 +196,11 @@ def test_rows_that_belong_together_are_not_parted():
 def test_micro_batches_leave_each_device_its_rows():
     # Two devices hold rows 0-2 and 3-5: each micro-batch has to take its share from both.
     rows = micro_batches(batch_of(["rewards"]), 3).rewards
-    whole = np.asarray(batch_of(["rewards"]).rewards)
-    np.testing.assert_array_equal(rows, [whole[[0, 3]], whole[[1, 4]], whole[[2, 5]]])
+    full = np.asarray(batch_of(["rewards"]).rewards)
+    np.testing.assert_array_equal(rows, [full[[0, 3]], full[[1, 4]], full[[2, 5]]])
 
 
-def test_what_does_not_fit_is_said():
+def test_mismatched_batches_are_reported():
     batch = batch_of([])
     with pytest.raises(ValueError, match="rows: got 5, expected at least the 6"):
         pad_rows(batch, 5)
@@ -217,7 +217,7 @@ CONFIG = tiny.config_of(
 )
 
 
-def test_loss_gradient_and_metrics_do_not_see_padding():
+def test_loss_gradient_and_metrics_ignore_padding():
     model, params = tiny.model_of(CONFIG), tiny.host_params()
     # Log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
@@ -227,13 +227,13 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
         weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), CONFIG.loss, batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
-    whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
-    chex.assert_trees_all_close(padded[0], whole[0], rtol=1e-5, atol=1e-7)
-    assert float(whole[0][0]) != 0
+    full, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
+    chex.assert_trees_all_close(padded[0], full[0], rtol=1e-5, atol=1e-7)
+    assert float(full[0][0]) != 0
     bound = rounding.of_decoder(layers=tiny.LAYERS, longest_sum=24, passes=3)
-    rounding.assert_close_by_norm(padded[1], whole[1], roundings=bound)
+    rounding.assert_close_by_norm(padded[1], full[1], roundings=bound)
     with pytest.raises(AssertionError, match="roundings of the norm"):
-        rounding.assert_close_by_norm(rounding.planted(padded[1], roundings=10 * bound), whole[1], roundings=bound)
+        rounding.assert_close_by_norm(rounding.planted(padded[1], roundings=10 * bound), full[1], roundings=bound)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
@@ -241,6 +241,6 @@ def test_added_rows_belong_to_no_prompt(estimator):
     config = tiny.config_of(f"advantage.type={estimator}", "advantage.whiten=true")
     batch = tiny.rollout_batch()
     prepare = make_preparation(config)
-    whole, padded = jax.jit(lambda *batches: [prepare(one, {})[0] for one in batches])(batch, pad_rows(batch, 11))
-    chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], whole.advantages, rtol=1e-6, atol=1e-6)
+    full, padded = jax.jit(lambda *batches: [prepare(item, {})[0] for item in batches])(batch, pad_rows(batch, 11))
+    chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], full.advantages, rtol=1e-6, atol=1e-6)
     assert not padded.advantages[tiny.ROWS :].any()

@@ -73,7 +73,7 @@ def nudged(tree, by, seed=1):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
-    """What goes into an update on the first rows and what comes out."""
+    """The inputs and results of an update on the first rows."""
 
     scored: object
     prepared: object
@@ -118,7 +118,7 @@ def types(tree):
     return {str(leaf.dtype) for leaf in floats(tree)}
 
 
-def test_what_is_held_is_float32_but_for_a_base_that_is_not_trained(case, steps):
+def test_parameters_are_float32_except_a_frozen_base(case, steps):
     step, config = steps["moved"], config_of(case)
     assert types(weights_of(config)) == {config.model.param_dtype}
     assert types((step.after.trainable, step.after.opt_state, step.metrics)) == {"float32"}
@@ -147,7 +147,7 @@ def test_statistics_are_not_rounded(case, steps):
 
 
 def test_metrics_are_sums_in_float32(steps):
-    """Those of the first update, whose log-probs are the ones that were scored."""
+    """Metrics of the first update, whose log-probs are the ones that were scored."""
     step = steps["moved"]
     batch = jax.tree.map(lambda x: np.asarray(x, np.float64)[: len(UPDATED)], step.prepared)
     mask = batch.completion_mask > 0
@@ -160,15 +160,15 @@ def test_metrics_are_sums_in_float32(steps):
         "rollout_log_prob_error": np.abs(rollout).max(),
     }
     assert expected["kl_reference"] > 1e-5
-    found = {name: float(step.metrics[name].value()) for name in expected}
+    actual = {name: float(step.metrics[name].value()) for name in expected}
     # The change of a log-prob of 6 is known to half a unit in its last place, 2.4e-7, twice.
     slack = 5e-7 * np.abs(change).mean() / expected["kl_reference"]
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5 + (slack if name == "kl_reference" else 0))
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5 + (slack if name == "kl_reference" else 0))
     assert float(step.metrics["ppo_kl"].weight) == mask.sum()
 
 
-def test_an_update_moves_weights_by_less_than_bfloat16_could(case, steps):
+def test_update_moves_weights_below_bfloat16_resolution(case, steps):
     config, step = config_of(case), steps["moved"]
     moments = next(part for part in step.after.opt_state[1] if hasattr(part, "mu"))
     smaller = total = 0
@@ -215,8 +215,8 @@ def flat(tree):
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
 
 
-def test_a_gradient_differs_from_that_of_float32_by_what_rounding_allows(case):
-    """What one rounding of every weight does to it is measured in float32; the other roundings are as large.
+def test_gradient_is_within_rounding_of_float32(case):
+    """The effect of one rounding of every weight is measured in float32; the other roundings are as large.
 
     `ROUNDINGS` of them, which are independent, add up to the square root of `ROUNDINGS / PRODUCTS` times that.
     """
@@ -234,14 +234,14 @@ def test_a_gradient_differs_from_that_of_float32_by_what_rounding_allows(case):
         if dtype == "float32":
             exact = flat(grads[dtype])
             rounded = [flat(gradient(*rough((trainable, wide), seed))) for seed in range(4)]
-    once = max(np.linalg.norm(one - exact) for one in rounded) / np.linalg.norm(exact)
-    found = flat(grads["bfloat16"])
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    cosine = found @ exact / np.linalg.norm(found) / np.linalg.norm(exact)
+    once = max(np.linalg.norm(item - exact) for item in rounded) / np.linalg.norm(exact)
+    actual = flat(grads["bfloat16"])
+    error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
+    cosine = actual @ exact / np.linalg.norm(actual) / np.linalg.norm(exact)
     assert HALF_ULP / 4 < error < (ROUNDINGS / PRODUCTS) ** 0.5 * once < 0.05
     # No vector that is as near has a larger angle.
     assert cosine > (1 - error**2) ** 0.5
-    assert abs(np.linalg.norm(found) / np.linalg.norm(exact) - 1) < 2 * HALF_ULP + once
+    assert abs(np.linalg.norm(actual) / np.linalg.norm(exact) - 1) < 2 * HALF_ULP + once
 
 
 def rough(tree, seed):

@@ -1,4 +1,4 @@
-"""What a decoder in bfloat16 computes in float32, read from its program.
+"""Operations that a decoder in bfloat16 computes in float32, read from its program.
 
 Numbers do not show it: XLA's CPU backend fuses, and what is fused keeps the digits that a cast in between would lose.
 """
@@ -55,11 +55,11 @@ def traced(request):
     if way == "whole":
         return name, jax.make_jaxpr(lambda params: model.bind(params)(tokens, mask))(params).jaxpr
     prompts = jnp.zeros((2, ROWS, PROMPT, 1, 8), jnp.bfloat16)
-    place, seen = jnp.full(ROWS, PROMPT + LENGTH - 1), jnp.ones((ROWS, PROMPT + LENGTH), bool)
+    position, seen = jnp.full(ROWS, PROMPT + LENGTH - 1), jnp.ones((ROWS, PROMPT + LENGTH), bool)
 
     def decode(params: Any) -> jax.Array:
         cache = DecoderState.of([KeyValues(prompts, prompts)], 1, LENGTH)
-        return model.bind(params).decode(tokens[:, 0], place, cache, seen, jnp.int32(PROMPT + LENGTH - 1))[0]
+        return model.bind(params).decode(tokens[:, 0], position, cache, seen, jnp.int32(PROMPT + LENGTH - 1))[0]
 
     return name, jax.make_jaxpr(decode)(params).jaxpr
 
@@ -75,7 +75,7 @@ def of_size(equation: Any, size: int) -> bool:
     return made.size == size and jnp.issubdtype(read.aval.dtype, jnp.floating)
 
 
-def test_it_computes_in_bfloat16(traced):
+def test_program_computes_in_bfloat16(traced):
     _, program = traced
     assert [str(out.aval.dtype) for out in program.outvars] == ["bfloat16"]
     assert {"bfloat16"} == set(operands(program, "logistic")) == set(operands(program, "dot_general"))
@@ -111,19 +111,19 @@ def test_angles_are_in_float32_and_so_are_rotations(traced):
     for primitive in ("sin", "cos"):
         assert operands(program, primitive) == ["float32"] * ROTATIONS[name]
     assert set(operands(program, "split")) == {"float32"}, "queries and keys as they are rotated"
-    turns = [equation for equation in program.eqns if equation.primitive.name in ("sin", "cos")]
-    assert len(turns) == 2 * ROTATIONS[name], "outside of the layers, once for all"
-    for equation in turns:
+    rotations = [equation for equation in program.eqns if equation.primitive.name in ("sin", "cos")]
+    assert len(rotations) == 2 * ROTATIONS[name], "outside of the layers, once for all"
+    for equation in rotations:
         assert "bfloat16" not in types_before(program, equation), "which rounds positions above 256"
 
 
 def types_before(jaxpr: Any, last: Any) -> set[str]:
     """The types of everything that an equation's operands are computed from."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    found, todo = set(), [last]
+    collected, todo = set(), [last]
     while todo:
         for value in todo.pop().invars:
-            found.add(str(value.aval.dtype))
+            collected.add(str(value.aval.dtype))
             if not isinstance(value, Literal) and value in made:
                 todo.append(made[value])
-    return found
+    return collected

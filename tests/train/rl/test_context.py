@@ -44,7 +44,9 @@ def updated(mesh_shape, options=()):
     config, mesh = tiny.config_of(*OPTIONS, *options), make_mesh(**dict(mesh_shape))
     model, optimizer = tiny.model_of(config), tiny.keep_gradient()
     with jax.set_mesh(mesh):
-        params, other = (tiny.placed(kljax.Policy(one), model, mesh) for one in (weights(), tiny.moved(weights(), 0.1)))
+        params, other = (
+            tiny.placed(kljax.Policy(item), model, mesh) for item in (weights(), tiny.moved(weights(), 0.1))
+        )
         reference, state = ScoredPolicy(model, other), first_state(config, model, mesh, params.params, optimizer)
         # Rows of 4 + 4 tokens: a column of prompts less than in other tests.
         batch = jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
@@ -66,14 +68,14 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(
     "mesh", [EVERY_AXIS, *(pytest.param(mesh, marks=pytest.mark.thorough) for mesh in FEWER_AXES)], ids=str
 )
-def test_loss_and_gradients_are_those_of_one_device(mesh):
-    expected, found = updated(()), updated(tuple(mesh.items()))
+def test_loss_and_gradients_equal_one_device(mesh):
+    expected, result = updated(()), updated(tuple(mesh.items()))
     assert np.abs(expected[0]).max() > 1
-    for actual, one in zip(found, expected, strict=True):
-        assert_close(actual, one)
+    for actual, entry in zip(result, expected, strict=True):
+        assert_close(actual, entry)
 
 
-def test_tokens_are_split_and_no_device_scores_those_of_another():
+def test_tokens_are_split_and_scored_on_their_device():
     """Here in four parts, with the hidden states of one device."""
     config, mesh = tiny.config_of(*OPTIONS), make_mesh(context=4)
     model, batch = tiny.model_of(config), jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
@@ -97,7 +99,7 @@ def test_tokens_are_split_and_no_device_scores_those_of_another():
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeypatch):
+def test_splash_attention_of_split_queries_is_unchanged(window, monkeypatch):
     """Interpreted: what the kernel computes, not how fast. Gradients with a window, the plain one forward."""
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value, slope = (jax.random.normal(k, (2, 256, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True))
@@ -115,8 +117,8 @@ def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeyp
     monkeypatch.setattr(attention, "splash_attention", functools.partial(splash_attention, interpret=True))
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
     with jax.set_mesh(make_mesh(context=2, tensor=2)):
-        found = run(functools.partial(results))(query, key, value)
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+        actual = run(functools.partial(results))(query, key, value)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,6 @@ def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeyp
         (("optim.share_prompts=true",), "optim.share_prompts: got true with mesh.context = 4"),
     ],
 )
-def test_what_the_axis_does_not_divide_is_refused(overrides, message):
+def test_sizes_not_divisible_by_the_axis_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         tiny.config_of(*OPTIONS, "mesh.context=4", *overrides)

@@ -109,7 +109,7 @@ def _recorded_advantages(monkeypatch):
 
 @pytest.mark.usefixtures("_recorded_advantages")
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_type(name):
+def test_every_correction_type_equals_the_library(name):
     mask = np.asarray(batch_of().completion_mask)
     expected = expected_of(name, mask)
     _, batch, metrics = corrected(ENTRIES[name])
@@ -124,8 +124,10 @@ def test_every_type(name):
         np.testing.assert_allclose(batch.correction_weights, expected, rtol=2e-5)
         assert metrics["correction_rejected"] == 0
         assert 0 < metrics["correction_clipped"] < 1
-    kept = expected[mask].astype(float)
-    np.testing.assert_allclose(metrics["correction_sample_size"], kept.mean() ** 2 / (kept**2).mean(), rtol=2e-5)
+    selected = expected[mask].astype(float)
+    np.testing.assert_allclose(
+        metrics["correction_sample_size"], selected.mean() ** 2 / (selected**2).mean(), rtol=2e-5
+    )
 
 
 def test_the_metrics_of_the_mismatch():
@@ -150,17 +152,17 @@ def test_the_metrics_of_the_mismatch():
     assert set(metrics) - set(expected) == {"correction_sample_size", "correction_rejected"}
     _, plain, alone = corrected(options=("rollout.mismatch_by_position=1",))
     assert (plain.correction_weights, plain.kept_mask) == (None, None)
-    whole = {name for name in expected if name.startswith("mismatch_") and "part" not in name}
-    assert set(alone) == {*whole, "mismatch_k3_part_1_of_1"}
+    full = {name for name in expected if name.startswith("mismatch_") and "part" not in name}
+    assert set(alone) == {*full, "mismatch_k3_part_1_of_1"}
 
 
-def test_an_entry_sees_the_mask_that_the_entries_before_it_left():
+def test_entry_sees_the_mask_of_earlier_entries():
     mask = np.asarray(batch_of().completion_mask)
-    kept = expected_of("rejected", mask)
+    selected = expected_of("rejected", mask)
     _, first, _ = corrected(REJECTING, ENTRIES["sequence"])
     _, last, _ = corrected(ENTRIES["sequence"], REJECTING)
-    np.testing.assert_allclose(first.correction_weights, expected_of("sequence", kept), rtol=2e-5)
-    np.testing.assert_allclose(last.correction_weights, expected_of("sequence", mask) * kept, rtol=2e-5)
+    np.testing.assert_allclose(first.correction_weights, expected_of("sequence", selected), rtol=2e-5)
+    np.testing.assert_allclose(last.correction_weights, expected_of("sequence", mask) * selected, rtol=2e-5)
     np.testing.assert_array_equal(first.kept_mask, last.kept_mask)
     assert np.abs(first.correction_weights - last.correction_weights).max() > 1e-3, "the order counts"
 
@@ -196,7 +198,7 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
         pytest.param((REJECTING, ENTRIES["token"]), "count", id="mask_and_weights-count"),
     ],
 )
-def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entries, rejected_tokens):
+def test_weight_scales_the_policy_term_without_rejected_tokens(entries, rejected_tokens):
     config, objective = objective_of(rejected_tokens)
     batch = dataclasses.replace(corrected(*entries)[1], advantages=batch_of().advantages)
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
@@ -206,12 +208,12 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
         x, mask = numbers(batch), np.asarray(batch.completion_mask)
         scored = functools.partial(log_probs_and_gradient, params, batch.tokens, batch.token_mask)
         log_prob = np.asarray(scored(np.zeros(mask.shape))[0])
-        kept = mask if batch.kept_mask is None else np.asarray(batch.kept_mask)
-        weights, count = x["correction_weights"], (kept if rejected_tokens == "drop" else mask).sum()
-        assert (kept.sum() < mask.sum()) == (len(entries) > 1)
-        assert len(np.unique(weights[kept])) > 3
-        policy = np.where(kept, weights * ppo(x, log_prob), 0).sum() / count
-        kl = np.where(kept, oracles.k3(log_prob - x["ref_log_probs"]), 0).sum() / count
+        selected = mask if batch.kept_mask is None else np.asarray(batch.kept_mask)
+        weights, count = x["correction_weights"], (selected if rejected_tokens == "drop" else mask).sum()
+        assert (selected.sum() < mask.sum()) == (len(entries) > 1)
+        assert len(np.unique(weights[selected])) > 3
+        policy = np.where(selected, weights * ppo(x, log_prob), 0).sum() / count
+        kl = np.where(selected, oracles.k3(log_prob - x["ref_log_probs"]), 0).sum() / count
         # Not beyond float32: the coefficient 0.3 is an array of that type.
         coefs = jax.tree.map(lambda c: jnp.float64(0.3) if c == jnp.float32(0.3) else c, coefficients(config))
         (loss, metrics), gradient = objective({"params": params}, None, batch, coefs)
@@ -222,7 +224,7 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
         ratio = np.exp(log_prob - x["old_log_probs"])
         active = np.where(x["advantages"] > 0, ratio <= 1.2, ratio >= 0.8)
         slope = weights * -x["advantages"] * ratio * active + 0.3 * (log_prob - x["ref_log_probs"])
-        _, expected = scored(np.where(kept, slope, 0) / count)
+        _, expected = scored(np.where(selected, slope, 0) / count)
         largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
         assert largest > 1e-2
         chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-10, atol=1e-12 * largest)
@@ -245,7 +247,7 @@ def test_micro_batches_do_not_change_the_correction():
     chex.assert_trees_all_close(results[1], results[0], rtol=2e-6, atol=atol)
 
 
-def test_the_recorded_log_probs_can_be_those_of_the_old_policy():
+def test_recorded_log_probs_can_be_the_old_policy():
     config = tiny.config_of("loss.old_log_probs=sampler", "optim.updates_per_batch=2")
     batch = dataclasses.replace(batch_of(), old_log_probs=None)
     prepared, _, metrics = jax.jit(make_preparation(config))(batch, controllers_of(config))

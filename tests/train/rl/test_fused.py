@@ -62,7 +62,7 @@ LEVELS_OF = {name: LEVELS if loss.scope == "level" else (None,) for name, loss i
 
 
 @pytest.mark.parametrize(("name", "level"), [(name, level) for name, levels in LEVELS_OF.items() for level in levels])
-def test_scope_of_a_loss_is_that_of_its_function(name: str, level: str | None) -> None:
+def test_scope_of_a_loss_matches_its_function(name: str, level: str | None) -> None:
     """With the options that give a loss its widest scope."""
     config = tiny.config_of(WIDEST.get(name, loss_option(name)), *([f"loss.level={level}"] if level else []))
     assert Plan.of(config).scope == traced_scope(config)
@@ -77,12 +77,12 @@ def fields_of(case: str) -> dict[str, Any]:
     """More fields of a batch, as scoring and corrections fill them in."""
     rng = np.random.default_rng(5)
     shape, width = batch_of().tokens.shape, tiny.model_of(tiny.config_of()).config.width
-    kept = batch_of().completion_mask & jnp.asarray(rng.random(shape) < 0.7)
+    selected = batch_of().completion_mask & jnp.asarray(rng.random(shape) < 0.7)
     return {
-        "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": kept},
+        "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": selected},
         "exact": {"ref_hidden": jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32)},
         "kept tokens": {"fields": {"kept_ids": jnp.asarray(rng.integers(-1, 256, (*shape, 4)), jnp.int32)}},
-        "own weights": {"kl_token_weights": kljax.token_weights(kept, mode="seq_mean_token_mean")},
+        "own weights": {"kl_token_weights": kljax.token_weights(selected, mode="seq_mean_token_mean")},
         "first update": {"old_log_probs": None},
     }.get(case, {})
 
@@ -131,7 +131,7 @@ def objective_head() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "fused"), [("ppo", True), ("gspo", False)])
-def test_which_program_is_compiled(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_between_fused_and_unfused_programs(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     loss_from_hidden = kljax.token_loss_from_hidden
     monkeypatch.setattr(
@@ -141,4 +141,4 @@ def test_which_program_is_compiled(name: str, fused: bool, monkeypatch: pytest.M
     function = objective.make_objective(config, tiny.model_of(config))
     trainable = {"params": tiny.host_params()}
     jax.eval_shape(function, trainable, None, batch_of(), objective.coefficients(config))
-    assert [given["token_chunk"] for given in calls] == ([5] if fused else [])
+    assert [arguments["token_chunk"] for arguments in calls] == ([5] if fused else [])

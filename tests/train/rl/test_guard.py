@@ -40,7 +40,7 @@ def apply(update, batch, state):
     return update(state, None, batch, ROWS, coefficients(CONFIG))
 
 
-def test_an_update_without_a_finite_loss_changes_neither_weights_nor_optimizer(update):
+def test_update_without_a_finite_loss_changes_nothing(update):
     optimizer = make_optimizer(CONFIG.optim)
     state, _ = apply(update, prepared(), tiny.state_of(CONFIG, optimizer))
     before = jax.device_get(state)
@@ -60,7 +60,7 @@ def test_an_update_without_a_finite_loss_changes_neither_weights_nor_optimizer(u
     assert not np.array_equal(*(jax.tree.leaves(tree)[0] for tree in (state.trainable, before.trainable)))
 
 
-def test_a_gradient_beyond_float32_is_skipped_although_the_loss_is_finite(update):
+def test_gradient_beyond_float32_is_skipped(update):
     optimizer = make_optimizer(CONFIG.optim)
     huge = dataclasses.replace(prepared(), advantages=jnp.full_like(prepared().advantages, 3e37))
     state = tiny.state_of(CONFIG, optimizer)
@@ -71,14 +71,14 @@ def test_a_gradient_beyond_float32_is_skipped_although_the_loss_is_finite(update
     chex.assert_trees_all_equal(jax.device_get(state.trainable), before)
 
 
-def test_an_array_whose_gradient_has_finite_numbers_and_no_finite_norm_is_named(update):
+def test_array_without_a_finite_gradient_norm_is_named(update):
     large = dataclasses.replace(prepared(), advantages=jnp.full_like(prepared().advantages, 1e25))
     state, metrics = apply(update, large, tiny.state_of(CONFIG, make_optimizer(CONFIG.optim)))
     assert float(metrics["skipped_updates"].value()) == 1
     assert int(state.guard.nonfinite) >= 0
 
 
-def test_an_update_beyond_a_limit_is_skipped_by_the_mean_of_all_its_rows():
+def test_update_beyond_a_limit_is_skipped_by_means():
     config = tiny.config_of("guard.action=skip", "reference.monitor=true", "optim.micro_batches=2")
     optimizer = make_optimizer(config.optim)
     state = tiny.state_of(config, optimizer)
@@ -104,7 +104,7 @@ def test_an_update_beyond_a_limit_is_skipped_by_the_mean_of_all_its_rows():
     assert int(state.guard.skipped) == 0
 
 
-def test_each_limit_is_left_on_its_own_side_and_not_by_what_is_no_number():
+def test_each_limit_has_its_side_and_ignores_nan():
     metrics = {name: single(jnp.float32(1)) for name in ("kl_reference", "kl_reference_max", "entropy")}
     for limit, name, beyond in (
         ("max_kl", "kl_reference", 10.5),
@@ -120,7 +120,7 @@ def test_each_limit_is_left_on_its_own_side_and_not_by_what_is_no_number():
 
 
 @pytest.mark.parametrize("special", [1.0, np.inf, np.nan])
-def test_the_largest_token_is_the_same_however_a_batch_is_split(special):
+def test_largest_token_is_the_same_in_any_split(special):
     rng, shape = np.random.default_rng(0), (8, 5)
     mask, log_probs = rng.random(shape) < 0.6, rng.normal(size=shape).astype(np.float32)
     mask[5], values = False, rng.integers(-3, 1, shape).astype(np.float32)
@@ -150,13 +150,13 @@ def test_the_largest_token_is_the_same_however_a_batch_is_split(special):
     assert (int(token.row), int(token.column), token.log_prob, token.ref_log_prob) == expected
 
 
-def test_the_first_leaf_that_is_not_finite_is_found():
+def test_first_non_finite_leaf_is_found():
     tree = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf]), "c": jnp.array(jnp.nan), "n": jnp.arange(3)}
     assert int(first_nonfinite(tree)) == 1
     assert int(first_nonfinite({"a": tree["a"], "n": tree["n"]})) == -1
 
 
-def test_a_controller_does_not_take_a_kl_that_is_no_number():
+def test_controller_ignores_a_nan_kl():
     config = tiny.config_of("kl.loss={coef: 0.1, controller: {type: adaptive, target: 0.1, horizon: 100}}")
     control = jax.jit(make_control(config))
     states = {"loss": kljax.adaptive_kl(0.1, target=0.1, horizon=100).init()}

@@ -59,7 +59,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("adam", "l
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", *OTHERS])
-def test_values_are_those_on_the_devices(optimizer):
+def test_values_equal_the_values_on_devices(optimizer):
     extra = (ADAMW if optimizer == "adamw" else f"optim.optimizer.type={optimizer}",)
     on_device, kinds, _ = trained(*extra)
     in_host, host_kinds, _ = trained(*extra, IN_HOST)
@@ -82,7 +82,7 @@ def test_a_skipped_update_changes_no_moment():
 
 
 @pytest.mark.parametrize("saved_in_host", [True, False])
-def test_a_checkpoint_of_one_memory_continues_in_the_other(tmp_path, saved_in_host):
+def test_checkpoint_continues_in_the_other_memory(tmp_path, saved_in_host):
     def state_with(in_host: bool):
         config = tiny.config_of(f"optim.host_memory={in_host}".lower())
         return config, tiny.state_of(config, make_run_optimizer(config.optim))
@@ -97,6 +97,6 @@ def test_a_checkpoint_of_one_memory_continues_in_the_other(tmp_path, saved_in_ho
     assert_same(restored.opt_state, state.opt_state)
 
 
-def test_an_optimizer_that_reads_whole_matrices_is_refused():
+def test_optimizer_reading_whole_matrices_is_refused():
     with pytest.raises(ConfigError, match=r"optim\.host_memory: got true, but optimizer muon reads whole matrices"):
         tiny.config_of(IN_HOST, "optim.optimizer={type: muon}")

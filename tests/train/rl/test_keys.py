@@ -9,13 +9,13 @@ import pytest
 from train.rl.keys import PURPOSES, purpose_key
 
 
-def test_every_seed_purpose_and_step_has_a_key_of_its_own():
+def test_every_seed_purpose_and_step_has_another_key():
     places = list(itertools.product((0, 1, 7), PURPOSES, (0, 1, 2)))
-    keys = [tuple(np.asarray(jax.random.key_data(purpose_key(*place))).tolist()) for place in places]
+    keys = [tuple(np.asarray(jax.random.key_data(purpose_key(*position))).tolist()) for position in places]
     assert len(set(keys)) == len(places)
 
 
-def test_a_key_can_be_had_again_in_any_order():
+def test_key_is_the_same_in_any_order():
     first = [purpose_key(3, "sample", step) for step in (0, 1, 2)]
     jax.random.normal(purpose_key(3, "rows", 1), (5,))
     again = [purpose_key(3, "sample", step) for step in (2, 1, 0)][::-1]

@@ -60,8 +60,8 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 def largest(program: jax.stages.Compiled) -> int:
     """Elements of the largest array of a program, on one device; fused ones count too."""
-    found = (math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(program.as_text()))
-    return max(found)
+    actual = (math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(program.as_text()))
+    return max(actual)
 
 
 def logits(mesh: jax.sharding.Mesh, rows: int) -> int:
@@ -105,11 +105,11 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     scored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), score.out_info
     )
-    whole = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=batch_sharding(mesh))
+    full = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=batch_sharding(mesh))
     update = step.make_update(config, model, optimizer, state, mesh).lower(
         state,
         base,
-        dataclasses.replace(scored, advantages=whole),
+        dataclasses.replace(scored, advantages=full),
         jnp.arange(ROWS),
         coefficients(config),
         ref_head=reference_head(Plan.of(config), reference),
@@ -130,7 +130,7 @@ def test_scoring_and_updates_hold_no_logits(kind, shape):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
+def test_check_finds_logits_where_they_exist(shape, monkeypatch):
     lm_head = policy._lm_head
     building = lambda *arguments: dataclasses.replace(lm_head(*arguments), implementation="reference")  # noqa: E731
     monkeypatch.setattr(policy, "_lm_head", building)
@@ -141,7 +141,7 @@ def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_the_warm_start_and_the_samplers_hold_no_logits(shape):
+def test_warm_start_and_samplers_hold_no_logits(shape):
     mesh = tiny.mesh_of(*shape)
     with jax.set_mesh(mesh):
         config, model, params = setting("full", mesh)

@@ -109,11 +109,11 @@ def total(batch: Batch, per_token: np.ndarray) -> float:
     return per_token[np.asarray(batch.completion_mask)].mean()
 
 
-def test_the_estimators_of_the_rollout_kl_are_those_of_the_library():
+def test_rollout_kl_estimators_equal_the_library():
     assert set(get_args(types.RolloutEstimator)) <= set(ESTIMATORS)
 
 
-def test_the_names_of_the_schema_are_those_of_the_library():
+def test_schema_names_equal_the_library():
     # The schema is read without jax, which the library imports.
     assert types.Estimator == kljax.typing.Estimator
     assert types.KLGradient == kljax.typing.KLGradient
@@ -122,7 +122,7 @@ def test_the_names_of_the_schema_are_those_of_the_library():
     assert types.Direction == kljax.typing.Direction
 
 
-def test_the_loss_is_the_sum_of_its_terms():
+def test_loss_is_the_sum_of_its_terms():
     config, batch = tiny.config_of(*EVERYTHING), batch_of()
     x, mine = numbers(batch), measured()
     log_ratio = mine["log_prob"] - x["ref_log_probs"]
@@ -169,7 +169,7 @@ def test_the_loss_is_the_sum_of_its_terms():
 
 
 @pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.type=gspo"])
-def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
+def test_single_update_needs_no_old_log_probs(term):
     """They are its own: scored before, they change neither the gradient nor what is reported."""
     config = tiny.config_of(term, "kl.rollout.coef=0.2")
     batch = dataclasses.replace(batch_of(), old_log_probs=jnp.asarray(measured()["log_prob"], jnp.float32))
@@ -179,7 +179,7 @@ def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
     assert float(alone[0][1]["rollout_log_prob_error"].value()) > 1e-3
 
 
-def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
+def test_gradient_is_policy_loss_plus_k2():
     config, batch = tiny.config_of("kl.loss.coef=0.3", "kl.rollout.coef=0.2"), batch_of()
     x, log_prob = numbers(batch), measured()["log_prob"]
     ratio = np.exp(log_prob - x["old_log_probs"])
@@ -202,7 +202,7 @@ def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
     chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-5, atol=1e-6 * largest)
 
 
-def test_the_importance_corrected_term_is_weighted_by_the_capped_ratio():
+def test_importance_corrected_term_has_the_capped_ratio():
     config = tiny.config_of(
         "kl.loss={coef: 0.7, estimator: k3, gradient: value, importance_corrected: true, max_ratio: 1.1}"
     )
@@ -224,7 +224,7 @@ def distributions(params, batch: Batch) -> jax.Array:
     return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
 
 
-def test_the_exact_kl_of_the_loss():
+def test_exact_kl_of_the_loss():
     config = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}")
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
     hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, kljax.Policy(other)), Sequences(batch.tokens, batch.token_mask))
@@ -233,8 +233,8 @@ def test_the_exact_kl_of_the_loss():
     mask = np.asarray(batch.completion_mask)
 
     def kl_of(params) -> jax.Array:
-        mine, theirs = distributions(params, batch), distributions(other, batch)
-        return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
+        mine, expected = distributions(params, batch), distributions(other, batch)
+        return (jnp.exp(mine) * (mine - expected)).sum(-1)[mask].mean()
 
     objective = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
     (loss, metrics), gradient = objective(*arguments, coefs, stored_head(MODEL, other))
@@ -255,7 +255,7 @@ def test_the_exact_kl_of_the_loss():
 
 
 @pytest.mark.parametrize("name", ["cispo", "gspo", "ppo"])
-def test_every_policy_loss(name):
+def test_every_policy_loss_equals_the_library(name):
     options = {"ppo": ["loss.dual_clip=1.1"], "cispo": CLIP, "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[
         name
     ]
@@ -279,7 +279,7 @@ def test_every_policy_loss(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_token_weights_are_those_of_the_config(mode):
+def test_token_weights_follow_the_config(mode):
     options = ["loss.max_length=7"] if mode == "seq_mean_token_sum_norm" else []
     batch = tiny.rollout_batch()
     for empty_rows in ("drop", "count"):
@@ -299,7 +299,7 @@ def prepared(config, batch: Batch):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "seq_mean_token_sum_norm"])
-def test_the_kl_of_the_loss_has_a_reduction_of_its_own_beside_one_that_divides_by_a_length(mode):
+def test_loss_kl_has_its_reduction_beside_another(mode):
     config = tiny.config_of(
         *("loss={type: ppo, aggregation: seq_mean_token_sum_norm, max_length: 4}", "rollout.samples_per_prompt=2"),
         f"kl.loss={{coef: 0.1, aggregation: {mode}}}",
@@ -311,7 +311,7 @@ def test_the_kl_of_the_loss_has_a_reduction_of_its_own_beside_one_that_divides_b
 
 
 @pytest.mark.parametrize("name", ESTIMATED)
-def test_every_advantage_estimator(name):
+def test_every_advantage_estimator_equals_the_library(name):
     options = {"gae": ["loss.value_coef=1.0", "advantage.lam=0.9", "advantage.gamma=0.8"]}
     options["reinforce_plus_plus"] = ["advantage.gamma=0.8"]
     config, batch = tiny.config_of(f"advantage.type={name}", *options.get(name, [])), batch_of()
@@ -350,7 +350,7 @@ def test_every_advantage_estimator(name):
         assert result.returns is None
 
 
-def test_whitening_is_over_the_tokens_of_the_whole_batch():
+def test_whitening_covers_the_tokens_of_the_batch():
     batch = batch_of()
     options = "advantage.type=rloo", "advantage.whiten=false"
     plain = np.asarray(prepared(tiny.config_of(*options), batch)[0].advantages, float)
@@ -367,7 +367,7 @@ REWARD_KL = (
 )
 
 
-def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
+def test_raw_kl_drives_the_controller_after_shaping():
     config, batch = tiny.config_of(*REWARD_KL), batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     kl = np.where(mask, x["old_log_probs"] - x["ref_log_probs"], 0)
@@ -385,7 +385,7 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
         np.testing.assert_array_equal(getattr(result, name), getattr(batch, name), err_msg=name)
 
 
-def test_a_row_without_a_token_can_be_left_out_of_its_group():
+def test_row_without_tokens_can_be_left_out():
     options, batch = ("advantage.scale=none",), batch_of()
     mask, rewards = np.asarray(batch.completion_mask), np.asarray(batch.rewards, float)
     (empty,) = np.flatnonzero(~mask.any(1))
@@ -400,7 +400,7 @@ def test_a_row_without_a_token_can_be_left_out_of_its_group():
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(aggregation):
+def test_tokens_of_advantage_0_can_be_dropped(aggregation):
     batch = batch_of()
     mask = np.asarray(batch.completion_mask)
     # The rows of the first prompt have equal rewards.
@@ -408,23 +408,23 @@ def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(
     # Token weights have the aggregation, and the terms of the loss do not read it.
     terms = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1")
     options, loss = (f"loss.aggregation={aggregation}", *terms), tiny.config_of(*terms)
-    kept = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
-    kept[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
+    selected = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
+    selected[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
     config = tiny.config_of(*options, "advantage.zeros=drop")
-    found = prepared(config, batch)[0]
-    np.testing.assert_array_equal(found.kept_mask, kept)
-    found = dataclasses.replace(found, token_weights=weights_of(config, found))
-    without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
+    actual = prepared(config, batch)[0]
+    np.testing.assert_array_equal(actual.kept_mask, selected)
+    actual = dataclasses.replace(actual, token_weights=weights_of(config, actual))
+    without = dataclasses.replace(actual, completion_mask=jnp.asarray(selected), kept_mask=None)
     without = dataclasses.replace(without, token_weights=weights_of(tiny.config_of(*options), without))
     expected, _ = loss_of(loss, without)
-    np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), found)[0], expected, rtol=1e-5)
-    counted = dataclasses.replace(found, kept_mask=None)
+    np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), actual)[0], expected, rtol=1e-5)
+    counted = dataclasses.replace(actual, kept_mask=None)
     counted = dataclasses.replace(counted, token_weights=weights_of(tiny.config_of(*options), counted))
     assert abs(loss_of(loss, counted)[0] / expected - 1) > 1e-3
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_advantages_are_divided_by_their_mean_as_the_loss_weighs_tokens(aggregation):
+def test_advantages_are_divided_by_their_weighted_mean(aggregation):
     batch, options = batch_of(), (f"loss.aggregation={aggregation}", "advantage.scale=none")
     mask = np.asarray(batch.completion_mask)
     plain = np.asarray(prepared(tiny.config_of(*options), batch)[0].advantages, float)
@@ -476,13 +476,13 @@ def test_the_adaptive_coefficient_follows_the_formula_of_ziegler(target, error):
     np.testing.assert_allclose(after["reward"].coef, 0.2 * (1 + error * tiny.ROWS / 40), rtol=1e-6)
 
 
-def test_a_fixed_coefficient_stays():
+def test_fixed_coefficient_does_not_change():
     config = tiny.config_of("kl.reward={coef: 0.2, estimator: k1}")
     _, after, metrics = prepared(config, batch_of())
     assert float(after["reward"].coef) == float(metrics["kl_coef"].value()) == np.float32(0.2)
 
 
-def test_the_centred_adjustment_sums_to_zero_over_the_rollout_batch():
+def test_centred_adjustment_sums_to_zero_over_the_batch():
     batch = batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     plain = prepared(tiny.config_of("advantage.type=rloo"), batch)[0]
@@ -501,7 +501,7 @@ def fields(config) -> list[str]:
     return list(Plan.of(config).fields)
 
 
-def test_a_batch_needs_what_the_config_reads():
+def test_batch_needs_the_fields_of_the_config():
     always = ["rewards", "group_ids"]
     early = [*always, "old_log_probs"]
     assert fields(tiny.config_of()) == always

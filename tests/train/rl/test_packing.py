@@ -25,9 +25,9 @@ from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
 from train.rl.tracing import traced_once
 
-PROMPT, ROOM = 5, 12
-WIDTH = PROMPT + ROOM
-LONG = f"data.max_completion_length={ROOM}"
+PROMPT, NEW_TOKENS = 5, 12
+WIDTH = PROMPT + NEW_TOKENS
+LONG = f"data.max_completion_length={NEW_TOKENS}"
 TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
 VALUE = ("advantage.type=gae", "loss.value_coef=0.5")
 
@@ -38,8 +38,8 @@ def config_of(*options: str):
 
 def drawn_lengths(rng: np.random.Generator, rows: int = tiny.ROWS, group: int = tiny.SAMPLES) -> Lengths:
     """Long tails: most completions are short, some are empty, one has all columns."""
-    completions = np.minimum(rng.geometric(0.25, rows) - 1, ROOM)
-    completions[rng.integers(rows)] = ROOM
+    completions = np.minimum(rng.geometric(0.25, rows) - 1, NEW_TOKENS)
+    completions[rng.integers(rows)] = NEW_TOKENS
     prompts = rng.integers(1, PROMPT + 1, rows // group).repeat(group)
     return Lengths(prompts, completions, np.arange(rows) // group)
 
@@ -86,12 +86,12 @@ def full_batch(lengths: Lengths) -> Batch:
 
 
 def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.SAMPLES) -> Cells:
-    return Cells(PROMPT, WIDTH, shards, rows // group * (PROMPT + group * ROOM), shared, group)
+    return Cells(PROMPT, WIDTH, shards, rows // group * (PROMPT + group * NEW_TOKENS), shared, group)
 
 
 def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
     """Checks the places of every cell by walking through its packed rows, and returns the rows that have one."""
-    found = []
+    collected = []
     places = cells.positions(len(packing.rows), len(packing.packed.tokens), 1)
     for numbers, slots, sources, starts in zip(
         packing.rows[places].reshape(-1, places.shape[2]),
@@ -114,22 +114,22 @@ def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
             np.testing.assert_array_equal(flat[last - prompt + 1 : last + 1], expected)
             expected = row * WIDTH + np.arange(PROMPT, PROMPT + length)
             np.testing.assert_array_equal(flat[first : first + length], expected)
-            found.append(number)
+            collected.append(number)
         used = flat[flat >= 0]
         assert len(np.unique(used)) == len(used)
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("shards", "parts"), [(1, 1), (1, 4), (4, 2)])
-def test_every_completion_has_one_place_with_its_prompt(shared, shards, parts):
+def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
     rng, rows = np.random.default_rng(shards + 7 * parts), 64
     for _ in range(5):
         lengths = drawn_lengths(rng, rows, 4)
         cells = cells_of(shards, rows // (shards * parts), shared=shared, group=4)
         packing = choose_packing(cells, lengths, np.arange(rows), parts, 4, moves=True)
-        found = read_back(packing, lengths, cells)
-        assert sorted(found) == np.flatnonzero(lengths.completions).tolist()
+        actual = read_back(packing, lengths, cells)
+        assert sorted(actual) == np.flatnonzero(lengths.completions).tolist()
         assert sorted(packing.rows) == list(range(rows))
         slots = packing.packed.tokens.size
         assert slots < parts * shards * cells.padded
@@ -141,7 +141,7 @@ def test_every_completion_has_one_place_with_its_prompt(shared, shards, parts):
             assert real <= slots <= 1.35 * real + 2 * WIDTH
 
 
-def test_rows_that_may_not_move_keep_their_micro_batch_and_shard():
+def test_immovable_rows_stay_in_micro_batch_and_shard():
     lengths = drawn_lengths(np.random.default_rng(3), 32, 4)
     cells = cells_of(2, 4, group=4)
     packing = choose_packing(cells, lengths, np.arange(32), 4, 4, moves=False)
@@ -149,8 +149,8 @@ def test_rows_that_may_not_move_keep_their_micro_batch_and_shard():
     assert len(packing.packed.tokens) == 4
 
 
-def test_rows_stay_padded_where_packing_saves_nothing():
-    lengths = Lengths(np.full(8, PROMPT), np.full(8, ROOM), np.arange(8) // 2)
+def test_rows_stay_padded_if_packing_saves_nothing():
+    lengths = Lengths(np.full(8, PROMPT), np.full(8, NEW_TOKENS), np.arange(8) // 2)
     assert choose_packing(cells_of(1, 8), lengths, np.arange(8), 1, 2, moves=True) is None
 
 
@@ -199,11 +199,11 @@ SLOW = [
     [*(pytest.param(*case, id=name) for name, *case in CASES),
      *(pytest.param(*case, id=name, marks=pytest.mark.thorough) for name, *case in SLOW)],
 )  # fmt: skip
-def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, shares, aggregation):
+def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregation):
     """In float64; with a prompt whose completions are all empty, and one completion as long as a row."""
     with jax.enable_x64(True):
         config, run = gradient_of(options)
-        length = (f"loss.max_length={ROOM}",) if aggregation == "seq_mean_token_sum_norm" else ()
+        length = (f"loss.max_length={NEW_TOKENS}",) if aggregation == "seq_mean_token_sum_norm" else ()
         reduced = config_of(*options, f"loss.aggregation={aggregation}", *length)
         batch = tiny.wide(with_token_weights(Plan.of(reduced), reduced.loss, reduced.kl.loss, full_batch(LENGTHS)))
         state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
@@ -256,12 +256,12 @@ def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool
         update = make_update(config, model, tiny.keep_gradient(), first, mesh)
         batch = make_score(config, model, mesh)(first.trainable, base, reference, batch, **places.score)
         prepared, _, _ = prepare(batch, first.controllers)
-        found = []
+        collected = []
         for rows, packed in places.updates:
             state = tiny.copied(first)
             after, metrics = update(state, base, prepared, rows, coefficients(config), ref_head=ref_head, packed=packed)
-            found.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
-    return *jax.device_get((prepared, found)), places
+            collected.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
+    return *jax.device_get((prepared, collected)), places
 
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
@@ -287,7 +287,7 @@ def assert_same(actual, expected, *, roundings: float, scale: float | None = Non
 
 
 @pytest.mark.parametrize(("options", "shape"), STEPS)
-def test_a_step_is_that_of_padded_rows(options, shape):
+def test_step_equals_the_step_of_padded_rows(options, shape):
     """Scores, and the gradient and metrics of each update; with rows that move between micro-batches and devices."""
     batch, updates, _ = step_of(options, shape, packing=False)
     packed_batch, packed_updates, places = step_of(options, shape, packing=True)
@@ -325,7 +325,7 @@ def test_batches_of_many_lengths_need_few_programs():
         return packed
 
     for _ in range(30):
-        completions = np.minimum(rng.geometric(rng.uniform(0.1, 0.9), 128) - 1, ROOM)
+        completions = np.minimum(rng.geometric(rng.uniform(0.1, 0.9), 128) - 1, NEW_TOKENS)
         lengths = Lengths(np.full(128, PROMPT), completions, np.arange(128) // 4)
         places = packer(rollout_batch(lengths), updates)
         for _, packed in places.updates:

@@ -1,4 +1,4 @@
-"""What a policy computes: alignment, temperature, padding, values."""
+"""Computations of a policy: alignment, temperature, padding, values."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_statistics_are_those_of_the_token_in_their_own_column(tie):
+def test_statistics_belong_to_the_token_in_their_column(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy = policy_of(model)
     stats, hidden = stats_of(ScoredPolicy(model, policy), SEQUENCES, temperature=0.7, entropy=True)
@@ -93,14 +93,14 @@ def test_left_padding_changes_nothing():
     np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
 
 
-def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
+def test_columns_before_the_first_requested_hold_zero():
     policy = policy_of(MODEL)
-    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     part, hidden = stats_of(
         ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(4)), temperature=1.0, entropy=True
     )
     assert hidden.shape == (3, 6, 16)
-    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+    for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
         np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
         assert b.shape == a.shape
         assert not b[:, :4].any()
@@ -111,20 +111,20 @@ def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change(
 
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
-    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     part, _ = stats_of(
         ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, chosen, layout=Layout(2)), temperature=1.0, entropy=True
     )
     wanted = chosen & (np.arange(6) >= 2)
     assert wanted.any()
-    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+    for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
         np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
     last, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(6)), temperature=1.0)
     assert not last.log_prob.any(), "no column is left"
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_exact_kl_is_that_of_whole_distributions(tie):
+def test_exact_kl_compares_full_distributions(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy, other = policy_of(model), kljax.Policy(tiny.moved(policy_of(model).params, 0.1))
 
@@ -134,8 +134,8 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
         logits = hidden @ (stored.T if tie else stored) / 0.7
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
-    mine, theirs = log_probs(policy), log_probs(other)
-    expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
+    mine, other_result = log_probs(policy), log_probs(other)
+    expected = (np.exp(mine) * (mine - other_result)).sum(-1)[:, :-1]
     reference = kljax.ReferenceStates(
         hidden_of(ScoredPolicy(model, other), SEQUENCES), stored_head(model, other.params)
     )
@@ -150,18 +150,18 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
 
 def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
     """The matrix products of a program with an axis of this size."""
-    found = 0
+    actual = 0
     for equation in jaxpr.eqns:
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
-        found += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
+        actual += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
         for parameter in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += products(inner, columns) if hasattr(inner, "eqns") else 0
-    return found
+            actual += products(inner, columns) if hasattr(inner, "eqns") else 0
+    return actual
 
 
 @pytest.mark.parametrize(("trained", "passes"), [(1, 2), (0, 4)], ids=["adapter", "params"])
-def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
+def test_frozen_head_is_traversed_once(trained, passes):
     """Logits and their slopes to the hidden states; with a gradient of the head, the logits again and that gradient."""
     model = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",)), vocab_size=23))
     weights = (model.structure().params, model.structure().adapter)
@@ -200,7 +200,7 @@ def test_values_belong_to_the_state_before_the_token():
     assert not values[:, 0].any()
 
 
-def test_the_adapter_is_there_only_when_there_is_one():
+def test_adapter_exists_only_with_lora():
     policy = policy_of(MODEL)
     adapted = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",))))
     assert not jax.tree.leaves(nnx.state(bind(adapted, policy), nnx.LoRAParam))
@@ -209,7 +209,7 @@ def test_the_adapter_is_there_only_when_there_is_one():
 
 
 @pytest.mark.thorough
-def test_the_same_on_every_mesh():
+def test_policy_is_the_same_on_every_mesh():
     def results(shape: tuple[int, int, int]) -> list[np.ndarray]:
         mesh = make_mesh(*shape)
         with jax.set_mesh(mesh):

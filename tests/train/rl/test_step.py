@@ -46,9 +46,9 @@ def off_policy_batch() -> Batch:
     # Log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
     drawn = np.random.default_rng(0).uniform(0.5, 1.5, batch.tokens.shape)
-    kept = np.asarray(batch.completion_mask) & (drawn > 0.7)
-    weights = jnp.asarray(np.where(kept, drawn, 0), jnp.float32)
-    return dataclasses.replace(batch, kept_mask=jnp.asarray(kept), correction_weights=weights)
+    selected = np.asarray(batch.completion_mask) & (drawn > 0.7)
+    weights = jnp.asarray(np.where(selected, drawn, 0), jnp.float32)
+    return dataclasses.replace(batch, kept_mask=jnp.asarray(selected), correction_weights=weights)
 
 
 PARTS = {number: f"optim.micro_batches={number}" for number in (2, 4)}
@@ -64,7 +64,7 @@ OFF_POLICY = (*TERMS, *VALUE, REJECTING, "loss.aggregation=seq_mean_token_mean")
         pytest.param([(), (PARTS[2],), (PARTS[4],)], False, 1e-6, id="float32", marks=pytest.mark.thorough),
     ],
 )
-def test_neither_micro_batches_nor_shared_prompts_change_gradient_and_metrics(settings, in_x64, tolerance):
+def test_micro_batches_and_shared_prompts_change_nothing(settings, in_x64, tolerance):
     results = []
     state, batch = tiny.state_of(tiny.config_of(*OFF_POLICY), tiny.keep_gradient()), off_policy_batch()
     with jax.enable_x64(in_x64):
@@ -86,7 +86,7 @@ def test_neither_micro_batches_nor_shared_prompts_change_gradient_and_metrics(se
         chex.assert_trees_all_close(other_metrics, metrics, rtol=tolerance, atol=tolerance)
 
 
-def test_the_model_goes_over_fewer_tokens_where_rows_share_prompts():
+def test_shared_prompts_reduce_the_tokens_of_the_model():
     flops = {}
     for options in ((), (ALONE,)):
         config = tiny.config_of(*OFF_POLICY, *options)
@@ -115,17 +115,17 @@ def looped():
     return state, batch, make_update(LOOP, model, optimizer, state, tiny.mesh_of())
 
 
-def test_a_step_donates_compiles_once_and_stays_on_the_device(looped):
+def test_step_donates_compiles_once_and_stays_on_device(looped):
     state, batch, update = tiny.copied(looped[0]), *looped[1:]
     rows = update_rows(LOOP, purpose_key(0, "rows", 0))
     coefs = coefficients(LOOP)
     losses, before = [], jax.tree.map(np.array, state.trainable)
     for step in range(3):
         old = jax.tree.leaves(state)
-        place = jax.device_put((rows[step % 2], coefs), jax.devices()[0])
+        placed_inputs = jax.device_put((rows[step % 2], coefs), jax.devices()[0])
         guard = jax.transfer_guard("disallow") if step else contextlib.nullcontext()
         with guard:  # the first call brings the constants of the program
-            state, metrics = update(state, None, batch, *place)
+            state, metrics = update(state, None, batch, *placed_inputs)
         assert all(leaf.is_deleted() for leaf in old if leaf.ndim), "the buffers of the old state are given away"
         losses.append(float(metrics["loss"].value()))
         # A coefficient is an argument: another value is the same program.
@@ -134,22 +134,22 @@ def test_a_step_donates_compiles_once_and_stays_on_the_device(looped):
     assert len({round(loss, 6) for loss in losses}) == 3
     changed = jax.tree.map(lambda a, b: bool((a != np.asarray(b)).any()), before, state.trainable)
     assert all(jax.tree.leaves(changed)), "every weight was trained"
-    text = update.lower(state, None, batch, *place).as_text()
+    text = update.lower(state, None, batch, *placed_inputs).as_text()
     assert not [name for name in ("callback", "infeed", "outfeed") if name in text]
 
 
-def test_the_coefficient_is_the_one_that_is_passed(looped):
+def test_passed_coefficient_is_used(looped):
     state, batch, update = looped
     rows, coefs = update_rows(LOOP, purpose_key(0, "rows", 0))[0], coefficients(LOOP)
 
     def loss(kl: float) -> tuple[float, float]:
-        place = jax.device_put((rows, {**coefs, "kl_loss": jnp.float32(kl)}), jax.devices()[0])
-        _, metrics = update(tiny.copied(state), None, batch, *place)
+        placed_inputs = jax.device_put((rows, {**coefs, "kl_loss": jnp.float32(kl)}), jax.devices()[0])
+        _, metrics = update(tiny.copied(state), None, batch, *placed_inputs)
         return float(metrics["loss"].value()), float(metrics["kl_loss"].value())
 
-    (none, kl), (one, same) = loss(0.0), loss(1.0)
+    (none, kl), (single, same) = loss(0.0), loss(1.0)
     assert kl == same > 0
-    np.testing.assert_allclose(one - none, kl, rtol=1e-4)
+    np.testing.assert_allclose(single - none, kl, rtol=1e-4)
 
 
 EXACT = (
@@ -173,8 +173,8 @@ def exact_update(config, shape, reference):
     with jax.set_mesh(mesh):
         first, score, prepare, update = exact_programs(config, shape)
         state = tiny.copied(first)
-        place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
-        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
+        placed_inputs = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
+        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, placed_inputs)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = score(state.trainable, None, reference, batch)
         prepared, _, _ = prepare(batch, state.controllers)
@@ -188,7 +188,7 @@ def exact_once():
     return exact_update(tiny.config_of(*EXACT), (1, 1, 1), moved_reference().policy.params)
 
 
-def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
+def test_exact_kl_is_scored_once_for_all_updates(exact_once):
     batch, _, metrics = exact_once
     mask = np.asarray(batch.completion_mask)
     assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 16)
@@ -210,7 +210,7 @@ def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
     ],
     ids=str,
 )
-def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, options):
+def test_mesh_and_micro_batches_leave_exact_kl_unchanged(exact_once, shape, options):
     batch, gradient, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, moved_reference().policy.params)
     np.testing.assert_allclose(batch.ref_exact_kl, exact_once[0].ref_exact_kl, rtol=1e-4, atol=1e-7)
     # The exact KL is a sum over the vocabulary.
@@ -223,7 +223,7 @@ def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, o
 
 
 @pytest.mark.parametrize(("shape", "options"), [((1, 1, 1), ()), ((2, 2, 2), (PARTS[2],))], ids=str)
-def test_an_unchanged_policy_has_a_ratio_of_1_and_no_kl(shape, options):
+def test_unchanged_policy_has_ratio_1_and_no_kl(shape, options):
     batch, _, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, tiny.host_params())
     # The two programs may differ in the last bit of a log-prob of about -5, which is 5e-7.
     assert abs(metrics["ppo_kl"]) <= 5e-7
@@ -238,7 +238,7 @@ def test_an_unchanged_policy_has_a_ratio_of_1_and_no_kl(shape, options):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_a_measured_exact_kl_is_that_of_the_loss_and_moves_nothing(loss):
+def test_measured_exact_kl_equals_loss_without_gradient(loss):
     """`ppo` is fused with the LM head; `gspo` reads whole completions."""
     reference = moved_reference().policy.params
     base = (f"loss={{type: {loss}}}", "kl.loss={coef: 0.3, estimator: k3}")
@@ -254,18 +254,18 @@ def test_a_measured_exact_kl_is_that_of_the_loss_and_moves_nothing(loss):
 
 def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
     """How often the scan over the layers of the model stands in a program."""
-    found = 0
+    actual = 0
     for equation in jaxpr.eqns:
-        found += equation.primitive.name == "scan" and equation.params["length"] == tiny.LAYERS
+        actual += equation.primitive.name == "scan" and equation.params["length"] == tiny.LAYERS
         for parameter in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += model_applications(inner) if hasattr(inner, "eqns") else 0
-    return found
+            actual += model_applications(inner) if hasattr(inner, "eqns") else 0
+    return actual
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("needed", [False, True])
-def test_what_nothing_needs_is_not_computed(needed, updates):
+def test_unneeded_scores_are_not_computed(needed, updates):
     """The log-probs of a reference without a term; those of a policy whose only update computes them itself."""
     config = tiny.config_of(f"kl.loss.coef={0.1 if needed else 0.0}", f"optim.updates_per_batch={updates}")
     score = make_score(config, tiny.model_of(config), tiny.mesh_of())
@@ -289,7 +289,7 @@ def scored(*options: str) -> Batch:
     return jax.device_get(score(state.trainable, None, moved_reference(), tiny.rollout_batch()))
 
 
-def test_scores_depend_neither_on_how_many_rows_are_scored_at_once_nor_on_shared_prompts():
+def test_scores_are_independent_of_chunks_and_shared_prompts():
     batch = scored("optim.updates_per_batch=2", PARTS[2])
     chex.assert_trees_all_close(scored(ALONE), batch, rtol=1e-5, atol=1e-6)
     mask = batch.completion_mask
@@ -301,7 +301,7 @@ def test_scores_depend_neither_on_how_many_rows_are_scored_at_once_nor_on_shared
     np.testing.assert_array_equal(batch.tokens, tiny.rollout_batch().tokens)
 
 
-def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
+def test_completions_on_a_device_share_their_prompt():
     def shared(*options: str) -> int:
         base = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=6")
         return Layout.of(tiny.config_of(*base, *options)).group
@@ -317,7 +317,7 @@ def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
 
 
 @pytest.mark.parametrize(("updates", "together"), [(2, 2), (4, 2), (8, 1)])
-def test_an_update_has_whole_prompts_where_the_numbers_allow_it(updates, together):
+def test_update_has_complete_prompts_where_possible(updates, together):
     config = tiny.config_of(f"optim.updates_per_batch={updates}", "optim.share_prompts=false")
     for part in update_rows(config, purpose_key(5, "rows", 7)):
         runs = np.asarray(part).reshape(-1, together)
@@ -366,7 +366,7 @@ def test_gradients_are_clipped_to_the_global_norm(norm, kept):
     np.testing.assert_allclose(optax.tree.norm(moments), 0.1 * kept, rtol=1e-5)
 
 
-def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
+def test_learning_rate_warms_up_and_weights_decay():
     weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
     optimizer = optimizer_of("optim.learning_rate=0.3", "optim.warmup_steps=3", "optim.optimizer.weight_decay=0.01")
     state, sizes = optimizer.init(weights), []
@@ -378,7 +378,7 @@ def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_the_learning_rate_falls_to_a_tenth_and_stays_there(warmup):
+def test_learning_rate_falls_to_a_tenth_and_stays(warmup):
     weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
     optimizer = optimizer_of(
         "optim.learning_rate=0.3", f"optim.warmup_steps={warmup}", "optim.schedule={type: linear, decay_steps: 3}"
@@ -391,14 +391,14 @@ def test_the_learning_rate_falls_to_a_tenth_and_stays_there(warmup):
     np.testing.assert_allclose(sizes, [*rise, 0.3, 0.21, 0.12, 0.03, 0.03, 0.03], rtol=1e-4)
 
 
-def test_without_warm_up_the_first_update_has_the_whole_learning_rate():
+def test_first_update_without_warm_up_has_full_rate():
     weights = {"w": jnp.ones(2)}
     optimizer = optimizer_of("optim.learning_rate=0.3")
     change, _ = optimizer.update({"w": jnp.full(2, 0.1)}, optimizer.init(weights), weights)
     np.testing.assert_allclose(change["w"], -0.3, rtol=1e-5)
 
 
-def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
+def test_kept_tokens_renormalise_every_policy():
     """Score, reference and update use the sampler's set; the ratio to the sampler is 1 on the first update."""
     options = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "optim.updates_per_batch=2", "temperature=0.8")
     config = tiny.config_of(*options, "rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")

@@ -14,7 +14,7 @@ def doubled(name: str | None = None):
     return jax.jit(traced_once(double, name))
 
 
-def test_the_same_shape_again_is_no_second_trace():
+def test_repeated_shape_is_traced_once():
     double = doubled()
     for value in (1.0, 2.0):
         assert double(jnp.float32(value)) == 2 * value
@@ -43,7 +43,7 @@ def test_programs_of_one_definition_count_apart():
         doubled()(jnp.ones(3))
 
 
-def test_a_program_of_several_sizes_is_traced_once_for_each():
+def test_program_of_several_sizes_is_traced_per_size():
     def double(x: jax.Array) -> jax.Array:
         return 2 * x
 

@@ -43,4 +43,4 @@ def weight_collectives(module: hlo.HloModule, params: Any, mesh: Mesh) -> list[s
 
 
 def _products(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [()] if not sizes else [(*one, *tail) for tail in _products(sizes[1:]) for one in ((), (sizes[0],))]
+    return [()] if not sizes else [(*item, *tail) for tail in _products(sizes[1:]) for item in ((), (sizes[0],))]

@@ -27,13 +27,13 @@ def serving(
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if seen is not None:
                 seen.append(dict(self.headers))
-            given = answer(self.path, json.loads(body) if body else {})
-            if given is None:
+            arguments = answer(self.path, json.loads(body) if body else {})
+            if arguments is None:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
-            text = given[1].encode()
-            self.send_response(given[0])
+            text = arguments[1].encode()
+            self.send_response(arguments[0])
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
             self.send_header("Content-Length", str(len(text)))

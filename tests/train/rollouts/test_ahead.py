@@ -48,8 +48,8 @@ class VersionedServer(Digits):
 
     @property
     def versions(self) -> list[str]:
-        asked = [body["model"] for body in self.bodies[1:]]
-        batches = [asked[start : start + PROMPTS] for start in range(0, len(asked), PROMPTS)]
+        requests = [body["model"] for body in self.bodies[1:]]
+        batches = [requests[start : start + PROMPTS] for start in range(0, len(requests), PROMPTS)]
         assert all(len({*batch}) == 1 for batch in batches)
         return [batch[0] for batch in batches]
 
@@ -108,20 +108,20 @@ def assert_equal(state, other) -> None:
     jax.tree.map(np.testing.assert_array_equal, state.trainable, other.trainable)
 
 
-def test_the_next_batch_is_requested_before_the_update_from_the_weights_of_this_step(steps, go_on, tmp_path):
+def test_next_batch_is_requested_before_the_update(steps, go_on, tmp_path):
     """Each update waits for the next request, whose answer waits for the update: neither comes first by chance."""
-    asked, updated = [threading.Semaphore(0) for _ in range(2)]
+    requests, updated = [threading.Semaphore(0) for _ in range(2)]
 
     class Slow(VersionedServer):
         def __call__(self, path: str, body: dict) -> Answer:
             if len(self.bodies) >= 1 + PROMPTS and path == "/v1/completions":
-                asked.release()
+                requests.release()
                 assert updated.acquire(timeout=SECONDS)
             return super().__call__(path, body)
 
     def update(*arguments, **options):
         for _ in range(PROMPTS):
-            assert asked.acquire(timeout=SECONDS), "the next batch was not requested before the update"
+            assert requests.acquire(timeout=SECONDS), "the next batch was not requested before the update"
         updated.release(PROMPTS)
         return steps.programs.update(*arguments, **options)
 
@@ -135,19 +135,19 @@ def test_the_next_batch_is_requested_before_the_update_from_the_weights_of_this_
 
 
 @pytest.mark.parametrize("way", ["more steps", "interrupted"])
-def test_a_run_that_is_continued_equals_one_that_was_not_interrupted(go_on, way):
-    whole, records = go_on("whole", VersionedServer(EOS), 4, "checkpoint.every=1000")
+def test_continued_run_equals_an_uninterrupted_run(go_on, way):
+    uninterrupted, records = go_on("whole", VersionedServer(EOS), 4, "checkpoint.every=1000")
     first, steps = (2, None) if way == "more steps" else (4, 2)
     _, begun = go_on("parts", VersionedServer(EOS), first, "checkpoint.every=1000", stop_after=steps)
     server = VersionedServer(EOS)
     continued, rest = go_on("parts", server, 4, "checkpoint.every=1000")
     assert begun + rest == records
-    assert_equal(continued, whole)
+    assert_equal(continued, uninterrupted)
     # The batch of step 3 came from the checkpoint: the server has no version v1 any more.
     assert server.versions == ["v2", "v3"]
 
 
-def test_a_reward_function_that_fails_leaves_the_batch_that_it_judged(steps, go_on):
+def test_failing_reward_function_leaves_its_batch(steps, go_on):
     calls = []
 
     def score(example, text, finished):
@@ -157,16 +157,16 @@ def test_a_reward_function_that_fails_leaves_the_batch_that_it_judged(steps, go_
         return steps.context.task.score(example, text, finished)
 
     judges = {"task": dataclasses.replace(steps.context.task, score=score)}
-    whole, records = go_on("whole", VersionedServer(EOS), 3)
+    uninterrupted, records = go_on("whole", VersionedServer(EOS), 3)
     with pytest.raises(RewardError, match=r"The run is saved after step 2; continue it with --resume"):
         go_on("parts", VersionedServer(EOS), 3, "checkpoint.every=1000", changes=judges.items())
     continued, rest = go_on("parts", VersionedServer(EOS), 3)
     assert rest == records[2:]
-    assert_equal(continued, whole)
+    assert_equal(continued, uninterrupted)
 
 
 @pytest.mark.parametrize("every", [1, 1000])
-def test_a_server_that_dies_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
+def test_dead_server_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
     """Whether the loss is noticed by the step or by the checkpoint before it, the state of the last step is saved."""
     with pytest.raises(SourceError) as caught:
         go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS + 1), 4, f"checkpoint.every={every}")
@@ -182,13 +182,13 @@ def test_a_server_that_dies_ahead_ends_the_next_step(go_on, tmp_path, capsys, ev
     assert server.versions == ["v2", "v2"]
 
 
-def test_a_server_that_dies_behind_the_last_step_ends_no_run(go_on, tmp_path):
+def test_dead_server_after_the_last_step_is_harmless(go_on, tmp_path):
     state, _ = go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS), 2)
     assert int(state.step) == 2
     assert not (tmp_path / "run" / "2" / "batch").exists()
 
 
-def test_an_interrupt_ends_the_request_that_is_under_way(steps, go_on):
+def test_interrupt_ends_the_pending_request(steps, go_on):
     """Its threads end with the run, although the server never answers."""
     over = threading.Event()
 

@@ -16,7 +16,7 @@ BEST, SECOND = Option(tensor=2, weights=8 * GIB, cache=GIB), Option(tensor=4, we
 FITS = {"resident": 4 * GIB, "memory": 16 * GIB, "gathers": True, "narrows": False}
 
 
-def test_the_first_option_that_fits_is_chosen():
+def test_first_fitting_option_is_chosen():
     assert choose([BEST, SECOND], **FITS) == Choice(2, "no decode step gathers weights, and both layouts fit")
     assert choose([BEST, SECOND], **FITS | {"memory": 14 * GIB}).tensor == 4
     # 0.9 of the memory may be filled: 13 GiB take more than 14.4 of them leave.
@@ -24,7 +24,7 @@ def test_the_first_option_that_fits_is_chosen():
     assert choose([BEST], **FITS | {"memory": 13 * GIB / 0.9 - 8}).tensor is None
 
 
-def test_weights_stay_where_they_are_if_a_copy_gains_nothing_or_does_not_fit():
+def test_weights_stay_if_a_copy_gains_nothing():
     too_small = choose([BEST, SECOND], **FITS | {"memory": 9 * GIB})
     assert too_small == Choice(None, "both layouts need 9.00 GiB of 9.00 GiB")
     assert choose([], **FITS) == Choice(None, "no other mesh divides the model and the rows")
@@ -67,7 +67,7 @@ def layout_of(memory: int | None, **rollout):
     return make_layout(config, Decoder(SHAPE), make_mesh(1, 8, 1), make_optimizer(config.optim), memory=memory)
 
 
-def test_a_run_says_which_layout_and_why():
+def test_run_reports_its_layout_and_the_reason():
     layout = layout_of(GIB)
     assert dict(layout.mesh.shape) == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
     start = "sampling: weights laid out once per step, data=8 x tensor=1, bfloat16 (no decode step gathers weights"
@@ -82,7 +82,7 @@ def test_a_run_says_which_layout_and_why():
     assert "data=2 x tensor=4, bfloat16 (rollout.mesh)" in named.line
 
 
-def test_bytes_of_a_device_are_those_of_its_arrays():
+def test_device_bytes_equal_its_arrays():
     layout = layout_of(GIB, mesh={"data": 2, "tensor": 4})
     kernels = 2 * (32 * 32 * 4 + 3 * 32 * 40) // 4 * 2  # two layers, split four ways, two bytes each
     # Norms and the untied head stay in float32; the embedding is rounded.
@@ -93,5 +93,5 @@ def test_bytes_of_a_device_are_those_of_its_arrays():
     assert stored == 4 * (2 * (32 * 32 * 4 + 3 * 32 * 40) + 2 * 64 * 32) // 8 + 4 * (2 * 2 * 32 + 32)
 
 
-def test_this_cpu_says_no_memory():
+def test_cpu_reports_no_memory():
     assert device_memory(make_mesh(2, 2, 2)) is None

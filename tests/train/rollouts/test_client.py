@@ -47,7 +47,7 @@ def failing(times: int, status: int | None) -> Callable[[str, dict], Answer]:
 
 
 @pytest.mark.parametrize("status", [None, 408, 429, 500, 502, 503, 504])
-def test_what_may_pass_is_tried_again(status):
+def test_temporary_failures_are_retried(status):
     with serving(failing(3, status)) as url, client_of(url) as (client, waits):
         assert client.post("/v1/x", {"a": 1}, json.loads) == {"echo": {"a": 1}}
     assert len(waits) == 3
@@ -64,7 +64,7 @@ def test_a_refusal_is_an_error_at_once(status):
         assert not waits
 
 
-def test_a_server_that_stays_down_is_named_with_what_was_tried():
+def test_unavailable_server_is_named_with_the_attempts():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -80,7 +80,7 @@ def test_a_server_that_stays_down_is_named_with_what_was_tried():
         assert not waits
 
 
-def test_a_request_that_takes_too_long_is_given_up():
+def test_slow_request_is_abandoned():
     done = threading.Event()
 
     def slow(path: str, body: dict) -> Answer:
@@ -109,7 +109,7 @@ def test_a_server_may_ask_for_a_longer_wait():
     assert waits[0] <= wait_before(1, 1.0)
 
 
-def test_an_answer_that_is_no_json_is_tried_again():
+def test_malformed_json_answer_is_retried():
     """A proxy answers so while its server starts; another form would repeat, and is an error at once."""
     answers = ["<html>starting</html>", "", '{"data": ', json.dumps({"data": [{"id": "m"}]})]
     with serving(lambda path, body: (200, answers.pop(0))) as url, client_of(url) as (client, waits):
@@ -125,7 +125,7 @@ def test_an_answer_that_is_no_json_is_tried_again():
         assert client.url == url
 
 
-def test_a_page_is_no_sign_that_weights_were_loaded():
+def test_web_page_does_not_confirm_loaded_weights():
     """A proxy says so with status 200 while its server starts; servers say it in several forms."""
     answers = ["<html>starting</html>", "Success: loaded", '{"results": [null]}', ""]
     with serving(lambda path, body: (200, answers.pop(0))) as url, client_of(url) as (client, waits):
@@ -155,7 +155,7 @@ def test_all_requests_end_with_the_first_error():
         assert wait_for(client.post_all("/v1/x", bodies, [json.loads] * 20, most_bytes=100)) == bodies
 
 
-def test_a_client_in_a_hurry_tries_once():
+def test_hurried_client_tries_once():
     with serving(failing(9, 503)) as url, client_of(url) as (client, waits):
         client.hurry()
         with pytest.raises(SourceError, match=r"failed once in 0 s .*; last: status 503: too much$"):
@@ -181,7 +181,7 @@ def test_the_key_is_never_shown(status, before):
     assert status == 401 or "[key]" in str(caught.value) or before
 
 
-def test_what_a_server_says_is_shown_on_one_line_of_printable_characters():
+def test_server_text_is_shown_as_one_printable_line():
     with (
         serving(lambda path, body: (400, "a\x1b[31m\r\nb\u202ec")) as url,
         client_of(url) as (client, _),

@@ -18,7 +18,7 @@ def completions_of(**changes) -> Completions:
     shape = (4, tiny.PROMPT + config.data.max_completion_length)
     mask = np.zeros(shape, bool)
     mask[:, tiny.PROMPT] = True
-    whole = Completions(
+    full = Completions(
         examples=EXAMPLES,
         tokens=np.full(shape, 7, np.int32),
         token_mask=mask,
@@ -27,7 +27,7 @@ def completions_of(**changes) -> Completions:
         texts=["x"] * 4,
         finished=np.ones(4, bool),
     )
-    return dataclasses.replace(whole, **changes)
+    return dataclasses.replace(full, **changes)
 
 
 def collected(completions: Completions):
@@ -36,7 +36,7 @@ def collected(completions: Completions):
     return tiny.rollout_of(tiny.context_of(config, task=task), completions)
 
 
-def test_rows_that_fit_are_taken_whatever_lies_under_the_mask() -> None:
+def test_fitting_rows_are_accepted_with_any_masked_values() -> None:
     assert collected(completions_of()).metrics["reward"] == 1
 
 
@@ -48,7 +48,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(token) -> None:
         collected(completions_of(tokens=tokens))
 
 
-def test_a_completion_with_padding_in_it_is_refused() -> None:
+def test_completion_containing_padding_is_refused() -> None:
     mask = completions_of().token_mask.copy()
     mask[2, tiny.PROMPT] = False
     with pytest.raises(SourceError, match="1 completion tokens that the token mask leaves out"):
@@ -56,7 +56,7 @@ def test_a_completion_with_padding_in_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_log_probs_that_are_not_finite_are_refused(value) -> None:
+def test_non_finite_log_probs_are_refused(value) -> None:
     log_probs = completions_of().fields["log_probs"].copy()
     log_probs[3, tiny.PROMPT] = value
     with pytest.raises(SourceError, match="1 log_probs that are not finite"):

@@ -66,7 +66,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
 
 def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
-    whole, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
+    uninterrupted, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
     assert [record["step"] for record in records] == [1, 2, 3]
     # One request to look at the server, four prompts a step: it dies within the third step.
     with pytest.raises(SourceError) as caught:
@@ -77,10 +77,10 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     assert RunCheckpoints(tmp_path / "broken", Checkpoint()).steps() == [2]
     continued, rest = go_on(steps, Digits(EOS), tmp_path / "broken", 3)
     assert rest == records[2:]
-    jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
+    jax.tree.map(np.testing.assert_array_equal, continued.trainable, uninterrupted.trainable)
 
 
-def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
     """Its log-probs would be trained on; the run stops before, with its state saved."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
 
@@ -102,7 +102,7 @@ def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path,
     assert [record["step"] for record in rest] == [3]
 
 
-def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
+def test_requests_to_a_server_have_these_fields(steps, tmp_path, monkeypatch):
     """Ids and not text, the seed and temperature of the run, and the rows in the order of their prompts."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     server = Digits(EOS)
@@ -111,9 +111,9 @@ def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
     prompts = [steps.context.tokenizer.prompt_ids(example) for example in steps.context.prompts.batch(0)]
     assert sorted(body["prompt"] for body in bodies) == sorted(list(ids) for ids in prompts)
     assert len({body["seed"] for body in bodies}) == 4
-    asked = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    requests = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     for body in bodies:
-        assert asked.items() <= body.items()
+        assert requests.items() <= body.items()
         assert body["stop_token_ids"] == [EOS]
         assert body["return_token_ids"] is True
         assert body["logprobs"] == 0
@@ -129,7 +129,7 @@ class Loads(Digits):
 
 @pytest.mark.parametrize("kind", ["lora", "weights"])
 @pytest.mark.parametrize("when", ["before", "later"])
-def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, kind, when):
+def test_unwritable_folder_is_an_error_of_its_field(tmp_path, kind, when):
     """Found before a run starts; a disk that fills later stops the run like a server that is gone."""
     folder = tmp_path / "shared"
     source = "rollout.source={{type: openai, url: '{}', model: m, sync: {}, retries: 0, folder: {}}}"
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, k
                 answers.update(kljax.Policy(params, adapter), 0)
 
 
-def test_a_recording_that_cannot_be_written_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+def test_unwritable_recording_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     record = tmp_path / "recorded"
 

@@ -31,9 +31,9 @@ def scripted(texts: list[str], finished: list[bool]):
 
     def draw(policy, prompts, prompt_mask, key) -> Samples:
         prompts, prompt_mask = (jax.numpy.repeat(x, 2, axis=0) for x in (prompts, prompt_mask))
-        rows, room = prompts.shape[0], tiny.ROOM
-        tokens = np.zeros((rows, room), np.int32)
-        mask = np.zeros((rows, room), bool)
+        rows, max_new_tokens = prompts.shape[0], tiny.NEW_TOKENS
+        tokens = np.zeros((rows, max_new_tokens), np.int32)
+        mask = np.zeros((rows, max_new_tokens), bool)
         for row, (text, done) in enumerate(zip(texts, finished, strict=True)):
             ids = TOKENIZER.encode(text) + [TOKENIZER.eos_id] * done
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
@@ -61,7 +61,7 @@ def collected(*overrides: str):
     return collect(context, source, 0)
 
 
-def test_rows_follow_their_prompts_and_are_judged_one_by_one():
+def test_rows_follow_their_prompts_and_are_scored_individually():
     rollout = collected()
     batch = rollout.batch
     assert rollout.completions.texts == TEXTS
@@ -85,7 +85,7 @@ def test_rows_follow_their_prompts_and_are_judged_one_by_one():
         assert getattr(batch, name) is None, name
 
 
-def test_log_probs_are_recorded_only_if_asked_for():
+def test_log_probs_are_recorded_on_request_only():
     recorded = collected().batch.rollout_log_probs
     np.testing.assert_array_equal(recorded, np.where(collected().batch.completion_mask, -1.5, 0))
     assert collected("rollout.record_log_probs=false").batch.rollout_log_probs is None
@@ -94,7 +94,7 @@ def test_log_probs_are_recorded_only_if_asked_for():
     assert needing.batch.rollout_log_probs is not None
 
 
-def test_one_temperature_for_the_sampler_and_the_log_probs():
+def test_sampler_and_log_probs_have_one_temperature():
     config = tiny.config_of("temperature=0.6")
     state = tiny.state_of(config, optax.identity())
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
@@ -131,17 +131,17 @@ def test_short_prompts_go_through_a_narrower_program():
 
     short, key = EXAMPLES * 2, jax.random.key(1)
     narrow = begin_samples(context, watched, policy, short, key)
-    whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
+    full = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
     long = [Example("1" * 40, "1", "1"), *short[1:]]
     begin_samples(context, watched, policy, long, key)
     assert widths == [32, 64]
-    chex.assert_trees_all_equal_shapes_and_dtypes(narrow, whole)
+    chex.assert_trees_all_equal_shapes_and_dtypes(narrow, full)
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
-        np.testing.assert_array_equal(getattr(narrow, name), getattr(whole, name), err_msg=name)
-    np.testing.assert_allclose(narrow.fields["log_probs"], whole.fields["log_probs"], atol=2e-6)
+        np.testing.assert_array_equal(getattr(narrow, name), getattr(full, name), err_msg=name)
+    np.testing.assert_allclose(narrow.fields["log_probs"], full.fields["log_probs"], atol=2e-6)
 
 
-def test_a_mesh_that_does_not_divide_the_rows_is_named():
+def test_mesh_not_dividing_the_rows_is_named():
     prompts, _ = encode_prompts(EXAMPLES[:3], TOKENIZER, tiny.PROMPT)
     with pytest.raises(ValueError, match=r"3 rows are not divisible by mesh\.data x mesh\.fsdp = 2"):
         shard_rows(prompts, tiny.mesh_of(2, 1, 1))

@@ -23,7 +23,7 @@ def numbered(lag: int) -> TrainState:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_the_policy_that_samples_is_so_many_updates_old(lag):
+def test_sampling_policy_lags_by_its_updates(lag):
     state, seen = numbered(lag), []
     for _ in range(6):
         policy, made = sampling_policy(state, None)
@@ -42,14 +42,14 @@ def test_the_ring_leaves_the_value_head_out():
     assert [set(weights) for weights in past] == [{"params"}] * 2
 
 
-def test_rollout_kl_is_nothing_without_a_lag(steps):
+def test_rollout_kl_is_zero_without_a_lag(steps):
     metrics = steps.run(steps.first(0), 4)[1]
     # The trainer's log-probs and the sampler's are those of one policy, at the temperature of both.
     assert max(abs(values["rollout_kl"]) for values in metrics) < 1e-10
     assert max(values["rollout_log_prob_error"] for values in metrics) < 1e-5
 
 
-def test_rollout_kl_is_there_from_the_first_update_on(steps):
+def test_rollout_kl_exists_from_the_first_update(steps):
     for lag in (1, 3):
         first, *others = (values["rollout_kl"] for values in steps.run(steps.first(lag), 4)[1])
         assert first < 1e-10
@@ -63,7 +63,7 @@ def at_distance(steps, lag: int) -> TrainState:
     return dataclasses.replace(state, past=past)
 
 
-def test_rollout_kl_grows_with_the_distance_of_the_policy(steps):
+def test_rollout_kl_grows_with_the_policy_lag(steps):
     (near,), (far,) = (steps.run(at_distance(steps, lag), 1)[1] for lag in (1, 3))
     # Log-ratios are 3 times as large and the KL 9 times, to first order. Each is a mean of some 150 squares, with a
     # standard deviation of 12 %: the logarithm of their ratio is 2.2 with one of 0.17, and 0.7 is 9 of these away.
@@ -73,7 +73,7 @@ def test_rollout_kl_grows_with_the_distance_of_the_policy(steps):
 
 def test_the_ring_is_saved_and_restored(steps, tmp_path):
     """So a run that is continued samples with the very policies that the other would have."""
-    whole, metrics = steps.run(steps.first(2), 4)
+    full, metrics = steps.run(steps.first(2), 4)
     half, _ = steps.run(steps.first(2), 2)
     checkpoints = RunCheckpoints(tmp_path, Checkpoint())
     checkpoints.save(half, 2)
@@ -83,4 +83,4 @@ def test_the_ring_is_saved_and_restored(steps, tmp_path):
     assert abstract(restored.past) == abstract(half.past)
     continued, rest = steps.run(restored, 2)
     assert rest == metrics[2:]
-    jax.tree.map(np.testing.assert_array_equal, (continued.trainable, continued.past), (whole.trainable, whole.past))
+    jax.tree.map(np.testing.assert_array_equal, (continued.trainable, continued.past), (full.trainable, full.past))

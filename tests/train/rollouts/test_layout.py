@@ -102,7 +102,7 @@ REFILLED = (LORA, "rollout.slots=4")
     ],
     ids=str,
 )
-def test_tokens_are_those_of_one_device(training, sampling, overrides):
+def test_tokens_equal_one_device(training, sampling, overrides):
     """With an adapter and refilled slots, and without."""
     expected, context = on_one_device(*overrides), context_on(training, sampling_mesh(*sampling), *overrides)
     samples = sampled(context)
@@ -124,7 +124,7 @@ def test_tokens_are_those_of_one_device(training, sampling, overrides):
     assert samples.tokens.sharding.spec[0] == ("data", "fsdp")
 
 
-def test_sampled_token_that_is_no_near_tie_fails():
+def test_sampled_token_beyond_a_near_tie_fails():
     """Each row in turn with another token; the distribution and the random numbers are those of the draw."""
     samples = on_one_device()
     prompt_length = samples.tokens.shape[1] - LENGTH
@@ -147,7 +147,7 @@ def test_sampled_token_that_is_no_near_tie_fails():
         compare(dataclasses.replace(samples, fields={"log_probs": planted}))
 
 
-def test_token_on_the_border_is_a_near_tie():
+def test_token_at_the_bound_is_a_near_tie():
     """The distribution of the first token, with the random number moved onto its border to the next."""
     samples = on_one_device()
     column = samples.tokens.shape[1] - LENGTH
@@ -163,7 +163,7 @@ def test_token_on_the_border_is_a_near_tie():
         assert near_ties.is_near_tie(probs.astype(np.float32), at + np.float32([0, 5e-6]), tokens, border) == expected
 
 
-def test_rounded_weights_give_the_bits_of_weights_in_place():
+def test_rounded_copy_gives_the_bits_of_weights():
     """The decoder rounds weights to bfloat16 before it uses them, so that a rounded copy changes no bit."""
     wide = context_on((1, 1, 1), "model.dtype=bfloat16")
     narrow = dataclasses.replace(wide)
@@ -178,7 +178,7 @@ def test_rounded_weights_give_the_bits_of_weights_in_place():
     np.testing.assert_array_equal(samples.fields["log_probs"], expected.fields["log_probs"])
 
 
-def test_a_dtype_of_the_sampler_rounds_the_head_too():
+def test_sampler_dtype_rounds_the_head_too():
     context = context_on((1, 1, 1), "rollout.dtype=bfloat16")
     policy = policy_on(context)
     weights = context.layout.weights(policy).params
@@ -198,9 +198,9 @@ def test_weights_are_laid_out_once_until_they_change():
     second = layout.weights(changed)
     # The base is frozen: laid out once in a run.
     assert second.params is first.params
-    np.testing.assert_array_equal(*(jax.tree.leaves(one.adapter)[0] for one in (second, changed)))
+    np.testing.assert_array_equal(*(jax.tree.leaves(item.adapter)[0] for item in (second, changed)))
     moved = kljax.Policy(jax.tree.map(lambda x: x + 1, policy.params), policy.adapter)
-    np.testing.assert_array_equal(*(jax.tree.leaves(one.params)[0] for one in (layout.weights(moved), moved)))
+    np.testing.assert_array_equal(*(jax.tree.leaves(item.params)[0] for item in (layout.weights(moved), moved)))
 
 
 def test_all_weights_are_freed_before_the_update():
@@ -234,7 +234,7 @@ def largest_array(text: str) -> int:
         pytest.param((1, 4, 2), 2, marks=pytest.mark.thorough),
     ],
 )
-def test_no_leaf_is_larger_on_its_way_than_where_it_arrives(training, tensor):
+def test_no_moving_leaf_exceeds_its_destination(training, tensor):
     mesh, model = make_mesh(*training), Decoder(TREE)
     layout = SamplingLayout(mesh, reshape_mesh(mesh, 8 // tensor, tensor), model)
     with programs.compiled_anew():
@@ -265,12 +265,12 @@ def test_no_collective_of_the_sampler_moves_a_weight(slots, tensor):
     assert weight_collectives(hlo.parse(decode_program(context)), params, context.mesh) == []
 
 
-def test_in_place_every_weight_is_gathered_in_every_decode_step():
+def test_weights_in_place_are_gathered_per_decode_step():
     """The control of the test above."""
     context = context_on((1, 4, 2))
     with jax.set_mesh(context.mesh):
         text = decode_program(context)
-    found = weight_collectives(hlo.parse(text), context.model.structure().params, context.mesh)
+    operations = weight_collectives(hlo.parse(text), context.model.structure().params, context.mesh)
     # Seven projections in the prefill, seven of each of the two layers and the embedding in the loop.
-    assert len(found) >= 7 + 2 * 7 + 1
-    assert {one.partition(" ")[0] for one in found} == {"all-gather"}
+    assert len(operations) >= 7 + 2 * 7 + 1
+    assert {entry.partition(" ")[0] for entry in operations} == {"all-gather"}

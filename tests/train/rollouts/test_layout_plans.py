@@ -1,4 +1,4 @@
-"""What the compilers of accelerators plan for sampling on a mesh of its own: no decode step gathers a weight.
+"""Plans of the compilers of accelerators for sampling on a mesh of its own: no decode step gathers a weight.
 
 Each topology is compiled for in a process of an environment of its own, which `make test-aot` makes.
 """
@@ -35,26 +35,26 @@ def plan(topology: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", CASES)
 def test_no_decode_step_moves_a_weight(topology):
-    found = plan(topology)
-    assert found["laid out"] == []
+    planned = plan(topology)
+    assert planned["laid out"] == []
     # The control: weights in place are gathered.
-    assert found["in place"]
+    assert planned["in place"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", CASES)
-def test_the_layout_is_chosen_by_the_memory_of_the_device(topology):
-    found = plan(topology)
+def test_layout_is_chosen_by_device_memory(topology):
+    planned = plan(topology)
     expected = {
         "v5p:4x4x4": {"data": 16, "fsdp": 1, "context": 1, "tensor": 4},
         "h200:8": {"data": 8, "fsdp": 1, "context": 1, "tensor": 1},
     }
-    assert found["mesh"] == expected[topology]
-    assert "no decode step gathers weights, and both layouts fit" in found["line"]
+    assert planned["mesh"] == expected[topology]
+    assert "no decode step gathers weights, and both layouts fit" in planned["line"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", CASES)
-def test_weights_on_their_way_take_no_more_than_three_leaves(topology):
-    found = plan(topology)
-    assert found["layout"]["temporary"] <= 3 * found["largest"]
+def test_moving_weights_take_at_most_three_leaves(topology):
+    planned = plan(topology)
+    assert planned["layout"]["temporary"] <= 3 * planned["largest"]

@@ -43,7 +43,7 @@ def row(prompt: int, sample: int, **changes) -> dict:
 ROWS = [row(prompt, sample) for prompt in range(5) for sample in range(2)]
 
 
-def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
+def test_recording_is_read_back_row_for_row(tmp_path):
     """Also the float32 of a log-prob, and the reward that the task gave."""
     config = tiny.config_of(f"rollout.record={tmp_path / 'r'}")
     context = tiny.context_of(config)
@@ -62,8 +62,8 @@ def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
         same = ("token_mask", "completion_mask", "rewards", "group_ids", "rollout_log_probs")
         for name in same:
             np.testing.assert_array_equal(getattr(again.batch, name), getattr(rollout.batch, name), err_msg=name)
-        kept = np.asarray(rollout.batch.token_mask)
-        np.testing.assert_array_equal(again.batch.tokens[kept], rollout.batch.tokens[kept])
+        selected = np.asarray(rollout.batch.token_mask)
+        np.testing.assert_array_equal(again.batch.tokens[selected], rollout.batch.tokens[selected])
     with pytest.raises(UserError, match=r"rollout\.record: got .* holds recordings already"):
         open_source(context)
     open_source(context, continued=True)
@@ -90,15 +90,15 @@ def prompts_of(context, source, steps) -> list[list[int]]:
     return [collect(context, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
 
 
-def test_epochs_are_permutations_and_a_resumed_run_reads_on_at_the_same_row(tmp_path):
+def test_epochs_are_permutations_and_resume_continues_them(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     context = context_of(path)
-    whole = prompts_of(context, open_source(context), range(10))
-    flat = [prompt for step in whole for prompt in step]
+    full = prompts_of(context, open_source(context), range(10))
+    flat = [prompt for step in full for prompt in step]
     epochs = [tuple(flat[start : start + 5]) for start in range(0, 20, 5)]
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert len(set(epochs)) > 1
-    assert prompts_of(context, open_source(context), range(7, 10)) == whole[7:]
+    assert prompts_of(context, open_source(context), range(7, 10)) == full[7:]
     ordered = context_of(path, shuffle=False)
     assert prompts_of(ordered, open_source(ordered), range(3)) == [[0, 1], [2, 3], [4, 0]]
     batch = collect(ordered, open_source(ordered), 1).batch
@@ -106,7 +106,7 @@ def test_epochs_are_permutations_and_a_resumed_run_reads_on_at_the_same_row(tmp_
     np.testing.assert_array_equal(batch.rollout_log_probs[0, tiny.PROMPT :], [-2, -0.5, 0, 0])
 
 
-def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
+def test_texts_are_encoded_and_scored_like_a_run(tmp_path):
     texts = [("3", True), ("4", True), ("3", False), ("12", True)]
     rows = [
         {"prompt": "1+2=", "completion": t, "finished": f, "answer": 3, "group": i // 2}
@@ -121,8 +121,8 @@ def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
     assert rollout.batch.rollout_log_probs is None
 
 
-def test_a_group_may_be_a_multiple_and_what_is_too_long_is_left_out_and_counted(tmp_path, caplog):
-    long = [row(9, 0, completion_ids=[1] * (tiny.ROOM + 1), log_probs=[-1.0] * (tiny.ROOM + 1)), row(9, 1)]
+def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
+    long = [row(9, 0, completion_ids=[1] * (tiny.NEW_TOKENS + 1), log_probs=[-1.0] * (tiny.NEW_TOKENS + 1)), row(9, 1)]
     rows = [row(7, sample) for sample in range(4)] + long
     context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
     with caplog.at_level(logging.WARNING):
@@ -165,7 +165,7 @@ def test_a_bad_row_is_named(tmp_path, problem):
     assert str(caught.value).startswith(f"rollout.source.path: {path}, line 3: {problem}")
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path):
+def test_unusable_files_are_named(tmp_path):
     cases = {
         "a.jsonl": ("{\n", "line 1: not JSON"),
         "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object"),
@@ -196,14 +196,14 @@ def test_parquet_gives_the_same_rows(tmp_path):
     import pyarrow
 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    one = context_of(tmp_path / "a.parquet")
+    single = context_of(tmp_path / "a.parquet")
     other = context_of(write(tmp_path / "a.jsonl", ROWS))
     for step in (0, 3):
-        batches = [jax.device_get(collect(context, open_source(context), step).batch) for context in (one, other)]
+        batches = [jax.device_get(collect(context, open_source(context), step).batch) for context in (single, other)]
         jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
-def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_pyarrow_error_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match="is Parquet, which needs pyarrow; install it, or convert"):
@@ -213,20 +213,20 @@ def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
 def test_every_damage_to_a_recorded_file_is_named(tmp_path):
     path = tmp_path / "00000000.jsonl"
     write_rows(tmp_path, 0, [row(1, sample, completion="a é") for sample in range(3)])
-    whole, rows = path.read_bytes(), list(JsonLinesFile(path))
+    content, rows = path.read_bytes(), list(JsonLinesFile(path))
     assert [record for _, _, record in rows] == [row(1, sample, completion="a é") for sample in range(3)]
     assert JsonLinesFile(path).read(rows[2][0]) == rows[2][2]
-    for position in range(len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :])
         # A flip in the name of a check makes a row of others of it, whose values are unharmed.
         if path.read_bytes().count(b'"kljax_check": ') == 3:
             with pytest.raises(UserError, match=rf"{path}, line "):
                 list(JsonLinesFile(path))
-    lines = whole.splitlines(keepends=True)
+    lines = content.splitlines(keepends=True)
     for left, message in ((lines[:2], "got 2 rows, expected 3"), (lines[1:], "got row 2 of 3, expected row 1")):
         path.write_bytes(b"".join(left))
         with pytest.raises(UserError, match=message):
             list(JsonLinesFile(path))
-    path.write_bytes(whole.replace(b"-0.5", b"-0.6"))
+    path.write_bytes(content.replace(b"-0.5", b"-0.6"))
     with pytest.raises(ValueError, match="the row is damaged"):
         JsonLinesFile(path).read(0)

@@ -24,7 +24,7 @@ def source_of(url: str = "http://host", **fields: object) -> OpenAISourceSection
     return OpenAISourceSection(type="openai", url=url, model="m", sync="none", **fields)
 
 
-def test_a_key_comes_from_the_environment_or_a_file(tmp_path, monkeypatch):
+def test_key_comes_from_the_environment_or_files(tmp_path, monkeypatch):
     path = tmp_path / "key"
     path.write_text(f"{KEY}\n")
     monkeypatch.setenv("SERVER_KEY", f" {KEY}")
@@ -43,7 +43,7 @@ def test_a_key_comes_from_the_environment_or_a_file(tmp_path, monkeypatch):
         (KEY * 1000, "expected one key of at most 8192 ASCII characters"),
     ],
 )
-def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(tmp_path, monkeypatch, text, problem):
+def test_unsendable_key_is_refused_without_showing_it(tmp_path, monkeypatch, text, problem):
     monkeypatch.delenv("SERVER_KEY", raising=False)
     if text is not None:
         monkeypatch.setenv("SERVER_KEY", text)
@@ -58,7 +58,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("path", ["missing", ".", "a\0b"])
-def test_a_key_file_that_cannot_be_read_is_named(tmp_path, path):
+def test_unreadable_key_file_is_named(tmp_path, path):
     with pytest.raises(UserError, match=r"^rollout\.source\.api_key_file: cannot read "):
         read_key(source_of(api_key_file=str(tmp_path / path)))
 
@@ -76,7 +76,7 @@ def test_the_key_of_a_file_is_sent(tmp_path):
     assert {headers["Accept-Encoding"] for headers in sent} == {"identity, gzip"}
 
 
-def test_the_limit_of_bytes_is_that_of_the_config():
+def test_byte_limit_follows_the_config():
     digits = Digits(ByteTokenizer().eos_id)
 
     def answer(path: str, body: dict) -> Answer:
@@ -92,7 +92,7 @@ def test_the_limit_of_bytes_is_that_of_the_config():
 
 
 @pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, -1e38, 2 * MAX_LOG_PROB, -1e39])
-def test_log_probs_are_at_most_0_but_for_rounding(value):
+def test_log_probs_are_at_most_0_within_rounding(value):
     choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [value]}}
 
     def read() -> float:
@@ -116,7 +116,7 @@ def test_log_probs_are_at_most_0_but_for_rounding(value):
         ("SSL_CERT_FILE", "/no/such/file"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_an_error_of_the_address(monkeypatch, name, value):
+def test_unusable_environment_is_an_error_of_the_address(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(SourceError, match=r"^rollout\.source\.url: cannot use the proxies or cert") as caught:
         Client("http://host", timeout=1, retries=0)

@@ -130,7 +130,7 @@ def counting(config, objective, compared: set[str]):
             prompt, group = layout.prompt_length, layout.group
             pairs["shared prompts"] = unpack(pack(values, prompt, group), prompt, group), expected
         compared.update(pairs)
-        wrong = sum(jnp.sum(one != other) for one, other in pairs.values())
+        wrong = sum(jnp.sum(first != other) for first, other in pairs.values())
         counts = {"wrong": wrong, "filled": jnp.sum(values != FILL)}
         return loss, metrics._replace(parts=metrics.parts | {name: 1.0 * x for name, x in counts.items()})
 
@@ -138,7 +138,7 @@ def counting(config, objective, compared: set[str]):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_field_in_an_update_is_equal_in_every_layout(name, recording, monkeypatch):
+def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
     (options, shape), compared = LAYOUTS[name], set()
     mesh, make_objective = make_mesh(**shape), objectives.make_objective
     axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
@@ -167,12 +167,12 @@ def test_rows_of_a_process_have_their_field(recording):
     """A process that holds rows 2 to 9 and judges two of them."""
     context = context_of(recording[0])
     source, request = open_source(context), Request.of(context, 0)
-    whole, rows = source.sample(request), RowSplit(ROWS, np.arange(2, 10), np.array([3, 8]))
+    full, rows = source.sample(request), RowSplit(ROWS, np.arange(2, 10), np.array([3, 8]))
     part = source.sample(dataclasses.replace(request, rows=rows))
-    np.testing.assert_array_equal(part.fields[NAME], whole.fields[NAME][2:10])
-    recorded, own = record_rows(whole, {}, request.rows, 4), record_rows(part, {}, rows, 4)
+    np.testing.assert_array_equal(part.fields[NAME], full.fields[NAME][2:10])
+    recorded, part_rows = record_rows(full, {}, request.rows, 4), record_rows(part, {}, rows, 4)
     assert len(recorded) == ROWS
-    assert own == [recorded[3], recorded[8]]
+    assert part_rows == [recorded[3], recorded[8]]
 
 
 def rows_of(path: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""The client against what a real vLLM said: what is asked has not changed, and its log-probs are the trainer's.
+"""The client against what a real vLLM said: its requests have not changed, and its log-probs are the trainer's.
 
 `tests/goldens/vllm/record.py` made the exchanges; the weights are drawn again here, so that vLLM's log-probs are held
 to the trainer's without a vLLM.
@@ -63,7 +63,7 @@ def client_of(url: str) -> Client:
 
 
 @pytest.mark.parametrize("name", record.SCENARIOS)
-def test_log_probs_of_vllm_are_the_trainers(name):
+def test_log_probs_of_vllm_equal_the_trainer(name):
     replay = ReplayedServer(EXCHANGES[name])
     with serving(replay) as url:
         played = record.play(name, client_of(url), url)
@@ -76,7 +76,7 @@ def test_log_probs_of_vllm_are_the_trainers(name):
         assert completions.fields["log_probs"][~completions.completion_mask].max() == 0
 
 
-def test_stop_texts_end_a_completion_and_belong_to_it():
+def test_stop_texts_end_their_completion_inclusively():
     replay = ReplayedServer(EXCHANGES["sampling"])
     with serving(replay) as url:
         (context, _, completions), _ = record.play("sampling", client_of(url), url)
@@ -89,7 +89,7 @@ def test_stop_texts_end_a_completion_and_belong_to_it():
         assert ended or len(ids) == context.config.data.max_completion_length
 
 
-def test_the_id_that_ends_a_completion_is_among_its_ids():
+def test_ending_id_is_part_of_the_completion():
     first = EXCHANGES["others"][0]
     answers = read_answers(
         first["response"].encode(), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
@@ -129,13 +129,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_an_answer_without_what_training_needs_is_an_error_before_the_run(field):
+def test_incomplete_answer_is_an_error_before_the_run(field):
     value, message = WRONG[field]
     with pytest.raises(SourceError, match=message):
         opened(changed(**{field: value}))
 
 
-def test_ids_outside_of_the_vocabulary_and_too_many_of_them_are_errors():
+def test_invalid_or_excess_ids_are_errors():
     with pytest.raises(SourceError, match="token_ids of the answer: got 264, expected an id below 264"):
         opened(changed(token_ids=[264]))
     with pytest.raises(SourceError, match="token_ids of the answer: got 2 tokens, expected at most max_tokens = 1"):
@@ -145,12 +145,12 @@ def test_ids_outside_of_the_vocabulary_and_too_many_of_them_are_errors():
         opened(both)
 
 
-def test_a_model_that_the_server_does_not_have_is_named():
+def test_model_missing_on_the_server_is_named():
     with pytest.raises(UserError, match=r"rollout\.source\.model: got 'other', but http.* serves: tiny"):
         opened(EXCHANGES["lora"], "rollout.source.model=other")
 
 
-def test_log_probs_of_another_kind_than_the_trainers_are_refused():
+def test_log_probs_of_another_kind_are_refused():
     """vLLM's are those at temperature 1 unless it is told otherwise; its others are those after the cuts."""
     with pytest.raises(UserError, match=r"temperature: got 0.6, but .*--logprobs-mode processed_logprobs"):
         opened(EXCHANGES["lora"], "temperature=0.6")
@@ -160,7 +160,7 @@ def test_log_probs_of_another_kind_than_the_trainers_are_refused():
     opened(processed, "temperature=0.6")
 
 
-def test_what_vllm_refuses_is_passed_on_with_what_to_do():
+def test_vllm_refusal_is_reported_with_the_remedy():
     from train.rollouts.server.weights import _post
 
     with serving(ReplayedServer(EXCHANGES["others"])) as url:
@@ -183,7 +183,7 @@ def test_weights_of_a_tied_head_are_refused():
         ServerSource(context, context.config.rollout.source, client_of("http://unused"))
 
 
-def test_rows_are_prompts_and_completions_with_their_log_probs():
+def test_rows_are_prompts_completions_and_log_probs():
     """Against the recorded text itself, taken apart in another way."""
     said = [exchange for exchange in EXCHANGES["lora"] if exchange["path"] == "/v1/completions"][1:]
     step, part = 1, said[len(said) // 2 :]
@@ -202,7 +202,7 @@ def test_rows_are_prompts_and_completions_with_their_log_probs():
         for row in rows[tuple(ids)]
     ]
     for row, (prompt, ids, log_probs) in enumerate(expected):
-        real, own = completions.token_mask[row], completions.completion_mask[row]
+        real, completion = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]
-        assert completions.tokens[row][own].tolist() == ids
-        np.testing.assert_allclose(completions.fields["log_probs"][row][own], log_probs, rtol=1e-6)
+        assert completions.tokens[row][completion].tolist() == ids
+        np.testing.assert_allclose(completions.fields["log_probs"][row][completion], log_probs, rtol=1e-6)

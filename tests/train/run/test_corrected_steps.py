@@ -25,7 +25,7 @@ LAGGED = tiny.config_of(
 )
 
 
-def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
+def test_corrected_steps_compile_once_and_continue_equally(tmp_path):
     context = tiny.context_of(LAGGED)
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(LAGGED, context.optimizer)
@@ -47,11 +47,11 @@ def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
         restored = checkpoints.restore_last(state)
         checkpoints.close()
         compilations.clear()
-        whole, metrics = steps(state, 1)
+        full, metrics = steps(state, 1)
         assert not [event for event in compilations if "compile" in event]
         continued, again = steps(restored, 1)
     assert again == metrics
-    jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
+    jax.tree.map(np.testing.assert_array_equal, continued.trainable, full.trainable)
     # At the first step nothing has moved; then the trainer is one update ahead of the sampler.
     assert first[0]["mismatch_k3"] < 1e-9
     assert (first[0]["correction_rejected"], first[0]["correction_clipped"]) == (0, 0)
@@ -66,25 +66,25 @@ def test_completions_of_vllm_are_weighted_by_default():
     replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
         client = Client(url, timeout=20, retries=0)
-        (context, own, completions), (_, other, _) = record.play("lora", client, url)
+        (context, completions_of_lora, completions), (_, other, _) = record.play("lora", client, url)
         client.close()
     (entry,) = context.config.correction
     assert (entry.type, entry.max_weight) == ("truncated_importance_weights", 2.0)
     rollout = tiny.rollout_of(context, completions)
     score = make_score(context.config, context.model, context.mesh)
     prepare, mask = jax.jit(make_preparation(context.config)), np.asarray(rollout.batch.completion_mask)
-    found = {}
+    collected = {}
     with jax.set_mesh(context.mesh):
-        for name, policy in (("own", own), ("other", other)):
+        for name, policy in (("own", completions_of_lora), ("other", other)):
             batch = score({"adapter": policy.adapter}, policy.params, None, rollout.batch)
             batch, _, metrics = prepare(batch, {})
             ratio = np.exp(np.asarray(batch.old_log_probs, float) - np.asarray(batch.rollout_log_probs, float))
             expected = np.where(mask, np.minimum(ratio, 2.0), 0)
             np.testing.assert_allclose(batch.correction_weights, expected, rtol=2e-5)
-            found[name] = {key: float(metric.value()) for key, metric in metrics.items()}
+            collected[name] = {key: float(metric.value()) for key, metric in metrics.items()}
     # The trainer computes the log-probs of vLLM; with other weights it does not.
-    assert found["own"]["correction_clipped"] == 0
-    assert abs(found["own"]["mismatch_k1"]) < record.ALLOWED
-    assert found["own"]["correction_sample_size"] > 1 - 1e-6
-    assert found["other"]["correction_clipped"] > 0
-    assert found["other"]["correction_sample_size"] < 0.9
+    assert collected["own"]["correction_clipped"] == 0
+    assert abs(collected["own"]["mismatch_k1"]) < record.ALLOWED
+    assert collected["own"]["correction_sample_size"] > 1 - 1e-6
+    assert collected["other"]["correction_clipped"] > 0
+    assert collected["other"]["correction_sample_size"] < 0.9

@@ -47,7 +47,7 @@ def measure(digits: set[int], batch_size: int, examples=EXAMPLES):
     return metrics, seen
 
 
-def test_the_prompts_are_where_the_sampler_above_looks_for_them():
+def test_stand_in_sampler_finds_the_encoded_prompts():
     tokens, _ = encode_prompts(EXAMPLES, TOKENIZER, tiny.PROMPT)
     assert tokens[:, tiny.PROMPT - 4].tolist() == [ord(str(digit)) for digit in range(5)]
 
@@ -65,7 +65,7 @@ def test_each_example_counts_once(right, batch_size):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_weights_are_sampled_once_where_greedy_answers_are_not_wanted(greedy):
+def test_greedy_evaluation_can_be_left_out(greedy):
     config = tiny.config_of("eval.batch_size=5", f"eval.greedy={str(greedy).lower()}")
     task, drawn = Task("plus one", EXAMPLES, EXAMPLES, score), {"held_out": [], "greedy": []}
     context = tiny.context_of(config, task=task, held_out=EXAMPLES)
@@ -89,7 +89,7 @@ class MetricsRecorder:
         assert len(samples) == 5
 
 
-def test_a_chunk_is_judged_while_the_next_one_is_sampled():
+def test_chunk_is_scored_while_the_next_samples():
     events: list[str] = []
     config = tiny.config_of("eval.batch_size=2")
     draw = knows({0}, [])

@@ -63,7 +63,7 @@ def watch_of(tmp_path):
         checkpoints.close()
 
 
-def test_a_state_that_is_not_finite_is_never_saved(watch_of):
+def test_non_finite_state_is_never_saved(watch_of):
     watch, state = watch_of()
     params = state.trainable["params"]
     layers = {"params": params | {"layers": jax.tree.map(lambda x: x * jnp.nan, params["layers"])}}
@@ -72,7 +72,7 @@ def test_a_state_that_is_not_finite_is_never_saved(watch_of):
     assert watch.checkpoints.steps() == [0]
 
 
-def test_skipped_updates_are_reported_with_the_first_array_and_the_batch(watch_of, tmp_path, capsys):
+def test_skipped_updates_report_the_array_and_batch(watch_of, tmp_path, capsys):
     watch, state = watch_of("guard.max_skipped=2")
     batch = tiny.full_batch(np.zeros((tiny.ROWS, tiny.LENGTH)))
     poisoned = dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs.at[0, 5].set(jnp.nan))
@@ -94,7 +94,7 @@ def test_skipped_updates_are_reported_with_the_first_array_and_the_batch(watch_o
     assert (int(restored.step), int(restored.guard.skipped)) == (3, 0)
 
 
-def test_beyond_a_limit_the_run_stops_and_the_step_is_not_saved(watch_of):
+def test_limit_stops_the_run_without_saving_the_step(watch_of):
     watch, state = watch_of(MONITOR, "guard={max_kl: 0.1, action: stop}")
     message = r"step 4: guard\.max_kl: the KL to the reference is 0\.2, the limit 0\.1; step 4 is not saved\n.* step 0"
     with pytest.raises(GuardError, match=message):
@@ -104,7 +104,7 @@ def test_beyond_a_limit_the_run_stops_and_the_step_is_not_saved(watch_of):
         watch.check(at(state, 4), VALUES)
 
 
-def test_a_spike_is_a_warning_that_names_the_token(watch_of, capsys):
+def test_spike_is_a_warning_naming_the_token(watch_of, capsys):
     watch, state = watch_of(MONITOR)
     watch.inspect(spiked_batch(), at(state, 7), SPIKE, TOKENS)
     assert watch.check(at(state, 7), SPIKE).trainable is state.trainable
@@ -115,7 +115,7 @@ def test_a_spike_is_a_warning_that_names_the_token(watch_of, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_long_spell_beyond_a_limit_is_a_few_lines(watch_of, capsys):
+def test_long_excess_gives_a_few_lines(watch_of, capsys):
     watch, state = watch_of(MONITOR)
     for step in range(1, 121):
         watch.check(at(state, step), VALUES | {"kl_reference": 200.0 if step == 30 else 19.0})
@@ -124,7 +124,7 @@ def test_a_long_spell_beyond_a_limit_is_a_few_lines(watch_of, capsys):
     assert [re.findall(r"so were (\d+) steps", line) for line in lines] == [[], ["28"], ["49"]]
 
 
-def test_a_token_beyond_its_limit_is_seen_where_the_mean_hides_it(watch_of, capsys):
+def test_token_limit_sees_spikes_hidden_by_means(watch_of, capsys):
     watch, state = watch_of(MONITOR)
     values = VALUES | {"kl_reference_max": 2.4e14}
     watch.inspect(spiked_batch(), state, values, TOKENS)
@@ -133,7 +133,7 @@ def test_a_token_beyond_its_limit_is_seen_where_the_mean_hides_it(watch_of, caps
     assert f"step 0: {reason}{NAMED}" in capsys.readouterr().err
 
 
-def test_every_other_answer_names_the_token(watch_of, capsys):
+def test_every_other_action_names_the_token(watch_of, capsys):
     watch, state = watch_of(MONITOR, "guard.action=stop")
     watch.inspect(spiked_batch(), at(state, 4), SPIKE, TOKENS)
     with pytest.raises(GuardError, match=f"^{re.escape(f'step 4: {REASON}{NAMED}; step 4 is not saved')}"):
@@ -145,7 +145,7 @@ def test_every_other_answer_names_the_token(watch_of, capsys):
         assert f"step 4: {REASON}{NAMED}; {done}" in capsys.readouterr().err
 
 
-def test_updates_skipped_beyond_a_limit_are_named_and_counted(watch_of, tmp_path, capsys):
+def test_updates_skipped_by_a_limit_are_counted(watch_of, tmp_path, capsys):
     watch, state = watch_of(MONITOR, "guard={action: skip, max_skipped: 2}")
     values = SPIKE | {"skipped_updates": 0.5, SHARE: 0.5}
     watch.inspect(spiked_batch(), at(state, 4), values, TOKENS)
@@ -160,14 +160,14 @@ def test_updates_skipped_beyond_a_limit_are_named_and_counted(watch_of, tmp_path
         watch.check(twice, values)
 
 
-def test_a_token_without_tokenizer_or_reference_is_named_by_its_id():
+def test_token_without_tokenizer_is_named_by_its_id():
     token = dataclasses.replace(TOKENS["kl_reference_max"], ref_log_prob=np.float32(np.nan))
     text = describe_token(spiked_batch(), {"kl_reference_exact_max": token}, None)
     assert text.endswith("token 2 of the 4 sampled in row 3: id 53, log-prob -33.2 under the policy")
     assert describe_token(spiked_batch(), {}, None) == ""
 
 
-def test_a_roll_back_takes_the_last_weights_and_goes_on_with_the_prompts(watch_of, capsys):
+def test_rollback_restores_weights_and_continues_the_prompts(watch_of, capsys):
     watch, state = watch_of(MONITOR, "guard={max_kl: 0.1, action: roll_back, max_actions: 1}")
     moved = dataclasses.replace(at(state, 4), trainable=jax.tree.map(lambda x: x + 1, state.trainable))
     back = watch.check(moved, VALUES)
@@ -197,7 +197,7 @@ def test_the_learning_rate_is_lowered_in_the_state(watch_of):
         ("guard.max_skipped=0", "guard.max_skipped: got 0, expected an integer >= 1"),
     ],
 )
-def test_a_guard_that_cannot_work_is_refused(override, message):
+def test_ineffective_guard_is_refused(override, message):
     assert any(message in problem for problem in problems(override, "kl.loss.coef=0"))
 
 
@@ -207,7 +207,7 @@ def test_limits_go_with_any_measured_kl():
     build("kl.loss.coef=0.1", "kl.loss.estimator=exact", "guard.max_kl=0.1")
 
 
-def test_a_run_that_diverges_stops_with_its_own_code_and_can_be_continued(tmp_path, capsys):
+def test_diverging_run_stops_with_its_exit_code(tmp_path, capsys):
     # The first update is finite, and moves the policy; the KL term of the second is beyond float32.
     config = (
         *("configs/smoke.yaml", f"output={tmp_path}", "kl.loss.coef=3e38", "steps=9", "guard.max_skipped=3"),

@@ -29,7 +29,7 @@ def config_of(output, *overrides):
     return tiny.config_of(f"output={output}", "name=first", *overrides)
 
 
-def test_starts_at_one_moment_get_names_of_their_own(tmp_path):
+def test_simultaneous_starts_get_different_names(tmp_path):
     config, names, barrier = config_of(tmp_path / "runs"), [], threading.Barrier(8)
 
     def start():
@@ -44,7 +44,7 @@ def test_starts_at_one_moment_get_names_of_their_own(tmp_path):
     assert sorted(names) == ["first", *(f"first-{number}" for number in range(2, 9))]
 
 
-def test_a_second_process_is_refused_until_the_first_one_dies(tmp_path):
+def test_second_process_waits_for_the_first_to_die(tmp_path):
     root = start_run(config_of(tmp_path)).root
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE, text=True)
     try:
@@ -68,19 +68,19 @@ def test_a_name_is_claimed_once(tmp_path):
     assert not claim(tmp_path / "file")
 
 
-def test_a_directory_that_does_not_exist_is_not_made(tmp_path):
+def test_missing_directory_is_not_made(tmp_path):
     with locked(tmp_path / "run"):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with locked(tmp_path):
         assert "warning: this system has no file locks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
+def test_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys, number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
@@ -98,20 +98,20 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, numb
         ("file/below", r"^output: cannot create .*: .*/file is not a directory$"),
     ],
 )
-def test_a_path_that_cannot_be_a_run_is_named(tmp_path, output, message):
+def test_path_unusable_for_a_run_is_named(tmp_path, output, message):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=message):
         check_output(config_of(tmp_path / output))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_directory_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(UserError, match=rf"^output: cannot create .*: {tmp_path} is not writable$"):
         check_output(config_of(tmp_path / "runs"))
 
 
-def test_what_can_be_written_passes(tmp_path):
+def test_writable_paths_pass(tmp_path):
     check_output(config_of(tmp_path))
     check_output(config_of(tmp_path / "neu €" / "runs"))
     assert not list(tmp_path.iterdir())

@@ -45,7 +45,7 @@ def frozen_of(config: Config) -> FrozenWeights:
     return FrozenWeights(None, ScoredPolicy(tiny.model_of(config), policy))
 
 
-def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
+def test_rollout_without_a_needed_field_stops_early():
     forgets = CONFIG.rollout.model_copy(update={"record_log_probs": False})
     context = tiny.context_of(CONFIG.model_copy(update={"rollout": forgets}))
 
@@ -59,7 +59,7 @@ def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
             rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
 
 
-def test_fields_that_are_missing_are_named_with_those_that_are_there():
+def test_missing_fields_are_named_with_present_ones():
     batch = tiny.rollout_batch()
     require_fields(batch, ["rewards", "rollout_log_probs"])
     message = (
@@ -86,7 +86,7 @@ class FakeCheckpoints:
         pass
 
 
-def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch, tmp_path):
+def test_failing_reward_function_leaves_a_saved_run(monkeypatch, tmp_path):
     context = tiny.context_of(CONFIG)
     state, checkpoints = tiny.state_of(CONFIG, context.optimizer), FakeCheckpoints()
 
@@ -110,7 +110,7 @@ def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch, tmp_path):
     assert checkpoints.saved == [0]
 
 
-def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
+def test_three_steps_compile_once_and_carry_state():
     context = tiny.context_of(CONFIG)
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(CONFIG, context.optimizer)
@@ -137,7 +137,7 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
     np.testing.assert_allclose(state.controllers["reward"].coef, coef, rtol=1e-5)
 
 
-def test_the_devices_score_while_the_host_judges():
+def test_devices_score_while_the_host_verifies():
     """The sampler and the scores are under way before a completion is decoded or judged."""
     events: list[str] = []
 

@@ -110,7 +110,7 @@ def draw_config(seed: int, loss: str, advantage: str, optimizer: str, controller
 def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: str) -> dict[str, Any]:
     section = draw.variant("loss", loss) | {"aggregation": draw.one_of(MODES)}
     if section["aggregation"] == "seq_mean_token_sum_norm":
-        section["max_length"] = tiny.ROOM
+        section["max_length"] = tiny.NEW_TOKENS
     if draw.often(0.3):
         section["entropy_coef"] = 0.01
     if advantage == "gae" and loss != "cross_entropy":
@@ -253,6 +253,6 @@ def test_drawn_configs_train_two_steps(case, recorded, scores, tmp_path):
     run_two_steps(draw_config(*case), scores, tmp_path if seed % 10 == 0 else None)
 
 
-def test_the_covering_cases_have_every_name():
+def test_covering_cases_have_every_name():
     for column, table in enumerate((LOSSES, ADVANTAGES, OPTIMIZERS, CONTROLLERS), start=1):
         assert {case[column] for case in COVERING} == set(table)

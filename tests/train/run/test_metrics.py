@@ -39,7 +39,7 @@ def scalars(directory, phase):
     return points, purged
 
 
-def test_a_line_has_sorted_keys_and_every_digit(tmp_path):
+def test_line_has_sorted_keys_and_every_digit(tmp_path):
     lines = record(tmp_path).read_text().splitlines()
     assert lines[6] == '{"accuracy": 12.5, "phase": "eval", "step": 0}'
     reward = float(np.float32(1 / 3))
@@ -79,7 +79,7 @@ def test_a_resumed_file_is_the_uninterrupted_one(tmp_path, resume_step):
     assert path.read_bytes() == expected
 
 
-def test_resume_keeps_the_warm_start_whose_steps_are_counted_apart(tmp_path):
+def test_resume_keeps_separately_counted_warm_start_steps(tmp_path):
     path = record(tmp_path)
     MetricsWriter(tmp_path, 1).close()
     assert [(r["phase"], r["step"]) for r in read_metrics(path)] == [
@@ -100,7 +100,7 @@ def test_a_half_written_last_line_is_dropped(tmp_path, torn):
     assert path.read_bytes() == expected
 
 
-def test_resume_without_a_file_starts_one(tmp_path):
+def test_resume_without_a_file_creates_one(tmp_path):
     record(tmp_path / "run", 2, first=3, last=3)
     assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [3]
 
@@ -118,7 +118,7 @@ def test_a_missing_file_is_named(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_lines_are_on_disk_before_the_writer_is_closed(tmp_path):
+def test_lines_are_on_disk_before_closing(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write("train", 1, {"reward": 1.0})
     assert [r["reward"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
@@ -145,7 +145,7 @@ def test_tensorboard_has_metrics_and_times_by_phase(tmp_path):
     assert "seconds" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_resume_purges_later_points_and_keeps_earlier_event_files(tmp_path):
+def test_resume_purges_later_points_not_earlier_files(tmp_path):
     record(tmp_path)
     record(tmp_path, 2, first=3, last=3)
     points, purged = scalars(tmp_path, "train")

@@ -56,7 +56,7 @@ def test_six_panels_show_their_phase_with_labels(tmp_path, drawn):
     assert [panel.get_ylabel() for panel in axes][:4] == ["mean per completion", "%"] + ["nats per token"] * 2
 
 
-def test_a_spike_is_marked_and_leaves_the_difference_of_two_runs_visible(tmp_path, drawn):
+def test_spike_is_marked_and_small_differences_stay_visible(tmp_path, drawn):
     def run(kl, spike=None):
         values = dict.fromkeys(range(1, 101), kl) | ({} if spike is None else {40: spike})
         return [{"phase": "train", "step": step, "kl_reference": value} for step, value in values.items()]
@@ -75,7 +75,7 @@ def test_a_spike_is_marked_and_leaves_the_difference_of_two_runs_visible(tmp_pat
     assert raw.get_alpha() < smooth.get_alpha() if smooth.get_alpha() else raw.get_alpha() < 1
 
 
-def test_exact_kl_is_drawn_where_no_estimate_is_recorded(tmp_path, drawn):
+def test_exact_kl_is_plotted_without_an_estimate(tmp_path, drawn):
     record(tmp_path, {"kl_reference_exact": lambda step: 0.1 * step, "kl_reference_exact_max": lambda step: 2.0 * step})
     write_curves(tmp_path)
     mean, largest = drawn[0].axes[3:5]
@@ -83,13 +83,13 @@ def test_exact_kl_is_drawn_where_no_estimate_is_recorded(tmp_path, drawn):
     assert list(largest.lines[0].get_ydata()) == [2.0, 4.0, 6.0, 8.0, 10.0]
 
 
-def test_a_kl_that_is_never_positive_is_drawn(tmp_path, drawn):
+def test_kl_without_positive_values_is_plotted(tmp_path, drawn):
     record(tmp_path, {"kl_reference": lambda step: 0.0})
     write_curves(tmp_path)
     assert drawn[0].axes[3].get_yscale() == "linear"
 
 
-def test_a_missing_series_and_one_without_a_finite_value_have_a_note(tmp_path, drawn):
+def test_missing_and_non_finite_series_have_a_note(tmp_path, drawn):
     record(tmp_path, {"reward": float, "entropy": lambda step: math.nan})
     write_curves(tmp_path)
     reward, _, entropy, kl_reference, _, rollout_kl = drawn[0].axes
@@ -105,7 +105,7 @@ def test_a_null_is_a_gap(tmp_path, drawn):
     assert [math.isnan(value) for value in drawn[0].axes[0].lines[0].get_ydata()] == [False, True, False, False, False]
 
 
-def test_a_run_without_any_metric_is_still_drawn(tmp_path, drawn):
+def test_run_without_any_metric_is_still_plotted(tmp_path, drawn):
     (tmp_path / "metrics.jsonl").write_text("")
     assert write_curves(tmp_path).exists()
     assert [texts(axes) for axes in drawn[0].axes] == [["not recorded in this run"]] * 6
@@ -116,7 +116,7 @@ def test_a_directory_without_metrics_is_an_error(tmp_path):
         write_curves(tmp_path)
 
 
-def test_several_runs_share_the_panels_and_have_a_legend(tmp_path, drawn):
+def test_several_runs_share_panels_with_a_legend(tmp_path, drawn):
     with_kl = [{"phase": "train", "step": step, "reward": 0.5 * step} for step in (1, 2)]
     without = [{"phase": "train", "step": step, "reward": 1.0 * step} for step in (1, 2, 3)]
     evaluations = [{"phase": "eval", "step": 2, "accuracy": 90.0}]

@@ -22,7 +22,7 @@ def output(console):
     return console.file.getvalue()
 
 
-def test_piped_progress_is_a_plain_line_every_few_steps_and_at_the_end():
+def test_piped_progress_prints_a_line_periodically():
     console = piped()
     with report.progress(console, every=3) as start:
         advance = start("train", 7, 0)
@@ -71,7 +71,7 @@ def test_an_error_inside_progress_is_not_swallowed():
             interrupted(console)
 
 
-def test_the_default_console_writes_no_control_codes_into_a_pipe(monkeypatch, capsys):
+def test_default_console_writes_no_control_codes_into_pipes(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = report.default_console()
     console.print("[bold]done[/bold]")
@@ -80,7 +80,7 @@ def test_the_default_console_writes_no_control_codes_into_a_pipe(monkeypatch, ca
     assert capsys.readouterr().out == "done\ntrain 1/1\n"
 
 
-def test_the_table_shows_accuracy_and_kl_before_and_after():
+def test_table_shows_accuracy_and_kl_twice():
     console = piped()
     after = {"accuracy": 87.5, "kl_reference": 0.0123456, "kl_reference_exact": 0.0123}
     report.print_comparison(console, {"accuracy": 31.25, "rollout_kl": 1e-9}, after)
@@ -93,13 +93,13 @@ def test_the_table_shows_accuracy_and_kl_before_and_after():
     assert ESCAPE not in output(console)
 
 
-def test_the_table_leaves_out_what_was_not_measured():
+def test_table_leaves_out_unmeasured_values():
     console = piped()
     report.print_comparison(console, {"accuracy": 1.0}, {"accuracy": 2.0})
     assert "KL" not in output(console)
 
 
-def test_the_summary_is_json_with_sorted_keys_and_no_nan(tmp_path):
+def test_summary_is_sorted_json_without_nan(tmp_path):
     path = tmp_path / "summary.json"
     report.write_summary(
         path, {"steps": 3, "accuracy_after": 0.1 + 0.2, "kl": math.nan, "nested": {"x": [math.inf, 1]}}
@@ -110,7 +110,7 @@ def test_the_summary_is_json_with_sorted_keys_and_no_nan(tmp_path):
     assert text.endswith("}\n")
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
+def test_failed_summary_write_leaves_the_old_one(tmp_path):
     path = tmp_path / "summary.json"
     report.write_summary(path, {"steps": 1})
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""What a run leaves in the process that it ran in, and what it finds before it leaves anything on disk."""
+"""Traces of a run in its process, and mistakes that it finds before it writes anything to disk."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ LOGGERS = ("absl", "asyncio")
 
 
 @pytest.mark.parametrize("by_command", [True, False])
-def test_a_command_quiets_orbax_and_its_run_leaves_the_loggers_as_they_are(monkeypatch, by_command):
+def test_command_quiets_orbax_and_restores_the_loggers(monkeypatch, by_command):
     during = {}
 
     def run():
@@ -52,19 +52,19 @@ def test_a_command_quiets_orbax_and_its_run_leaves_the_loggers_as_they_are(monke
         (("data.solution_field=long",), r"data\.max_completion_length: got 4, but none of the 5 solutions fit"),
     ],
 )
-def test_mistakes_of_examples_are_found_before_there_is_a_run_directory(tmp_path, options, message):
+def test_example_mistakes_are_found_before_the_directory(tmp_path, options, message):
     lines = [{"prompt": f"{i}+1=", "answer": str(i + 1), "long": "123456"} for i in range(1, 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "judge.py").write_text("def one(record, completion, finished):\n    return 1.0\n")
     rows = tmp_path / "rows.jsonl"
-    given = ("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one")
-    config = tiny.config_of(*given, f"output={tmp_path / 'runs'}", *options)
+    arguments = ("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one")
+    config = tiny.config_of(*arguments, f"output={tmp_path / 'runs'}", *options)
     with pytest.raises(UserError, match=f"^{message}"):
         run_module.run(LoadedConfig(config, (), Path("config.yaml")))
     assert not (tmp_path / "runs").exists()
 
 
-def test_under_supervisors_the_leader_says_what_is_continued(monkeypatch):
+def test_leader_under_supervisors_names_the_continued_run(monkeypatch):
     config = load("configs/smoke.yaml").config
     starts = [["smoke-2", True, True], ["smoke", False, True]]
     monkeypatch.setattr(run_module, "exchange_json", lambda label, value: starts)

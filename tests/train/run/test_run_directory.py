@@ -29,7 +29,7 @@ def test_a_new_run_has_its_config(tmp_path):
     assert {path.parent for path in names} == {run.root}
 
 
-def test_a_name_that_is_taken_gets_a_number_and_nothing_is_overwritten(tmp_path):
+def test_taken_name_gets_a_number_without_overwriting(tmp_path):
     runs = [start_run(config_of(tmp_path, f"seed={seed}")) for seed in range(3)]
     assert [run.root.name for run in runs] == ["first", "first-2", "first-3"]
     assert [load(run.config).config.seed for run in runs] == [0, 1, 2]
@@ -58,7 +58,7 @@ def test_a_run_is_resumed_by_its_config(tmp_path):
     assert resume_run(config_of(tmp_path)) == started
 
 
-def test_a_run_that_got_a_number_is_resumed_by_its_own_name(tmp_path):
+def test_numbered_run_is_resumed_by_its_name(tmp_path):
     start_run(config_of(tmp_path))
     second = start_run(config_of(tmp_path))
     assert load(second.config).config.name == "first-2"
@@ -66,14 +66,14 @@ def test_a_run_that_got_a_number_is_resumed_by_its_own_name(tmp_path):
     assert resume_run(load(second.config).config) == second
 
 
-def test_what_changes_no_update_may_differ_and_is_written_down(tmp_path):
+def test_fields_without_effect_may_differ_on_resume(tmp_path):
     start_run(config_of(tmp_path))
     longer = config_of(tmp_path, "steps=9", "eval.every=3", "checkpoint={every: 2, keep: 5}")
     run = resume_run(longer)
     assert load(run.config).config == longer
 
 
-def test_every_field_that_differs_is_named_and_the_run_stays_as_it_is(tmp_path):
+def test_every_differing_field_is_named(tmp_path):
     start_run(config_of(tmp_path))
     before = files(tmp_path)
     other = config_of(tmp_path, "seed=3", "kl.loss.coef=0.5", "lora={rank: 2}", "steps=9")
@@ -87,7 +87,7 @@ def test_every_field_that_differs_is_named_and_the_run_stays_as_it_is(tmp_path):
     assert files(tmp_path) == before
 
 
-def test_there_has_to_be_a_run_to_resume(tmp_path):
+def test_missing_run_cannot_be_resumed(tmp_path):
     with pytest.raises(UserError, match=r"^--resume: there is no run at .*first; leave the flag out to start one$"):
         resume_run(config_of(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -61,20 +61,20 @@ def supervised(make, tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 130])
-def test_an_end_of_its_own_is_final(supervised, code):
+def test_deliberate_exit_is_final(supervised, code):
     assert supervised([f"tell(); sys.exit({code})"]) == (code, [[]])
 
 
 @pytest.mark.parametrize("end", ["sys.exit(75)", "die('SIGKILL')", "die('SIGSEGV')", "die('SIGABRT')"])
-def test_a_loss_is_continued_by_the_name_that_the_first_start_chose(supervised, end):
+def test_loss_is_continued_under_the_first_name(supervised, end):
     assert supervised([f"tell(); {end}", "sys.exit(0)"]) == (0, [[], CONTINUED])
 
 
-def test_a_loss_before_there_is_a_directory_starts_anew(supervised):
+def test_loss_before_the_directory_starts_anew(supervised):
     assert supervised(["die('SIGKILL')", "tell(); die('SIGKILL')", ""]) == (0, [[], [], CONTINUED])
 
 
-def test_it_gives_up_after_restarts_without_progress(supervised, capfd):
+def test_supervisor_stops_after_restarts_without_progress(supervised, capfd):
     code, starts = supervised(["tell(); die('SIGKILL')"] * 4, restarts=3)
     assert (code, len(starts)) == (128 + signal.SIGKILL, 4)
     errors = capfd.readouterr().err
@@ -82,21 +82,21 @@ def test_it_gives_up_after_restarts_without_progress(supervised, capfd):
     assert "SIGKILL, as it is without memory, after 3 restarts without a new checkpoint" in errors
 
 
-def test_a_new_checkpoint_starts_the_count_anew(supervised):
+def test_new_checkpoint_resets_the_count(supervised):
     lost = ["tell(); sys.exit(75)", "sys.exit(75)"]
     plan = [*lost, "save(1); sys.exit(75)", "sys.exit(75)", "save(2); sys.exit(75)", "sys.exit(75)", "sys.exit(75)"]
     code, starts = supervised(plan, restarts=2)
     assert (code, len(starts)) == (75, len(plan))
 
 
-def test_the_waits_double(supervised, capfd):
+def test_waits_double(supervised, capfd):
     supervised(["sys.exit(75)"] * 4, restarts=3, wait=0.02)
     errors = capfd.readouterr().err
     assert [f"in {seconds} s" in errors for seconds in (0.02, 0.04, 0.08)] == [True] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_nothing_is_restarted(make, tmp_path, number):
+def test_signal_is_forwarded_without_a_restart(make, tmp_path, number):
     answer = f"signal.signal({int(number)}, lambda *_: sys.exit(75)); tell(); time.sleep(60)"
     supervisor = make([answer, "sys.exit(0)"])
 
@@ -120,12 +120,12 @@ def test_a_signal_ends_the_wait_for_a_restart(make):
         assert supervisor.run() == 130
 
 
-def test_without_a_supervisor_nothing_is_told(monkeypatch, tmp_path):
+def test_process_without_a_supervisor_reports_nothing(monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     tell_supervisor(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_starts_no_jax():
+def test_supervisor_starts_no_jax():
     code = "import sys, train.run.supervise; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0

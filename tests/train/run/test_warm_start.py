@@ -20,7 +20,7 @@ from train.run.warm_start import supervised_loss, warm_start
 
 def context_of(config: Config) -> tuple[RunContext, Supervised]:
     tokenizer, task = ByteTokenizer(), load_task(config)
-    lengths = {"prompt_length": tiny.PROMPT, "completion_length": tiny.ROOM}
+    lengths = {"prompt_length": tiny.PROMPT, "completion_length": tiny.NEW_TOKENS}
     data = Supervised(task.train, tokenizer, **lengths, batch_size=config.warm_start.batch_size, seed=config.seed)
     return tiny.context_of(config, task=task), data
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what a killed save leaves, and what damage does to the ones that are whole."""
+"""Checkpoints: which steps stay, what a killed save leaves, and what damage does to the ones that are whole."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def opened(run: Path) -> RunCheckpoints:
     return RunCheckpoints(run / "checkpoints", SECTION)
 
 
-def test_step_0_and_the_newest_are_kept(saved):
+def test_step_0_and_the_newest_are_retained(saved):
     checkpoints = opened(saved)
     assert checkpoints.steps() == [0, 3, 4]
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["0", "3", "4"]
@@ -76,7 +76,7 @@ def test_step_0_and_the_newest_are_kept(saved):
     checkpoints.close()
 
 
-def test_steps_that_a_number_divides_are_kept_too(tmp_path):
+def test_steps_divisible_by_a_number_are_retained(tmp_path):
     section = Checkpoint(every=1, keep=1, keep_every=3)
     with contextlib.closing(RunCheckpoints(tmp_path, section, pinned=[2])) as checkpoints:
         for step in range(9):
@@ -107,7 +107,7 @@ def test_a_run_without_checkpoints_has_nothing_to_restore(tmp_path):
     checkpoints.close()
 
 
-def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+def test_saved_state_is_the_state_at_the_call(tmp_path):
     checkpoints = opened(tmp_path)
     state = jax.tree.map(lambda x: jnp.tile(x, (1, 200)) if x.ndim > 1 else x, state_of(1))
     expected = jax.tree.map(np.array, state)
@@ -139,7 +139,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_named_moved_aside_and_the_one_before_is_used(run, caplog, damage):
+def test_damaged_checkpoint_is_set_aside_for_the_previous(run, caplog, damage):
     damage(run / "checkpoints" / "4" / "state")
     checkpoints = opened(run)
     restored = checkpoints.restore_last(state_of(9))
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_named_moved_aside_and_the_one_before_is_used(ru
     checkpoints.close()
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_restored_and_nothing_is_lost(run, caplog):
+def test_damage_of_every_checkpoint_restores_and_loses_nothing(run, caplog):
     for step in (0, 3, 4):
         os.truncate(run / "checkpoints" / str(step) / "state" / "manifest.ocdbt", 0)
     checkpoints = opened(run)
@@ -165,7 +165,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_restored_and_nothing_is_los
     assert sorted(path.name for path in (run / "damaged").iterdir()) == ["0-2", "3-1", "4-0"]
 
 
-def test_what_a_killed_save_leaves_is_ignored_and_removed(run):
+def test_leftovers_of_a_killed_save_are_removed(run):
     left = run / "checkpoints" / "5.orbax-checkpoint-tmp"
     shutil.copytree(run / "checkpoints" / "4", left)
     data_file(left / "state").unlink()
@@ -192,7 +192,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("like", "message"), OTHERS.values(), ids=OTHERS)
-def test_a_whole_checkpoint_of_another_layout_is_an_error_and_stays(run, caplog, like, message):
+def test_complete_checkpoint_of_another_layout_is_an_error(run, caplog, like, message):
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     checkpoints = opened(run)
     with pytest.raises(UserError, match=rf"checkpoints/4 does not fit this config: .*{message}"):
@@ -203,7 +203,7 @@ def test_a_whole_checkpoint_of_another_layout_is_an_error_and_stays(run, caplog,
     chex.assert_trees_all_equal(opened(run).restore_last(state_of(9)), state_of(4))
 
 
-def test_the_base_comes_back_in_the_layout_asked_for(tmp_path):
+def test_base_is_restored_in_the_requested_layout(tmp_path):
     params = {"w": jnp.arange(64.0).reshape(8, 8)}
     save_base(tmp_path / "base", params)
     mesh = tiny.mesh_of(1, 4, 2)
@@ -231,7 +231,7 @@ def test_a_damaged_base_is_named(tmp_path, damage):
         restore_base(tmp_path / "base", abstract(params), "base")
 
 
-def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
+def test_moving_reference_is_a_separate_item(tmp_path):
     """A state looks the same whatever it is measured against: switching the reference finds every checkpoint."""
     moving, plain = {"w": jnp.arange(3.0), "b": jnp.full(2, 0.25)}, state_of(1)
     checkpoints = RunCheckpoints(tmp_path / "checkpoints", SECTION)
@@ -278,7 +278,7 @@ def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
     assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}}
 
 
-def test_what_was_written_before_there_were_digests_is_read_with_a_warning(tmp_path, caplog):
+def test_checkpoint_without_digests_is_read_with_warnings(tmp_path, caplog):
     params = {"w": jnp.arange(6.0)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "base", params)
@@ -311,7 +311,7 @@ def test_a_restore_reads_the_metadata_once(tmp_path, monkeypatch):
     assert reads == ["base", "state", "reference"]
 
 
-def test_full_memory_is_no_damage(run, monkeypatch):
+def test_reports_out_of_memory_not_damage(run, monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 

@@ -8,7 +8,7 @@ from train.config.errors import UserError
 from train.weights.files import new_directory, read_record, write_record, write_text_atomic
 
 
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
+def test_failed_atomic_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file.txt"
     write_text_atomic(path, "old\n")
     with pytest.raises(UnicodeEncodeError):
@@ -19,7 +19,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.txt"]
 
 
-def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
+def test_new_directory_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "deep" / "made"
 
     def interrupted() -> None:

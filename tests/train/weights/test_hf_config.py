@@ -66,12 +66,12 @@ def test_public_models_have_the_published_number_of_parameters(name):
     config = decoder_config(CONFIGS / f"{name}.json")
     assert parameter_count(config) == PUBLISHED[name]
     assert decoder_config(hf_config(config)) == config
-    kept = hf_config(config, like=public(name))
-    assert decoder_config(kept) == config
-    assert kept["eos_token_id"] == public(name)["eos_token_id"]
+    selected = hf_config(config, like=public(name))
+    assert decoder_config(selected) == config
+    assert selected["eos_token_id"] == public(name)["eos_token_id"]
 
 
-def test_what_public_models_say_is_read():
+def test_public_configs_are_read():
     llama = decoder_config(public("llama-3.1-8b"))
     assert llama.rope == Rope(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     assert (llama.head_dim, llama.norm_eps, llama.qkv_bias, llama.qk_norm) == (128, 1e-5, False, False)
@@ -91,7 +91,7 @@ def test_what_public_models_say_is_read():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_counts_are_those_of_the_tree(family):
+def test_parameter_counts_equal_the_tree(family):
     bias = {"attention_bias": True} if "attention_bias" in FAMILIES[family].defaults else {}
     bias |= {"mlp_bias": True} if family == "llama" else {}
     config = decoder_config(tiny(family, **bias))
@@ -101,7 +101,7 @@ def test_parameter_counts_are_those_of_the_tree(family):
     assert hf_config(config, like=tiny(family, **bias, eos_token_id=3))["eos_token_id"] == 3
 
 
-def test_new_and_old_forms_of_the_rope_are_one():
+def test_new_and_old_rope_forms_are_equal():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     old = tiny("llama", rope_theta=5e5, rope_scaling=scaling)
@@ -120,7 +120,7 @@ def test_new_and_old_forms_of_the_rope_are_one():
         decoder_config({**new, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
 
 
-def test_keys_that_choose_a_kernel_of_transformers_are_ignored():
+def test_keys_choosing_a_transformers_kernel_are_ignored():
     for key, value in (("attn_implementation", "sdpa"), ("_flash_attn_2_enabled", True)):
         assert decoder_config(tiny("llama", **{key: value})) == decoder_config(tiny("llama"))
 
@@ -179,14 +179,14 @@ def test_windows_follow_the_keys_of_the_family():
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: got 1, expected true or false"),
     ],
 )
-def test_what_is_not_understood_is_an_error_that_names_it(change, message):
+def test_unknown_settings_are_errors_naming_them(change, message):
     with pytest.raises(ValueError, match=message):
         decoder_config({**tiny("llama"), **change})
 
 
 @pytest.mark.parametrize("wrong", ["x", ["full_attention"], -1, 1.5, None, True])
 @pytest.mark.parametrize("sliding", [True, False])
-def test_layers_that_slide_are_told_by_an_integer(wrong, sliding):
+def test_sliding_layers_are_given_by_an_integer(wrong, sliding):
     """Whether or not it is read; all layers slide from layer 0 on."""
     qwen = tiny("qwen2", sliding_window=8, use_sliding_window=sliding)
     with pytest.raises(ValueError, match=r"^max_window_layers: got .*, expected an integer >= 0$"):
@@ -195,12 +195,12 @@ def test_layers_that_slide_are_told_by_an_integer(wrong, sliding):
 
 
 @pytest.mark.parametrize("wrong", [[["x"]], [{}] * 4, "full_attention", 4])
-def test_kinds_of_layers_are_names(wrong):
+def test_layer_kinds_are_names(wrong):
     with pytest.raises(ValueError, match=r"^layer_types: got .*, expected 4 of "):
         decoder_config(tiny("qwen3", layer_types=wrong))
 
 
-def test_keys_that_decide_nothing_are_passed_over():
+def test_keys_without_effect_are_ignored():
     more = {"rope_interleaved": False, "is_llama_config": True, "unsloth_fixed": True, "pad_token_id": 3}
     assert decoder_config(tiny("llama", **more)) == decoder_config(tiny("llama"))
 

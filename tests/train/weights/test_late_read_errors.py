@@ -38,7 +38,7 @@ def test_the_hook_is_put_in_place_once(reported: list[object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Future", "Task"])
-def test_failures_that_nobody_asked_for_are_not_logged(reported, caplog, kind: str) -> None:
+def test_unrequested_failures_are_not_logged(reported, caplog, kind: str) -> None:
     quiet_abandoned_reads()
     logging.getLogger("asyncio").error(f"{kind} exception was never retrieved\nfuture: <...>")
     assert not caplog.records

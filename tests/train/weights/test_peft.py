@@ -48,7 +48,7 @@ def edited(tmp_path):
     return edit
 
 
-def test_a_config_of_peft_says_what_it_means():
+def test_peft_config_has_its_meaning():
     assert is_peft(ADAPTER)
     assert not is_peft(ADAPTER.parent)
     assert read_peft_config(ADAPTER) == LORA
@@ -73,14 +73,14 @@ def test_matrices_are_transposed_and_stacked_in_their_sharding():
     assert not q_proj["lora_A"].sharding.is_fully_replicated
 
 
-def test_what_is_written_is_what_was_read(tmp_path):
+def test_written_adapter_equals_the_adapter_read(tmp_path):
     mesh = make_mesh()
     adapter = load_adapter(ADAPTER, MODEL, mesh)
     save_adapter(tmp_path / "out", MODEL, adapter, base_name="tiny-random/qwen3")
     chex.assert_trees_all_equal(load_file(tmp_path / "out" / WEIGHTS), load_file(ADAPTER / WEIGHTS))
-    ours, theirs = (json.loads((path / CONFIG).read_text()) for path in (tmp_path / "out", ADAPTER))
-    assert ours.items() <= theirs.items()
-    assert {name for name, value in theirs.items() if value and value != ours.get(name)} == {
+    actual, expected = (json.loads((path / CONFIG).read_text()) for path in (tmp_path / "out", ADAPTER))
+    assert actual.items() <= expected.items()
+    assert {name for name, value in expected.items() if value and value != actual.get(name)} == {
         "megatron_core",
         "peft_version",
         "qalora_group_size",
@@ -92,13 +92,13 @@ def test_what_is_written_is_what_was_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_adapter_can_be_read_by_whoever_may_read_its_config(tmp_path):
+def test_adapter_is_readable_like_its_config(tmp_path):
     """A server is often another user; `save_file` of safetensors would leave the weights to their owner."""
     save_adapter(tmp_path / "out", MODEL, load_adapter(ADAPTER, MODEL, make_mesh()), base_name=None)
     assert len({(tmp_path / "out" / name).stat().st_mode & 0o777 for name in (CONFIG, WEIGHTS)}) == 1
 
 
-def test_the_text_part_of_a_larger_model_keeps_its_names(tmp_path):
+def test_text_part_of_a_larger_model_keeps_names(tmp_path):
     """As PEFT names them in Gemma 3 with images; and the same adapter is read from them."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
     adapter = load_adapter(ADAPTER, MODEL, make_mesh())
@@ -110,21 +110,21 @@ def test_the_text_part_of_a_larger_model_keeps_its_names(tmp_path):
     chex.assert_trees_all_equal(load_adapter(tmp_path / "out", MODEL, make_mesh()), adapter)
 
 
-def test_layers_that_are_left_out_add_nothing(edited):
+def test_omitted_layers_add_nothing(edited):
     path = edited(lambda found: {k: v for k, v in found.items() if ".layers.1." in k}, layers_to_transform=[1])
     assert read_peft_config(path) == LORA
-    for leaf, whole in zip(
+    for leaf, full in zip(
         *(jax.tree.leaves(load_adapter(p, MODEL, make_mesh())) for p in (path, ADAPTER)), strict=True
     ):
-        np.testing.assert_array_equal(leaf, np.where(np.arange(3)[:, None, None] == 1, whole, 0))
+        np.testing.assert_array_equal(leaf, np.where(np.arange(3)[:, None, None] == 1, full, 0))
 
 
 def test_bfloat16_becomes_float32(edited):
     path = edited(lambda found: {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in found.items()})
     leaves = jax.tree.leaves(load_adapter(path, MODEL, make_mesh()))
-    for leaf, whole in zip(leaves, jax.tree.leaves(load_adapter(ADAPTER, MODEL, make_mesh())), strict=True):
+    for leaf, full in zip(leaves, jax.tree.leaves(load_adapter(ADAPTER, MODEL, make_mesh())), strict=True):
         assert leaf.dtype == jnp.float32
-        chex.assert_trees_all_equal(leaf, whole.astype(jnp.bfloat16).astype(jnp.float32))
+        chex.assert_trees_all_equal(leaf, full.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_bfloat16_becomes_float32(edited):
         ("what_comes_next", {"a": 1}, 'what_comes_next: got {"a": 1}, expected no such field, or an empty one'),
     ],
 )
-def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, field, value, message):
+def test_adapters_beyond_plain_lora_are_refused_by_name(tmp_path, field, value, message):
     (tmp_path / CONFIG).write_text(json.dumps(json.loads((ADAPTER / CONFIG).read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):
         read_peft_config(tmp_path)
@@ -170,7 +170,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, field, value, messa
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks"]}, False),
     ],
 )
-def test_modules_are_asked_for_as_peft_decides(raw, asked):
+def test_module_selection_agrees_with_peft(raw, asked):
     name = "model.layers.1.self_attn.q_proj"
     assert targeted(raw, [name]) == ({name} if asked else set())
 
@@ -189,12 +189,12 @@ def test_modules_are_asked_for_as_peft_decides(raw, asked):
         ),
     ],
 )
-def test_another_adapter_than_the_config_names_both(changes, message):
+def test_adapter_differing_from_the_config_names_both(changes, message):
     with pytest.raises(ValueError, match=message.replace("PATH", str(ADAPTER))):
         check_adapter(ADAPTER, with_lora(**changes))
 
 
-def test_tensors_that_do_not_fit_are_named(edited, tmp_path):
+def test_mismatched_tensors_are_named(edited, tmp_path):
     def odd(found: dict) -> dict:
         found["base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"] = np.zeros((4, 32), np.float32)
         found["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"] = np.zeros((33, 4), np.float32)
@@ -212,7 +212,7 @@ def test_tensors_that_do_not_fit_are_named(edited, tmp_path):
         assert part in str(caught.value)
 
 
-def test_files_that_are_no_adapter_are_named(edited, tmp_path):
+def test_malformed_adapter_files_are_named(edited, tmp_path):
     strange = {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 32), np.float32)}
     path = edited(lambda found: found | strange)
     with pytest.raises(ValueError, match=r"got tensors base_model\.model\.lm_head\.lora_A\.weight; expected layers"):

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_unharmed_folder_passes_and_so_does_one_without_digests(folder):
+def test_undamaged_folders_pass_with_or_without_digests(folder):
     check_tensors(folder)
     (folder / FILE_NAME).unlink()
     check_tensors(folder)
@@ -29,11 +29,11 @@ def test_an_unharmed_folder_passes_and_so_does_one_without_digests(folder):
 
 def test_every_flipped_bit_is_named(folder, tmp_path):
     path = folder / "model-1.safetensors"
-    whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
     named = set()
-    for position in range(len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :])
         with pytest.raises(ValueError, match=r"model-1\.safetensors is damaged: got other bytes than") as caught:
             check_tensors(folder)
         tensor = str(caught.value).partition("exported in ")[2].partition(";")[0]
@@ -50,7 +50,7 @@ def test_a_cut_file_is_named(folder, size):
         check_tensors(folder)
 
 
-def test_a_file_that_is_gone_and_damaged_digests_are_named(folder):
+def test_missing_file_and_damaged_digests_are_named(folder):
     copy = Path(shutil.copytree(folder, folder / "copy"))
     (copy / "model-2.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-2\.safetensors"):

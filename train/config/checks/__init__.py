@@ -35,17 +35,17 @@ def cross_field_warnings(config: Config) -> list[str]:
         ("kl.loss", kl.loss.coef, kl.loss.estimator),
         ("kl.advantage", kl.advantage.coef, kl.advantage.estimator),
     )
-    found = [
+    warnings = [
         f"{path}.estimator: none makes this term 0 although {path}.coef is {coef}"
         for path, coef, estimator in terms
         if coef > 0 and estimator == "none"
     ]
     plan = Plan.of(config)
     if plan.exact_reward and not plan.exact_loss:
-        found.append(
+        warnings.append(
             "kl.reward.estimator: exact charges a token for the KL at later prefixes alone: that at its own does not "
             "depend on the token; kl.loss.estimator=exact with the same coefficient adds it"
         )
     if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
-        found.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
-    return [*found, *data.warnings(config), *correction.warnings(config)]
+        warnings.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
+    return [*warnings, *data.warnings(config), *correction.warnings(config)]

@@ -136,17 +136,17 @@ def _host_memory(config: Config) -> Iterator[Problem]:
 
 def _folder(config: Config) -> Iterator[Problem]:
     model = config.model
-    given = [name for name in model.shape() if name in model.model_fields_set]
-    if model.path is None or not given:
+    names = [name for name in model.shape() if name in model.model_fields_set]
+    if model.path is None or not names:
         return
-    fields = [f"model.{name}" for name in given]
-    set_to = {name: getattr(model, name) for name in given}
+    fields = [f"model.{name}" for name in names]
+    set_to = {name: getattr(model, name) for name in names}
     preset = next((name for name, shape in PRESETS.items() if shape.items() <= set_to.items()), None)
     if preset is not None:
         line = f"got {model.path!r} and model={preset}, which is a shape in place of a folder; set only one of them"
         yield problem(line, "model.path", *fields)
-    elif len(given) == 1:
-        line = f"got {set_to[given[0]]}, but config.json of model.path decides it; set only one of them"
+    elif len(names) == 1:
+        line = f"got {set_to[names[0]]}, but config.json of model.path decides it; set only one of them"
         yield problem(line, *fields, "model.path")
     else:
         shown = ", ".join(f"{name}={value}" for name, value in set_to.items())

@@ -101,7 +101,7 @@ class WorkerPool:
         output: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Describes the processes; arguments as those of `WorkerProcess`."""
+        """Describes the processes; arguments as for `WorkerProcess`."""
         self.workers = workers
         self._command, self._output, self._environment = (module, *arguments), output, dict(environment or {})
         self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()

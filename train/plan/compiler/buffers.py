@@ -37,18 +37,18 @@ def largest_buffers(assignment: str, count: int = 6, program: str = "") -> list[
             # On-chip memories have a colour.
             temporary = "preallocated-temp" in allocation[1] and "color" not in allocation[1]
         elif temporary and (value := _VALUE.match(line)):
-            place = places.setdefault(int(value["offset"]), {})
-            place[_LAYOUT.sub("", value["type"])] = (int(value["size"]), value["name"])
-    found = sorted(((max(values.values()), sorted(values)) for values in places.values()), reverse=True)[:count]
-    origins = _origins(program, {name for (_, name), _ in found})
-    return [Buffer(size, ", ".join(values), origins.get(name, "")) for (size, name), values in found]
+            values_here = places.setdefault(int(value["offset"]), {})
+            values_here[_LAYOUT.sub("", value["type"])] = (int(value["size"]), value["name"])
+    largest = sorted(((max(values.values()), sorted(values)) for values in places.values()), reverse=True)[:count]
+    origins = _origins(program, {name for (_, name), _ in largest})
+    return [Buffer(size, ", ".join(values), origins.get(name, "")) for (size, name), values in largest]
 
 
 def _origins(program: str, names: set[str]) -> dict[str, str]:
     """Finds the scopes of instructions by their names."""
-    found = {}
+    origins = {}
     for line in program.splitlines():
         name = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
         if name and name[1] in names and (scope := re.search(r'op_name="([^"]*)"', line)):
-            found[name[1]] = scope[1]
-    return found
+            origins[name[1]] = scope[1]
+    return origins

@@ -81,16 +81,16 @@ def collectives(module: HloModule, expected: Mapping[str, float] | None = None) 
     merged: Counter[Collective] = Counter()
     for collective in sites.values():
         merged[dataclasses.replace(collective, executions=0)] += collective.executions  # type: ignore[assignment]
-    found = (dataclasses.replace(collective, executions=times) for collective, times in merged.items())
-    return sorted(found, key=lambda one: -one.total)
+    scaled = (dataclasses.replace(collective, executions=times) for collective, times in merged.items())
+    return sorted(scaled, key=lambda operation: -operation.total)
 
 
 def bytes_by_kind(operations: Sequence[Collective]) -> dict[str, tuple[float, float]]:
     """Sums executions and bytes of each kind, largest first."""
     sums: dict[str, tuple[float, float]] = {}
-    for one in operations:
-        times, size = sums.get(one.kind, (0.0, 0.0))
-        sums[one.kind] = (times + one.executions, size + one.total)
+    for operation in operations:
+        times, size = sums.get(operation.kind, (0.0, 0.0))
+        sums[operation.kind] = (times + operation.executions, size + operation.total)
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
@@ -133,8 +133,8 @@ def group_members(groups: str, devices: int) -> list[list[int]]:
       ValueError: the text has none of these forms.
     """
     if listed := re.fullmatch(r"\{((?:\{[\d,]*\},?)*)\}", groups):
-        found = [[int(one) for one in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", listed[1])]
-        return found or [list(range(devices))]
+        members = [[int(device) for device in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return members or [list(range(devices))]
     if grid := re.fullmatch(r"\[(?:\d+,)*(\d+)\]<=(.*)", groups):
         return _numbers(grid[2]).reshape(-1, int(grid[1])).tolist()
     if mesh := _MESH.fullmatch(groups):
@@ -144,11 +144,11 @@ def group_members(groups: str, devices: int) -> list[list[int]]:
 
 def _numbers(grid: str) -> np.ndarray:
     """Lists the devices of a grid, `[4,2]T(1,0)`, in its order, or of a list, `0,2,1,3`."""
-    if found := _GRID.fullmatch(grid):
-        sizes, axes = (tuple(map(int, text.split(","))) if text else () for text in found.groups())
+    if match := _GRID.fullmatch(grid):
+        sizes, axes = (tuple(map(int, text.split(","))) if text else () for text in match.groups())
         numbers = np.arange(math.prod(sizes)).reshape(sizes)
         return (numbers.transpose(axes) if axes else numbers).reshape(-1)
-    return np.array([int(one) for one in grid.split(",")])
+    return np.array([int(number) for number in grid.split(",")])
 
 
 def _mesh_groups(sizes: str, ids: str | None, axes: str) -> list[list[int]]:

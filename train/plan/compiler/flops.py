@@ -22,7 +22,7 @@ _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
-    Splash attention counts the products of each query with the keys up to it, cuDNN those with all keys.
+    Splash attention counts the products of each query with the keys up to it, cuDNN products with all keys.
 
     Args:
       module: the program.
@@ -62,8 +62,8 @@ def _convolution(instruction: Instruction, left: Sizes, right: Sizes) -> float:
     """Counts the positions of a window that lie in the input, which are few where a TPU writes a batched matmul so."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
     assert labels is not None, instruction.line
-    found = re.search(r"window=\{([^}]*)\}", instruction.line)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", found[1] if found else ""))
+    match = re.search(r"window=\{([^}]*)\}", instruction.line)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", match[1] if match else ""))
     output = _only(instruction.shape)
     total = 2 * left[labels[1].index("b")] * output[labels[3].index("f")] * right[labels[2].index("i")]
     groups = re.search(r"batch_group_count=(\d+)", instruction.line)
@@ -90,7 +90,7 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and those that say it themselves."""
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and self-reporting kernels."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
     if name.startswith("__cublas$"):

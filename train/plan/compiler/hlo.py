@@ -49,8 +49,8 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """Returns the path of named scopes and operations that JAX gave; empty where the compiler made it."""
-        found = _OP_NAME.search(self.line)
-        return found[1] if found else ""
+        match = _OP_NAME.search(self.line)
+        return match[1] if match else ""
 
     def called(self, attribute: str) -> str:
         """Returns the name of the computation that an attribute such as `calls` names; empty without one."""
@@ -79,8 +79,8 @@ def parse(text: str) -> HloModule:
             entry = header["name"] if header["entry"] else entry
         elif line.startswith("}"):
             current = None
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            current.append(Instruction(found["name"], found["shape"], found["opcode"], line))
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(Instruction(match["name"], match["shape"], match["opcode"], line))
     if entry is None:
         raise ValueError(f"text: got {text[:80]!r}..., expected a compiled module with an ENTRY computation")
     return HloModule({name: tuple(lines) for name, lines in computations.items()}, entry)
@@ -140,8 +140,8 @@ def executions(
 
 def array_sizes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the element type and the size along each axis of every array in the text of a type."""
-    found = ((kind, sizes) for kind, sizes in _ARRAY.findall(shape) if kind in _BITS)
-    return [(kind, tuple(int(size) for size in sizes.split(",") if size)) for kind, sizes in found]
+    arrays = ((kind, sizes) for kind, sizes in _ARRAY.findall(shape) if kind in _BITS)
+    return [(kind, tuple(int(size) for size in sizes.split(",") if size)) for kind, sizes in arrays]
 
 
 def array_bytes(shape: str) -> list[int]:
@@ -158,7 +158,7 @@ def estimated_cycles(module: HloModule) -> float:
     total: float = 0
     for name, times in executions(module, kernels=False).items():
         for instruction in module.computations[name]:
-            found = _CYCLES.search(instruction.line)
-            if found and int(found[1]) < _NO_ESTIMATE:
-                total += times * int(found[1])
+            match = _CYCLES.search(instruction.line)
+            if match and int(match[1]) < _NO_ESTIMATE:
+                total += times * int(match[1])
     return total

@@ -101,8 +101,8 @@ def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None)
 
 def needed_memory(message: str) -> int | None:
     """Reads the memory that a program needs from an error of the compiler; None if it is another error."""
-    found = _TOO_LARGE.search(message)
-    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = _TOO_LARGE.search(message)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 def _text_of(compiled: jax.stages.Compiled, dump: pathlib.Path) -> str:
@@ -118,5 +118,5 @@ def _text_of(compiled: jax.stages.Compiled, dump: pathlib.Path) -> str:
 
 def _largest(dump: pathlib.Path, pattern: str) -> str:
     """Reads the largest file, which is that of the program; JAX compiles constants too."""
-    found = sorted(dump.glob(pattern), key=lambda path: path.stat().st_size)
-    return found[-1].read_text() if found else ""
+    by_size = sorted(dump.glob(pattern), key=lambda path: path.stat().st_size)
+    return by_size[-1].read_text() if by_size else ""

@@ -30,7 +30,10 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         """Adds the work of another program."""
         return Work(
-            *(mine + theirs for mine, theirs in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+            *(
+                mine + other_part
+                for mine, other_part in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+            )
         )
 
     def __mul__(self, times: float) -> "Work":

@@ -168,9 +168,9 @@ def use_target_cudnn(topology: Topology) -> None:
     """Makes this process lower attention for the cuDNN of a GPU's target; JAX asks for the one of this machine."""
     from jax._src.cudnn import fused_attention_stablehlo
 
-    found = re.search(r"dnn_version_info \{\s*major: (\d+)\s*minor: (\d+)", gpu_target(topology.device.name))
-    assert found is not None
-    version = 10_000 * int(found[1]) + 100 * int(found[2])
+    match = re.search(r"dnn_version_info \{\s*major: (\d+)\s*minor: (\d+)", gpu_target(topology.device.name))
+    assert match is not None
+    version = 10_000 * int(match[1]) + 100 * int(match[2])
     fused_attention_stablehlo.check_cudnn_version = lambda: version
 
 

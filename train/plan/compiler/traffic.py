@@ -64,27 +64,31 @@ class _Kernels:
         called = instruction.called("calls")
         if opcode == "fusion" and called in self._module.computations:
             read = [(memory_bytes(operand), self.read(called, number)) for number, operand in enumerate(operands)]
-            whole = sum(size if part is None else min(size, part) for size, part in read)
-            return whole + min(memory_bytes(shape), self.written(called))
+            total = sum(size if part is None else min(size, part) for size, part in read)
+            return total + min(memory_bytes(shape), self.written(called))
         return sum(map(memory_bytes, operands)) + memory_bytes(shape)
 
     def _read(self, computation: str, number: int) -> int | None:
         """Counts the bytes that a kernel reads of a parameter; None: all of it."""
         instructions = self._module.computations[computation]
-        names = {one.name for one in instructions if one.opcode == "parameter" and f"parameter({number})" in one.line}
+        names = {
+            instruction.name
+            for instruction in instructions
+            if instruction.opcode == "parameter" and f"parameter({number})" in instruction.line
+        }
         total = 0
-        for one in instructions:
-            places = [place for place, name in enumerate(one.operands) if name in names]
-            if not places or one.opcode == "parameter":
+        for instruction in instructions:
+            places = [position for position, name in enumerate(instruction.operands) if name in names]
+            if not places or instruction.opcode == "parameter":
                 continue
-            if one.opcode == "bitcast":
-                names.add(one.name)
-            elif one.opcode in _SLICES and places == [0]:
-                total += sum(array_bytes(one.shape))
-            elif one.opcode in _UPDATES and places == [0]:
+            if instruction.opcode == "bitcast":
+                names.add(instruction.name)
+            elif instruction.opcode in _SLICES and places == [0]:
+                total += sum(array_bytes(instruction.shape))
+            elif instruction.opcode in _UPDATES and places == [0]:
                 continue
-            elif one.opcode == "fusion" and one.called("calls") in self._module.computations:
-                inner = [self.read(one.called("calls"), place) for place in places]
+            elif instruction.opcode == "fusion" and instruction.called("calls") in self._module.computations:
+                inner = [self.read(instruction.called("calls"), position) for position in places]
                 if None in inner:
                     return None
                 total += sum(size for size in inner if size is not None)
@@ -95,18 +99,20 @@ class _Kernels:
     def _written(self, computation: str) -> int:
         """Counts the bytes that a kernel writes: its results, or the part of them that it updates."""
         instructions = self._module.computations[computation]
-        by_name = {one.name: one for one in instructions}
-        root = next(one for one in reversed(instructions) if one.line.lstrip().startswith("ROOT"))
+        by_name = {instruction.name: instruction for instruction in instructions}
+        root = next(
+            instruction for instruction in reversed(instructions) if instruction.line.lstrip().startswith("ROOT")
+        )
 
         def source(result: Instruction) -> Instruction:
             return source(by_name[result.operands[0]]) if result.opcode == "bitcast" else result
 
         root, total = source(root), 0
-        for one in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:
-            if one.opcode in _UPDATES:
-                total += sum(array_bytes(by_name[one.operands[_UPDATES[one.opcode]]].shape))
+        for instruction in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:
+            if instruction.opcode in _UPDATES:
+                total += sum(array_bytes(by_name[instruction.operands[_UPDATES[instruction.opcode]]].shape))
                 continue
-            called = one.called("calls") if one.opcode == "fusion" else ""
+            called = instruction.called("calls") if instruction.opcode == "fusion" else ""
             known = called in self._module.computations
-            total += self.written(called) if known else sum(array_bytes(one.shape))
+            total += self.written(called) if known else sum(array_bytes(instruction.shape))
         return total

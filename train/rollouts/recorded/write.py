@@ -78,4 +78,4 @@ def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
 
 def _escape(text: str) -> str:
     """Escapes lone surrogates of a prompt or an answer: they have no UTF-8, but JSON can hold them."""
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -91,7 +91,7 @@ class AheadSource:
         """Takes the batch of a step from its checkpoint, if it is there, and saves batches with later checkpoints.
 
         Raises:
-          UserError: the saved batch is damaged, or its prompts are not those of the step.
+          UserError: the saved batch is damaged, or its prompts are not the prompts of the step.
         """
         batch = checkpoints.restore_batch(step, self.abstract_batch())
         if batch is not None:

@@ -21,9 +21,9 @@ def read_key(section: OpenAISourceSection) -> str | None:
         text = _read_file(section.api_key_file)
     elif section.api_key_env is not None:
         field, source = "api_key_env", f"the variable {section.api_key_env!r}"
-        if (found := os.environ.get(section.api_key_env)) is None:
+        if (value := os.environ.get(section.api_key_env)) is None:
             raise UserError(f"rollout.source.{field}: the environment has no variable {section.api_key_env!r}")
-        text = found
+        text = value
     else:
         return None
     key = text.strip()

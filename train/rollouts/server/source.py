@@ -126,7 +126,9 @@ class ServerSource:
     def receive(self, sent: Sent) -> Received:
         """Waits for the answers, and pads them; processes that share rows exchange them."""
         began = time.perf_counter()
-        answers = run_together("rollout", lambda: [one for of_prompt in wait_for(sent.answers) for one in of_prompt])
+        answers = run_together(
+            "rollout", lambda: [answer for of_prompt in wait_for(sent.answers) for answer in of_prompt]
+        )
         now, arrays = time.perf_counter(), self._held_rows(sent, answers)
         seconds = (sent.ended or now) - sent.began
         timings = {"rollout_tokens_per_second": arrays["completion_mask"].sum() / seconds, "rollout_wait": now - began}
@@ -206,13 +208,13 @@ class ServerSource:
         rows = sent.request.rows
         answered = (sent.numbers[:, None] * samples + np.arange(samples)).ravel()
         if any_of("rollout", not np.array_equal(answered, rows.held)):
-            whole = gather_rows("rollout", arrays, answered, rows.count)
-            arrays = {name: array[rows.held] for name, array in whole.items()}
+            gathered = gather_rows("rollout", arrays, answered, rows.count)
+            arrays = {name: array[rows.held] for name, array in gathered.items()}
         return arrays
 
     def completions(self, request: Request, received: Received) -> Completions:
         """Decodes the rows that this process judges."""
-        arrays, config, own = received.arrays, self._context.config, request.rows.select_own
+        arrays, config, select_own = received.arrays, self._context.config, request.rows.select_own
         tokens, mask = arrays["tokens"], arrays["completion_mask"]
         return Completions(
             examples=[request.examples[row // request.samples] for row in request.rows.own],
@@ -220,9 +222,9 @@ class ServerSource:
             token_mask=arrays["token_mask"],
             completion_mask=mask,
             fields={name: arrays[name] for name in field_sizes(config)},
-            finished=own(arrays["finished"]),
-            lags=own(arrays["lags"]) if config.rollout.ahead else None,
-            texts=decode_completions(own(tokens), own(mask), self._context.tokenizer),
+            finished=select_own(arrays["finished"]),
+            lags=select_own(arrays["lags"]) if config.rollout.ahead else None,
+            texts=decode_completions(select_own(tokens), select_own(mask), self._context.tokenizer),
             timings=received.timings,
         )
 

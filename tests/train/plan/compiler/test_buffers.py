@@ -17,5 +17,5 @@ def test_largest_buffers():
     assert largest_buffers("") == []
 
 
-def test_the_origin_is_that_of_the_largest_value():
-    assert [one.origin for one in largest_buffers(ASSIGNMENT, program=PROGRAM)] == ["jit(f)/prefill/copy", ""]
+def test_origin_comes_from_the_largest_value():
+    assert [entry.origin for entry in largest_buffers(ASSIGNMENT, program=PROGRAM)] == ["jit(f)/prefill/copy", ""]

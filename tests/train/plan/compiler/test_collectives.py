@@ -21,8 +21,8 @@ ASYNC = (TEXTS / "async.txt").read_text()
 
 
 def test_collectives_by_loops():
-    found = {(c.kind, c.payload, c.executions) for c in collectives(parse(TPU))}
-    assert found == {
+    operations = {(c.kind, c.payload, c.executions) for c in collectives(parse(TPU))}
+    assert operations == {
         ("all-gather", 64 * 128 * 2, 3),
         ("all-reduce", 16 * 256 * 4, 3),  # the scatter that is a kernel of its own
         ("collective-permute", 2 * 8 * 4, 1),  # start and done are one
@@ -34,8 +34,8 @@ def test_collectives_by_loops():
 
 
 def test_asynchronous_collectives():
-    found = {(c.kind, c.payload, c.executions) for c in collectives(parse(GPU))}
-    assert found == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
+    operations = {(c.kind, c.payload, c.executions) for c in collectives(parse(GPU))}
+    assert operations == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
 
 
 def test_asynchronous_collectives_of_several_arrays():
@@ -83,7 +83,7 @@ def test_groups_are_read_from_the_line(groups, after):
     text = (
         f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  %r = f32[2]{{0}} all-reduce(%a), replica_groups={groups}{after}\n}}\n"
     )
-    assert [one.groups for one in collectives(parse(text))] == [groups]
+    assert [operation.groups for operation in collectives(parse(text))] == [groups]
 
 
 def test_unknown_groups_are_an_error():
@@ -114,29 +114,29 @@ def make(kind: str, groups: str) -> Collective:
         ("collective-permute", "{{0,1},{1,0}}", [0, 0], (480, 0)),
     ],
 )
-def test_bytes_that_a_device_sends(kind, groups, islands, expected):
+def test_bytes_sent_by_a_device(kind, groups, islands, expected):
     assert sent(make(kind, groups), islands) == expected
 
 
-def test_what_goes_from_slice_to_slice():
+def test_bytes_sent_between_slices():
     text = """ENTRY %main (a: f32[2,8]) -> f32[2,8] {
   %send.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"}
   %recv.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   %send.2 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=3, is_host_transfer=true
 }
 """  # noqa: E501
-    (found,) = collectives(parse(text))
-    assert (found.kind, found.payload, found.executions) == ("slices all_reduce", 64, 1)
-    assert sent(found, [0, 0, 1, 1]) == (0, 64)
+    (operations,) = collectives(parse(text))
+    assert (operations.kind, operations.payload, operations.executions) == ("slices all_reduce", 64, 1)
+    assert sent(operations, [0, 0, 1, 1]) == (0, 64)
 
 
 def test_kinds_are_summed():
-    found = [make("all-gather", "{}"), make("all-reduce", "{}"), make("all-reduce", "{{0,1}}")]
-    assert bytes_by_kind(found) == {"all-reduce": (4, 960), "all-gather": (2, 480)}
-    assert list(bytes_by_kind(found)) == ["all-reduce", "all-gather"]
+    actual = [make("all-gather", "{}"), make("all-reduce", "{}"), make("all-reduce", "{{0,1}}")]
+    assert bytes_by_kind(actual) == {"all-reduce": (4, 960), "all-gather": (2, 480)}
+    assert list(bytes_by_kind(actual)) == ["all-reduce", "all-gather"]
 
 
-def test_a_program_of_this_machine_that_gathers_in_a_loop():
+def test_host_program_with_a_gathering_loop():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     layers, width = 5, 8
     abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -145,12 +145,12 @@ def test_a_program_of_this_machine_that_gathers_in_a_loop():
 
     def run(weights: jax.Array, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-            whole = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P()))
-            return jnp.sin(x @ whole), None
+            full = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P()))
+            return jnp.sin(x @ full), None
 
         return jax.lax.scan(layer, x, weights)[0]
 
     text = jax.jit(run).lower(weights, x).compile().as_text()
-    (gather,) = [one for one in collectives(parse(text)) if one.kind == "all-gather"]
+    (gather,) = [operation for operation in collectives(parse(text)) if operation.kind == "all-gather"]
     assert (gather.payload, gather.executions) == (width * width * 4, layers)
     assert sorted(map(sorted, group_members(gather.groups, 4))) == [[0, 2], [1, 3]]

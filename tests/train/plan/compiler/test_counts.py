@@ -61,14 +61,14 @@ def naive_window(size: int, kernel: int, output: int, options: dict[str, int]) -
     spaced = np.zeros((size - 1) * options["base"] + 1, bool)
     spaced[:: options["base"]] = True
     hits = 0
-    for place, tap in itertools.product(range(output), range(kernel)):
-        index = place * options["stride"] - options["pad"] + tap * options["spread"]
+    for position, tap in itertools.product(range(output), range(kernel)):
+        index = position * options["stride"] - options["pad"] + tap * options["spread"]
         hits += 0 <= index < len(spaced) and bool(spaced[index])
     return hits
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_convolution_counts_what_meets_the_input(seed):
+def test_convolution_counts_products_with_the_input(seed):
     rng = np.random.default_rng(seed)
     size, kernel, output = (int(rng.integers(1, 9)) for _ in range(3))
     options = {name: int(rng.integers(1, 4)) for name in ("stride", "base", "spread")} | {
@@ -77,23 +77,23 @@ def test_a_convolution_counts_what_meets_the_input(seed):
     window = "size={}x1 stride={}x1 pad={}_0x0_0 lhs_dilate={}x1 rhs_dilate={}x1".format(
         kernel, options["stride"], options["pad"], options["base"], options["spread"]
     )
-    found = flops_of(
+    actual = flops_of(
         f"%a = bf16[{size},3,1,5]{{3,2,1,0}} parameter(0)",
         f"%b = bf16[{kernel},5,1,7]{{3,2,1,0}} parameter(1)",
         f"%c = f32[{output},3,1,7]{{3,2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels=0b1f_0i1o->0b1f",
     )
-    assert found == 2 * 3 * 5 * 7 * naive_window(size, kernel, output, options)
+    assert actual == 2 * 3 * 5 * 7 * naive_window(size, kernel, output, options)
 
 
 def test_a_batched_matmul_as_a_tpu_writes_it():
     # One of the 8 positions of the window meets the input for each of the 8 outputs.
     window = "window={size=8 stride=7 pad=0_0 lhs_dilate=8}"
-    found = flops_of(
+    actual = flops_of(
         "%a = bf16[8,128,64]{2,1,0} parameter(0)",
         "%b = bf16[8,64,32]{2,1,0} parameter(1)",
         f"ROOT %c = f32[8,128,32]{{2,1,0}} convolution(%a, %b), {window}, dim_labels=0bf_0io->0bf",
     )
-    assert found == 2 * 8 * 128 * 64 * 32
+    assert actual == 2 * 8 * 128 * 64 * 32
 
 
 def test_a_program_of_this_machine_with_loops():
@@ -107,15 +107,15 @@ def test_a_program_of_this_machine_with_loops():
         return jax.lax.scan(jax.checkpoint(layer), x, weights)[0].sum()
 
     x = jnp.ones((rows, width))
-    one = 2 * rows * width * hidden * layers
+    single = 2 * rows * width * hidden * layers
     forward = jax.jit(loss).lower(weights, x).compile().as_text()
-    assert count_flops(parse(forward)) == 2 * one
+    assert count_flops(parse(forward)) == 2 * single
     # Two matmuls forward, both recomputed as their results are needed, and four of the gradients.
     both = jax.jit(jax.grad(loss)).lower(weights, x).compile().as_text()
-    assert count_flops(parse(both)) == 8 * one
+    assert count_flops(parse(both)) == 8 * single
 
 
-def test_a_loop_whose_end_depends_on_data():
+def test_loop_with_a_data_dependent_end():
     def run(x: jax.Array) -> jax.Array:
         with jax.named_scope("decode"):
             return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
@@ -165,7 +165,7 @@ ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x
         ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),
     ],
 )
-def test_bytes_that_move(line, expected):
+def test_moved_bytes(line, expected):
     assert count_traffic(parse(program(*ARGUMENTS, line, others=KERNELS))) == expected
 
 

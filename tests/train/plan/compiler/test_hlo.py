@@ -41,12 +41,12 @@ def test_loops_multiply():
     assert "kernel" not in executions(parse(TPU), kernels=False)
 
 
-def test_a_trip_count_that_is_written_down():
+def test_written_trip_count_is_read():
     assert executions(parse(GPU))["body"] == 6
 
 
 @pytest.mark.parametrize("condition", ["", "  %other = s32[] constant(4)\n  %same = s32[] constant(9)\n"])
-def test_a_trip_count_that_depends_on_data_is_an_error(condition):
+def test_data_dependent_trip_count_is_an_error(condition):
     text = TPU.replace("  %three = s32[]{:T(128)} constant(3)\n", condition)
     module = parse(text)
     loop = next(i for i in module.computations["main"] if i.opcode == "while")
@@ -54,7 +54,7 @@ def test_a_trip_count_that_depends_on_data_is_an_error(condition):
         trip_count(module, loop)
 
 
-def test_a_loop_that_depends_on_data_is_counted_by_its_scope():
+def test_data_dependent_loop_is_counted_by_its_scope():
     text = TPU.replace("body=%outer_body", 'body=%outer_body, metadata={op_name="jit(f)/decode/while"}')
     loop = next(i for i in parse(text).computations["main"] if i.opcode == "while")
     assert loop.op_name == "jit(f)/decode/while"
@@ -65,13 +65,13 @@ def test_a_loop_that_depends_on_data_is_counted_by_its_scope():
 
 
 def test_operands_and_called_computations():
-    lines = {one.name: one for one in parse(TPU).computations["outer_body"]}
+    lines = {item.name: item for item in parse(TPU).computations["outer_body"]}
     assert lines["scatter"].operands == ["b.1"]
     assert lines["scatter"].called("calls") == "all-reduce-scatter"
     assert lines["copy"].called("calls") == ""
     typed = "  %z = f32[2]{0:T(128)} fusion(f32[2]{0:T(128)} %x, (f32[2], s32[]) %y.1), kind=kLoop, calls=%k\n"
-    (one,) = parse(f"ENTRY %main () -> f32[2] {{\n{typed}}}\n").computations["main"]
-    assert one.operands == ["x", "y.1"]
+    (single,) = parse(f"ENTRY %main () -> f32[2] {{\n{typed}}}\n").computations["main"]
+    assert single.operands == ["x", "y.1"]
 
 
 def test_bytes_of_types():

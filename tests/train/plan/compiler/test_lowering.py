@@ -15,24 +15,24 @@ from train.plan.compiler.lowering import compile_program, needed_memory
         ("XLA:TPU compile permanent error. Used 512.5M of 15.75G hbm. Exceeded hbm capacity", 512.5 * 2**20),
     ],
 )
-def test_a_program_that_does_not_fit(message, size):
+def test_oversized_program_is_reported(message, size):
     assert needed_memory(f"RESOURCE_EXHAUSTED: {message}") == round(size)
 
 
-def test_another_error_is_an_error():
+def test_other_errors_are_raised():
     assert needed_memory("INTERNAL: RET_CHECK failure") is None
 
 
-def test_memory_of_a_program_whose_argument_is_donated():
+def test_memory_of_a_program_with_a_donated_argument():
     def update(state, x):
         return state + x @ x.T, x.sum()
 
     state, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    found = compile_program(jax.jit(update, donate_argnums=0).lower(state, x))
-    assert found.arguments == 4 * (64 * 64 + 64 * 32)
-    assert found.aliased == 4 * 64 * 64
+    actual = compile_program(jax.jit(update, donate_argnums=0).lower(state, x))
+    assert actual.arguments == 4 * (64 * 64 + 64 * 32)
+    assert actual.aliased == 4 * 64 * 64
     # The results are the state, a scalar and the table of both.
-    assert found.aliased < found.results < found.aliased + 100
-    assert found.host == 0
-    assert hlo.parse(found.text).entry
-    assert "BufferAssignment" in found.assignment
+    assert actual.aliased < actual.results < actual.aliased + 100
+    assert actual.host == 0
+    assert hlo.parse(actual.text).entry
+    assert "BufferAssignment" in actual.assignment

@@ -25,8 +25,8 @@ from train.plan.compiler.topology import Topology, check_compiler, gpu_target, p
     ],
 )
 def test_names(text, slices, shape, size):
-    found = parse_topology(text, slices)
-    assert (found.device.name, found.shape, found.slices, found.size) == (text.split(":")[0], shape, slices, size)
+    parsed = parse_topology(text, slices)
+    assert (parsed.device.name, parsed.shape, parsed.slices, parsed.size) == (text.split(":")[0], shape, slices, size)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_an_unknown_name_is_answered_with_examples(text):
 
 
 @pytest.mark.parametrize("text", ["v5e:32x32", "v5e:8x4", "v6e:4x4x4", "v5e:16"])
-def test_a_flat_slice_that_nobody_can_rent(text):
+def test_unavailable_flat_slice_is_refused(text):
     with pytest.raises(UserError, match=r"expected v[56]e: and one of 1x1, 2x2, 2x4, 4x4, "):
         parse_topology(text)
 
 
 @pytest.mark.parametrize("text", ["v5p:3x3x3", "v5p:8x4x4", "v5p:16x16x28", "v5p:4x4", "v5p:4x4x6", "tpu7x:1x1x1"])
-def test_a_torus_that_nobody_can_rent(text):
+def test_unavailable_torus_is_refused(text):
     with pytest.raises(UserError, match=r"expected .* three ascending multiples of 4 with at most [0-9]+ chips"):
         parse_topology(text)
 
@@ -68,7 +68,7 @@ def test_a_host_has_eight_gpus(text):
         parse_topology(text)
 
 
-def test_no_slices():
+def test_zero_slices_are_refused():
     with pytest.raises(UserError, match="slices: got 0, expected at least 1"):
         parse_topology("v5e:4x4", 0)
 
@@ -79,7 +79,7 @@ def test_a_topology_is_printed_as_it_is_named():
 
 
 @pytest.mark.parametrize(("name", "package"), [("v5e:4x4", "libtpu"), ("h200:8", "jax-cuda12-plugin")])
-def test_a_missing_compiler_is_named_with_the_way_to_install_it(monkeypatch, name, package):
+def test_missing_compiler_error_names_its_installation(monkeypatch, name, package):
     monkeypatch.setattr(topology.util, "find_spec", lambda module: None)
     with pytest.raises(
         UserError, match=f"needs {package}, which is not installed here; `uv sync --group aot` installs it"
@@ -101,7 +101,7 @@ def test_a_missing_compiler_is_named_with_the_way_to_install_it(monkeypatch, nam
         ("NVIDIA H200", "h200"),
     ],
 )
-def test_devices_are_found_by_the_kind_that_jax_reports(kind, name):
+def test_devices_are_found_by_their_jax_kind(kind, name):
     assert find_device(kind) == DEVICES[name]
 
 
@@ -110,7 +110,7 @@ def test_other_devices_have_no_row(kind):
     assert find_device(kind) is None
 
 
-def test_the_rates_of_a_chip_are_those_of_its_data_sheet():
+def test_chip_rates_equal_the_data_sheet():
     """Gbit/s and TFLOP/s of a whole chip, as the vendors print them."""
     sheets = {
         "v4": (275, 1228, 2400),
@@ -128,7 +128,7 @@ def test_the_rates_of_a_chip_are_those_of_its_data_sheet():
         assert tuple(device.per_chip * rate for rate in chip) == pytest.approx((teraflops, gigabytes, gigabits))
 
 
-def test_the_compiler_of_gpus_knows_the_devices_of_the_table():
+def test_compiler_of_gpus_knows_the_listed_devices():
     for device in DEVICES.values():
         if device.platform == "cuda":
             text = gpu_target(device.name)

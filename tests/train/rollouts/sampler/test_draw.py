@@ -11,7 +11,7 @@ drawn = jax.jit(draw, static_argnums=2)
 filtered = jax.jit(filter_weights, static_argnums=1)
 
 
-def test_every_token_gets_its_share_of_the_uniform_numbers():
+def test_every_token_gets_its_share_of_uniforms():
     rng, size, grid = np.random.default_rng(0), 2 * CHUNK + 37, 400
     masses = rng.exponential(size=size).astype(np.float32) ** 2
     masses[rng.random(size) < 0.3] = 0
@@ -32,12 +32,12 @@ def test_every_token_gets_its_share_of_the_uniform_numbers():
     ends = np.array([[a, b] for a in (0, last) for b in (0, last)], np.float32)
     at_ends = np.asarray(draw_index(np.repeat(masses[None], 4, axis=0), ends))
     assert (masses[at_ends] > 0).all()
-    one = np.zeros((3, size), np.float32)
-    one[np.arange(3), [0, CHUNK, size - 1]] = 1e-30
-    np.testing.assert_array_equal(draw_index(one, np.full((3, 2), last)), [0, CHUNK, size - 1])
+    single = np.zeros((3, size), np.float32)
+    single[np.arange(3), [0, CHUNK, size - 1]] = 1e-30
+    np.testing.assert_array_equal(draw_index(single, np.full((3, 2), last)), [0, CHUNK, size - 1])
 
 
-def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
+def test_samples_pass_a_chi_square_test_over_uniforms():
     rows, size = 20000, 300
     logits = (2 * np.random.default_rng(1).normal(size=size)).astype(np.float32)
     uniforms = jax.random.uniform(jax.random.key(3), (rows, 2))
@@ -53,17 +53,17 @@ def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
     np.testing.assert_array_equal(back[::-1], tokens)
 
 
-def test_the_numbers_of_a_token_are_those_of_its_row_and_its_place():
+def test_random_numbers_depend_on_row_and_position():
     key, ids = jax.random.key(7), jnp.array([4, 0, 9])
-    found = token_uniforms(key, ids, 0, 5, jnp.float32)
+    actual = token_uniforms(key, ids, 0, 5, jnp.float32)
     for row, number in enumerate(ids):
         for token in range(5):
-            own = jax.random.fold_in(jax.random.fold_in(key, number), token)
-            np.testing.assert_array_equal(found[row, token], jax.random.uniform(own, (2,)))
+            token_key = jax.random.fold_in(jax.random.fold_in(key, number), token)
+            np.testing.assert_array_equal(actual[row, token], jax.random.uniform(token_key, (2,)))
 
 
 def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What the cuts keep [V] bool, one sort after the other; of equal weights all or none."""
+    """Returns the tokens that the cuts keep, [V] bool, one sort after the other; of equal weights all or none."""
     keep = np.ones(len(weights), bool)
     if sampling.top_k:
         keep &= weights >= np.sort(weights)[::-1][min(sampling.top_k, len(weights)) - 1]
@@ -89,7 +89,7 @@ def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:
     ],
     ids=str,
 )
-def test_cuts_keep_what_sorting_keeps(sampling):
+def test_cuts_select_the_same_tokens_as_sorting(sampling):
     rng = np.random.default_rng(4)
     logits = np.concatenate([3 * rng.normal(size=(6, 200)), rng.integers(0, 4, (6, 200))]).astype(np.float32)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -106,7 +106,7 @@ def test_cuts_keep_what_sorting_keeps(sampling):
 @pytest.mark.parametrize(
     "filters", [{"top_k": 7}, {"top_k": 20, "top_p": 0.7, "min_p": 0.1}, {"top_k": 1000, "top_p": 0.95}], ids=str
 )
-def test_the_recorded_tokens_are_those_that_sorting_keeps(filters):
+def test_recorded_tokens_equal_the_tokens_of_sorting(filters):
     """In float64, from the logits; and of ties for the last place the lowest ids."""
     rng, size = np.random.default_rng(5), 200
     ties = rng.integers(0, 4, (6, size))
@@ -144,7 +144,7 @@ def test_a_list_without_a_bound_is_an_error():
         Sampling(top_k=3, greedy=True, record_kept_tokens=True)
 
 
-def test_cuts_are_computed_only_if_asked_for():
+def test_cuts_are_computed_on_request_only():
     def loops(sampling: Sampling) -> int:
         return str(jax.make_jaxpr(lambda x: filter_weights(x, sampling))(jnp.ones((2, 9)))).count("scan[")
 

@@ -21,7 +21,7 @@ CONFIG = DecoderConfig(
     vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, qkv_bias=True, qk_norm=True
 )
 MODEL = Decoder(dataclasses.replace(CONFIG, lora=LORA))
-KEY, EOS, WIDTH, ROOM = jax.random.key(11), 5, 6, 7
+KEY, EOS, WIDTH, NEW_TOKENS = jax.random.key(11), 5, 6, 7
 NEVER, ENDS = -1, 8
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
@@ -51,7 +51,14 @@ def prompts_of(lengths: list[int], width: int = WIDTH, fill: int = 0) -> tuple[n
 
 def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples:
     rows = np.arange(len(tokens), dtype=np.int32)
-    arguments = {"key": KEY, "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (EOS,), "row_ids": rows, **changes}
+    arguments = {
+        "key": KEY,
+        "max_new_tokens": NEW_TOKENS,
+        "sampling": WARM,
+        "eos_ids": (EOS,),
+        "row_ids": rows,
+        **changes,
+    }
     # As many for every run, so that runs share a program.
     arguments["eos_ids"] = np.pad(np.array(arguments["eos_ids"]), (0, ENDS - len(arguments["eos_ids"])), mode="edge")
     samples = draw(MODEL, policy or policy_of(), tokens, mask, **arguments)
@@ -61,7 +68,7 @@ def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples
 LENGTHS = [6, 1, 3, 2, 5, 4, 6, 2]
 
 
-def test_recorded_log_probs_are_those_the_trainer_computes():
+def test_recorded_log_probs_equal_the_trainer():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
     assert 0 < samples.finished.sum() < len(LENGTHS), "rows that end early and rows that do not"
@@ -76,7 +83,7 @@ def test_recorded_log_probs_are_those_the_trainer_computes():
     assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
 
 
-def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
+def test_masks_hold_the_completion_through_its_eos():
     tokens, mask = prompts_of(LENGTHS)
     samples = run(tokens, mask)
     np.testing.assert_array_equal(samples.tokens[:, :WIDTH], tokens)
@@ -86,14 +93,14 @@ def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
     for row in range(len(LENGTHS)):
         drawn = samples.tokens[row, WIDTH:]
         ends = np.flatnonzero(drawn == EOS)
-        length = ends[0] + 1 if samples.finished[row] else ROOM
+        length = ends[0] + 1 if samples.finished[row] else NEW_TOKENS
         assert samples.finished[row] == (len(ends) > 0)
-        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(ROOM) < length)
+        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(NEW_TOKENS) < length)
         assert (drawn[length:] == EOS).all()
     assert not samples.fields["log_probs"][~samples.completion_mask].any()
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     rows = 4000
     tokens, mask = (np.repeat(x, rows, axis=0) for x in prompts_of([3]))
     policy = policy_of()
@@ -111,21 +118,21 @@ def test_draws_follow_the_distribution():
     assert (np.abs(frequency - probability) < 5 * error + 1e-3).all()
 
 
-def test_a_row_is_the_same_alone_split_or_permuted():
+def test_row_is_the_same_alone_split_or_permuted():
     tokens, mask = prompts_of(LENGTHS)
-    whole = run(tokens, mask)
+    full = run(tokens, mask)
     for ids in ([4], [7, 2, 0, 1, 6, 4, 5, 3]):
         part = run(tokens[ids], mask[ids], row_ids=np.array(ids, np.int32))
-        np.testing.assert_array_equal(part.tokens, whole.tokens[ids])
-        np.testing.assert_array_equal(part.completion_mask, whole.completion_mask[ids])
-        np.testing.assert_allclose(part.fields["log_probs"], whole.fields["log_probs"][ids], atol=2e-6)
+        np.testing.assert_array_equal(part.tokens, full.tokens[ids])
+        np.testing.assert_array_equal(part.completion_mask, full.completion_mask[ids])
+        np.testing.assert_allclose(part.fields["log_probs"], full.fields["log_probs"][ids], atol=2e-6)
     same_prompt = run(np.repeat(tokens[:1], 8, axis=0), np.repeat(mask[:1], 8, axis=0))
     assert len({tuple(row) for row in same_prompt.tokens}) > 4, "rows with one prompt have keys of their own"
     other = run(tokens, mask, key=jax.random.key(12))
-    assert (other.tokens != whole.tokens).any()
+    assert (other.tokens != full.tokens).any()
 
 
-def test_the_amount_and_the_content_of_left_padding_change_nothing():
+def test_left_padding_width_and_content_change_nothing():
     near = run(*prompts_of(LENGTHS))
     far = run(*prompts_of(LENGTHS, width=WIDTH + 5, fill=EOS))
     np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
@@ -134,7 +141,7 @@ def test_the_amount_and_the_content_of_left_padding_change_nothing():
     np.testing.assert_allclose(far.fields["log_probs"][:, 5:], near.fields["log_probs"], rtol=1e-6)
 
 
-def test_special_tokens_inside_a_prompt_confuse_nothing():
+def test_special_tokens_inside_a_prompt_are_harmless():
     tokens, mask = prompts_of(LENGTHS)
     tokens[0, 2], tokens[0, WIDTH - 1], tokens[2, WIDTH - 1] = EOS, EOS, 0
     policy = policy_of()
@@ -146,44 +153,44 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
     np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
 
-def test_a_sampled_padding_id_is_a_token_like_any_other():
+def test_sampled_padding_id_is_an_ordinary_token():
     drawn = (run(*prompts_of(LENGTHS), eos_ids=(NEVER,), key=jax.random.key(number)) for number in range(100))
     samples = next(samples for samples in drawn if (samples.tokens[:, WIDTH:] == 0).any())
     assert samples.completion_mask[:, WIDTH:].all()
     assert not samples.finished.any()
 
 
-def test_greedy_takes_the_most_likely_token_each_time():
+def test_greedy_takes_the_most_likely_token():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,))
     again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
     for token in range(24):
-        column = WIDTH + token % ROOM
+        column = WIDTH + token % NEW_TOKENS
         changed = samples.tokens.copy()
         changed[:, column] = token
         stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(changed, samples.token_mask), temperature=0.8)
         assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
 
 
-def test_it_stops_when_every_row_is_done():
+def test_loop_stops_when_every_row_is_done():
     tokens, mask = prompts_of(LENGTHS)
-    whole = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
-    assert whole.steps == ROOM - 1, "the first token needs no step"
-    assert whole.occupancy == 1
+    full = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
+    assert full.steps == NEW_TOKENS - 1, "the first token needs no step"
+    assert full.occupancy == 1
     # Every row ends at the token that it draws third, unless it drew it before.
-    ends = tuple({int(row[WIDTH + 2]) for row in whole.tokens})
+    ends = tuple({int(row[WIDTH + 2]) for row in full.tokens})
     early = run(tokens, mask, sampling=GREEDY, eos_ids=ends)
     lengths = early.completion_mask.sum(-1)
-    assert early.steps == lengths.max() - 1 < ROOM - 1
+    assert early.steps == lengths.max() - 1 < NEW_TOKENS - 1
     assert early.finished.all()
     np.testing.assert_allclose(early.occupancy, lengths.mean() / lengths.max(), rtol=1e-6)
     for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], whole.tokens[row, : WIDTH + length])
+        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], full.tokens[row, : WIDTH + length])
         assert early.tokens[row, WIDTH + length - 1] in ends
 
 
-def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
+def test_row_without_a_prompt_is_padding():
     tokens, mask = prompts_of([0, *LENGTHS[1:]])
     samples = run(tokens, mask)
     assert not samples.token_mask[0].any()
@@ -195,7 +202,7 @@ def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
 
 
 @pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.thorough), (2, 2, 2)])
-def test_the_same_on_every_mesh(shape):
+def test_samples_are_the_same_on_every_mesh(shape):
     tokens, mask = prompts_of(LENGTHS)
     single = run(tokens, mask)
     mesh = make_mesh(*shape)
@@ -207,7 +214,7 @@ def test_the_same_on_every_mesh(shape):
     np.testing.assert_allclose(samples.fields["log_probs"], single.fields["log_probs"], atol=2e-6)
 
 
-def test_one_loop_over_layers_per_phase_whatever_the_depth():
+def test_each_phase_has_one_layer_loop():
     tokens, mask = prompts_of([2, 3])
 
     def loops(layers: int) -> int:
@@ -233,6 +240,6 @@ def test_large_tied_head_is_read_as_stored(transposed, monkeypatch):
     assert (f"f32[{shape[1]},{shape[0]}]" in text) == transposed
 
 
-def test_no_room_for_a_token_is_an_error():
+def test_zero_max_new_tokens_is_an_error():
     with pytest.raises(ValueError, match="max_new_tokens: got 0, expected at least 1"):
         run(*prompts_of([2]), max_new_tokens=0)

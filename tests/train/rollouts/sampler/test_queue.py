@@ -34,7 +34,7 @@ MODEL = Decoder(
         tie_embeddings=True,
     )
 )
-WIDTH, ROOM, SLOTS, GROUP = 6, 9, 3, 4
+WIDTH, NEW_TOKENS, SLOTS, GROUP = 6, 9, 3, 4
 LENGTHS = (6, 2, 4)
 ROWS = GROUP * len(LENGTHS)
 PROMPT_IDS = np.repeat(np.arange(len(LENGTHS)), GROUP)
@@ -62,12 +62,12 @@ def prompts_of() -> tuple[np.ndarray, np.ndarray]:
 def arguments_of(**changes) -> dict:
     return {
         "key": other_seeds.example_key(5),
-        "max_new_tokens": ROOM,
+        "max_new_tokens": NEW_TOKENS,
         "sampling": WARM,
         "eos_ids": (5, 9),
         "prompt_ids": PROMPT_IDS,
         "slots": SLOTS,
-        "limits": np.full(ROWS, ROOM),
+        "limits": np.full(ROWS, NEW_TOKENS),
         "row_ids": np.arange(ROWS),
         **changes,
     }
@@ -97,7 +97,7 @@ def queued() -> Samples:
     return run()
 
 
-def test_rows_are_what_they_are_without_a_queue(queued):
+def test_rows_are_the_same_with_and_without_queue(queued):
     tokens, mask = prompts_of()
     lengths = queued.completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
@@ -114,7 +114,7 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     )
 
 
-def test_a_slot_that_is_free_takes_the_next_row(queued):
+def test_free_slot_takes_the_next_row(queued):
     lengths = queued.completion_mask.sum(-1)
     free = np.zeros(SLOTS, int)
     for length in lengths:
@@ -136,13 +136,13 @@ def test_limits_and_rows_without_a_prompt(queued):
     mask[1] = False
     limits = np.arange(ROWS) % 5
     samples = run(prompts=(tokens, mask), limits=limits)
-    whole = queued.completion_mask.sum(-1)
-    expected = np.where(PROMPT_IDS == 1, 0, np.minimum(limits, whole))
+    full = queued.completion_mask.sum(-1)
+    expected = np.where(PROMPT_IDS == 1, 0, np.minimum(limits, full))
     np.testing.assert_array_equal(samples.completion_mask.sum(-1), expected)
-    np.testing.assert_array_equal(samples.finished, queued.finished & (expected == whole))
-    own = samples.completion_mask
-    np.testing.assert_array_equal(samples.tokens[own], queued.tokens[own])
-    assert not samples.fields["log_probs"][~own].any()
+    np.testing.assert_array_equal(samples.finished, queued.finished & (expected == full))
+    completion_mask = samples.completion_mask
+    np.testing.assert_array_equal(samples.tokens[completion_mask], queued.tokens[completion_mask])
+    assert not samples.fields["log_probs"][~completion_mask].any()
     nothing = run(prompts=(tokens, mask & False))
     assert not nothing.token_mask.any()
     assert not nothing.finished.any()
@@ -152,15 +152,15 @@ def test_limits_and_rows_without_a_prompt(queued):
 def test_stop_strings_end_rows_and_belong_to_them(queued):
     pieces = [b"", *(bytes((96 + token,)) for token in range(1, 24))]
     words = [
-        b"".join(pieces[token] for token in row[own])
-        for row, own in zip(queued.tokens, queued.completion_mask, strict=True)
+        b"".join(pieces[token] for token in row[completion_mask])
+        for row, completion_mask in zip(queued.tokens, queued.completion_mask, strict=True)
     ]
     stops = [words[0][1:3].decode(), words[4][:1].decode()]
     samples = run(stop=stop_table(stops, pieces))
     for row, word in enumerate(words):
         ends = [word.find(stop.encode()) + len(stop) for stop in stops if stop.encode() in word]
-        own = samples.completion_mask[row]
-        got = b"".join(pieces[token] for token in samples.tokens[row, own])
+        completion_mask = samples.completion_mask[row]
+        got = b"".join(pieces[token] for token in samples.tokens[row, completion_mask])
         assert got == (word[: min(ends)] if ends else word)
         assert samples.finished[row] == (bool(ends) or queued.finished[row])
     assert (samples.completion_mask.sum(-1) < queued.completion_mask.sum(-1)).any()
@@ -189,28 +189,28 @@ def kept_by_sorting(logits: np.ndarray) -> set[int]:
 
 
 def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
-    policy, own = policy_of(), recorded.completion_mask
-    assert recorded.fields["kept_ids"].shape == (*own.shape, KEPT.top_k)
-    assert (recorded.fields["kept_ids"][~own] == -1).all()
-    assert not recorded.fields["log_kept_mass"][~own].any()
+    policy, completion_mask = policy_of(), recorded.completion_mask
+    assert recorded.fields["kept_ids"].shape == (*completion_mask.shape, KEPT.top_k)
+    assert (recorded.fields["kept_ids"][~completion_mask] == -1).all()
+    assert not recorded.fields["log_kept_mass"][~completion_mask].any()
     hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, policy), Sequences(recorded.tokens, recorded.token_mask))
     table = np.asarray(policy.params["embed_tokens"]["embedding"], np.float64)
     cap = MODEL.config.final_softcap
     logits = cap * np.tanh(np.asarray(hidden, np.float64) @ table.T / cap) / KEPT.temperature
     sizes = set()
-    for row, column in zip(*np.nonzero(own), strict=True):
+    for row, column in zip(*np.nonzero(completion_mask), strict=True):
         ids, before = recorded.fields["kept_ids"][row, column], logits[row, column - 1]
-        kept = kept_by_sorting(before)
-        assert set(ids[ids >= 0].tolist()) == kept
-        assert recorded.tokens[row, column] in kept
-        mass = np.logaddexp.reduce(before[sorted(kept)]) - np.logaddexp.reduce(before)
+        selected = kept_by_sorting(before)
+        assert set(ids[ids >= 0].tolist()) == selected
+        assert recorded.tokens[row, column] in selected
+        mass = np.logaddexp.reduce(before[sorted(selected)]) - np.logaddexp.reduce(before)
         np.testing.assert_allclose(recorded.fields["log_kept_mass"][row, column], mass, atol=1e-5)
-        sizes.add(len(kept))
+        sizes.add(len(selected))
     assert len(sizes) > 3, "lists of many lengths"
     fields = recorded.fields
     stats, _ = jax.jit(token_stats)(
         ScoredPolicy(MODEL, policy),
-        Sequences(recorded.tokens, recorded.token_mask, own, fields),
+        Sequences(recorded.tokens, recorded.token_mask, completion_mask, fields),
         temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
@@ -223,13 +223,13 @@ def test_kept_tokens_are_the_same_without_a_queue(recorded):
     check_same_kept(run(sampling=KEPT, **NO_QUEUE), recorded)
 
 
-def test_kept_tokens_are_the_same_on_a_mesh_that_does_not_divide_the_prompts(recorded):
+def test_kept_tokens_are_equal_on_an_indivisible_mesh(recorded):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same_kept(run(policy_of(mesh), sampling=KEPT, slots=4), recorded)
 
 
-def test_recording_changes_no_token_and_nothing_is_recorded_unless_asked_for(recorded, queued):
+def test_recording_is_optional_and_changes_no_token(recorded, queued):
     plain = run(sampling=Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02))
     check_same(plain, recorded)
     assert plain.fields.keys() == queued.fields.keys() == {"log_probs"}
@@ -237,20 +237,20 @@ def test_recording_changes_no_token_and_nothing_is_recorded_unless_asked_for(rec
 
 def sent(text: str) -> list[int]:
     """Elements of every floating-point array that the compiled loops over tokens and over free slots send."""
-    found = []
+    collected = []
     for computation in text.split("\n\n"):
         lines = computation.splitlines() if "region" in computation.partition("(")[0] else []
         moved = [line for line in lines if re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)\(", line)]
         for line in (line for line in moved if "prefill" not in line):
             arrays = re.findall(r"f32\[([0-9,]+)\]", line.partition(" = ")[2].partition("(%")[0])
-            found += [math.prod(map(int, dims.split(","))) for dims in arrays if dims]
-    return found
+            collected += [math.prod(map(int, dims.split(","))) for dims in arrays if dims]
+    return collected
 
 
 # With kept tokens above; on one device the loop over the layers is compared.
 @pytest.mark.thorough
 @pytest.mark.parametrize("unroll", [True, False])
-def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
+def test_samples_are_equal_on_an_indivisible_mesh(queued, unroll):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
@@ -259,19 +259,19 @@ def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
 @pytest.mark.parametrize(
     "shape", [(2, 1, 2), *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((1, 1, 2), (2, 1, 1)))]
 )
-def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
+def test_rows_are_equal_with_split_heads_or_rows(queued, shape):
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
         check_same(run(policy_of(mesh), **NO_QUEUE), queued)
 
 
-def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
+def test_mesh_sends_each_prompt_when_taken():
     """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
     mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
     tokens, mask = np.zeros((prompts, 32), np.int32), np.ones((prompts, 32), bool)
     arguments = {
         "key": other_seeds.example_key(5),
-        "max_new_tokens": ROOM,
+        "max_new_tokens": NEW_TOKENS,
         "sampling": WARM,
         "eos_ids": (5,),
         "slots": 8,
@@ -279,59 +279,59 @@ def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
     with jax.set_mesh(mesh):
         placed = shard_rows((tokens, mask), mesh)
         text = draw.lower(MODEL, policy_of(mesh), *placed, group=2, **arguments).compile().as_text()
-    one = config.layers * 32 * config.kv_heads // 2 * config.head_dim
-    assert max(sent(text)) == one, "keys or values of one prompt, on one device"
+    single = config.layers * 32 * config.kv_heads // 2 * config.head_dim
+    assert max(sent(text)) == single, "keys or values of one prompt, on one device"
 
 
-def test_the_cache_is_updated_where_it_is():
+def test_cache_is_updated_in_place():
     """In no loop is an array made that has the shape of a layer's cache, but by writing a part of the one before."""
     text = text_of()
-    columns = f"(?:{WIDTH}|{ROOM})"
+    columns = f"(?:{WIDTH}|{NEW_TOKENS})"
     made = re.compile(rf"= f32\[{SLOTS},2,(?:4,{columns}|{columns},4)\]\S* ([\w-]+)\(")
     loops = []
     for computation in text.split("\n\n"):
         lines = [line for line in computation.splitlines() if "prefill" not in line]
-        found = [line for line in lines if (match := made.search(line)) and match[1] == "fusion"]
-        loops += found if "region" in computation.partition("(")[0] else []
+        actual = [line for line in lines if (match := made.search(line)) and match[1] == "fusion"]
+        loops += actual if "region" in computation.partition("(")[0] else []
     # Keys and values of two layers: completions in the loop over tokens, prompts in the two over free slots.
     assert len(loops) == 2 * 2 * 3
     assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
 
 
-def test_rows_of_a_prompt_read_one_copy_of_it():
+def test_rows_of_a_prompt_read_one_copy():
     """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
     text = text_of(**NO_QUEUE)
 
     def arrays(rows: int, columns: int) -> set[str]:
         return set(re.findall(rf"f32\[{rows},2,(?:4,{columns}|{columns},4)\]", text))
 
-    assert not arrays(ROWS, WIDTH + ROOM) | arrays(ROWS, WIDTH)
-    assert len(arrays(ROWS, ROOM)) == len(arrays(len(LENGTHS), WIDTH)) == 2
-    made = re.findall(rf"%(\S+) = f32\[{ROWS},2,(?:4,{ROOM}|{ROOM},4)\]\S* fusion", text)
+    assert not arrays(ROWS, WIDTH + NEW_TOKENS) | arrays(ROWS, WIDTH)
+    assert len(arrays(ROWS, NEW_TOKENS)) == len(arrays(len(LENGTHS), WIDTH)) == 2
+    made = re.findall(rf"%(\S+) = f32\[{ROWS},2,(?:4,{NEW_TOKENS}|{NEW_TOKENS},4)\]\S* fusion", text)
     assert sum("dynamic-update-slice" in name for name in made) == 2 * MODEL.config.layers, made
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS])
-def test_the_loop_computes_nothing_that_is_known_before_it(slots):
+def test_loop_repeats_no_constant_computation(slots):
     """Neither rotations nor random numbers."""
 
-    def inside(jaxpr, found: set, within: bool) -> set:
+    def inside(jaxpr, names: set, within: bool) -> set:
         for equation in jaxpr.eqns:
-            found |= {equation.primitive.name} if within else set()
+            names |= {equation.primitive.name} if within else set()
             for inner in jaxprs_in_params(equation.params):
-                inside(inner, found, within or equation.primitive.name == "while")
-        return found
+                inside(inner, names, within or equation.primitive.name == "while")
+        return names
 
     tokens, mask = prompts_of()
-    chosen = {"slots": slots, "group": GROUP, "max_new_tokens": ROOM, "unroll": True}
+    chosen = {"slots": slots, "group": GROUP, "max_new_tokens": NEW_TOKENS, "unroll": True}
     rest = {"key": other_seeds.example_key(5), "sampling": WARM, "eos_ids": (5,)}
     traced = jax.make_jaxpr(lambda policy: sample(MODEL, policy, tokens, mask, **rest, **chosen))(policy_of())
-    found = inside(traced.jaxpr, set(), False)
-    assert "exp" in found
-    assert not found & {"cos", "sin", "random_bits", "random_fold_in", "threefry2x32"}
+    actual = inside(traced.jaxpr, set(), False)
+    assert "exp" in actual
+    assert not actual & {"cos", "sin", "random_bits", "random_fold_in", "threefry2x32"}
 
 
-def test_slots_that_cannot_be_are_named():
+def test_impossible_slots_are_named():
     with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
         run(slots=0)
     with pytest.raises(ValueError, match="prompt_ids: got some and group = 2, expected one of them"):

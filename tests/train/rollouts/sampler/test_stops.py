@@ -24,26 +24,26 @@ VOCABULARY = [
 def first_stop(text: list[bytes], stops: list[str]) -> int | None:
     """The token after which the text holds one of the strings, by looking at all of it each time."""
     seen = b""
-    for place, piece in enumerate(text):
+    for index, piece in enumerate(text):
         seen += piece
         if any(stop.encode() in seen for stop in stops):
-            return place
+            return index
     return None
 
 
 @pytest.mark.parametrize(
     "stops", [["ab"], ["aba", "bb"], ["\n\n"], ["aé"], ["é", "aabaab"], ["abaab", "baa", "b\n"]], ids=str
 )
-def test_a_search_ends_at_the_token_that_completes_a_string(stops):
+def test_search_ends_at_the_token_completing_a_string(stops):
     rng, table = np.random.default_rng(0), stop_table(stops, VOCABULARY)
     tokens = rng.integers(0, len(VOCABULARY), (300, 12))
-    states, found = np.zeros(300, np.int32), np.full(300, -1)
-    for place in range(12):
-        states = np.asarray(table.advance(states, tokens[:, place]))
-        found = np.where((states == table.matched) & (found < 0), place, found)
+    states, actual = np.zeros(300, np.int32), np.full(300, -1)
+    for index in range(12):
+        states = np.asarray(table.advance(states, tokens[:, index]))
+        actual = np.where((states == table.matched) & (actual < 0), index, actual)
     expected = [first_stop([VOCABULARY[token] for token in row], stops) for row in tokens]
-    np.testing.assert_array_equal(found, [-1 if place is None else place for place in expected])
-    assert 0 < (found >= 0).sum() < 300
+    np.testing.assert_array_equal(actual, [-1 if position is None else position for position in expected])
+    assert 0 < (actual >= 0).sum() < 300
 
 
 def test_states_are_as_many_as_prefixes():

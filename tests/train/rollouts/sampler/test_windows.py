@@ -75,7 +75,7 @@ def check_same(got, want, *, steps: bool) -> None:
         assert (got.steps, got.occupancy) == (want.steps, want.occupancy)
 
 
-def test_windows_double_from_a_least_width_to_the_limit():
+def test_windows_double_from_the_minimum_to_the_limit():
     assert window_widths(2048) == [128, 256, 512, 1024, 2048]
     assert window_widths(256) == [128, 256]
     assert [window_widths(limit) for limit in (1, 100, 255)] == [[1], [100], [255]]
@@ -95,7 +95,7 @@ ONE_PROGRAM = [
 
 
 @pytest.mark.parametrize(("slots", "unroll", "chosen"), ONE_PROGRAM)
-def test_tokens_are_those_of_one_program(slots, unroll, chosen):
+def test_tokens_equal_the_tokens_of_one_program(slots, unroll, chosen):
     """With a slot for every row, and with fewer, whose columns have wrapped around when the window grows.
 
     If each row chooses its prompt, rows may come in any order.
@@ -105,8 +105,8 @@ def test_tokens_are_those_of_one_program(slots, unroll, chosen):
     for order in (np.arange(ROWS), REORDERED if chosen else np.arange(ROWS)):
         ids = {"prompt_ids": np.repeat(np.arange(PROMPTS), GROUP)[order], "row_ids": order} if chosen else {}
         samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS[order], **ids})
-        whole = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
-        check_same(samples, whole, steps=slots is None)
+        full = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
+        check_same(samples, full, steps=slots is None)
     lengths = expected().completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
     assert lengths.max() > 8, "a row that needs the last window"
@@ -120,7 +120,7 @@ def test_tokens_are_the_same_on_a_mesh(shape):
         check_same(samples, single, steps=True)
 
 
-def test_only_windows_that_a_row_needs_are_compiled_and_allocated(monkeypatch):
+def test_only_needed_windows_are_compiled_and_allocated(monkeypatch):
     """No array of the programs, nor of the state between them, has more columns of cache than the longest row needs."""
     widths, sampler = [], sampler_of(max_new_tokens=64, widths=(4, 8, 16, 32, 64))
     double = cache.doubled
@@ -131,7 +131,7 @@ def test_only_windows_that_a_row_needs_are_compiled_and_allocated(monkeypatch):
     assert widths == [8] * 2
 
 
-def test_the_memory_of_the_first_window_does_not_depend_on_the_limit():
+def test_first_window_memory_is_independent_of_the_limit():
     def memory_of(lowered: jax.stages.Lowered) -> int:
         analysis = lowered.compile({"xla_backend_optimization_level": 0}).memory_analysis()
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
@@ -148,5 +148,5 @@ def test_the_memory_of_the_first_window_does_not_depend_on_the_limit():
     assert first_window(1024) - first_window(64) <= records
     # The one program for all lengths has the widest cache from its start.
     samplers = [sampler_of(max_new_tokens=limit, unroll=False) for limit in (64, 1024)]
-    whole = [memory_of(sampler.lower(policy_of(), *prompts_of(), KEY)) for sampler in samplers]
-    assert whole[1] - whole[0] >= cache
+    full = [memory_of(sampler.lower(policy_of(), *prompts_of(), KEY)) for sampler in samplers]
+    assert full[1] - full[0] >= cache

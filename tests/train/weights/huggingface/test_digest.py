@@ -11,7 +11,7 @@ from train.weights.huggingface import folder_digest
 GOLDENS = Path(__file__).parents[3] / "goldens" / "models"
 
 
-def test_the_digest_is_that_of_weights_and_config(tmp_path):
+def test_digest_covers_weights_and_config(tmp_path):
     copy = shutil.copytree(GOLDENS / "qwen3", tmp_path / "copy")
     before = folder_digest(GOLDENS / "qwen3")
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", before)
@@ -22,7 +22,7 @@ def test_the_digest_is_that_of_weights_and_config(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00003-of-00004.safetensors"])
-def test_one_byte_changes_it_also_in_a_folder_that_was_read_before(tmp_path, name):
+def test_one_byte_changes_the_digest_again(tmp_path, name):
     copy = shutil.copytree(GOLDENS / "qwen3", tmp_path / "copy")
     before = folder_digest(copy)
     path = copy / name
@@ -31,7 +31,7 @@ def test_one_byte_changes_it_also_in_a_folder_that_was_read_before(tmp_path, nam
     assert folder_digest(copy) != before
 
 
-def test_a_folder_without_config_has_none(tmp_path):
+def test_folder_without_config_has_no_digest(tmp_path):
     shutil.copy(GOLDENS / "qwen2" / "model.safetensors", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected config\.json"):
         folder_digest(tmp_path)

@@ -1,4 +1,4 @@
-"""What kljax exported once, and transformers and PEFT computed of it: read here it gives their log-probs, written again
+"""Recorded exports, and results of transformers and PEFT on them: read here it gives their log-probs, written again
 it is the same, so that what they read is what is still written.
 
 The folders are those of `tests/goldens/exports`, which `python -m tests.round_trip --record` made.
@@ -29,7 +29,7 @@ TOLERANCE = 5e-6
 
 @functools.cache
 def recorded() -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """Returns the results of transformers."""
     with np.load(GOLDENS / "exports" / "expected.npz") as file:
         return dict(file)
 
@@ -61,11 +61,11 @@ def others(folder: Path) -> dict[str, bytes]:
 
 def assert_same_bytes(got: Path, want: Path) -> None:
     assert others(got) == others(want)
-    ours, theirs = tensors(got), tensors(want)
-    assert ours.keys() == theirs.keys()
-    for name, (dtype, array) in theirs.items():
-        assert (ours[name][0], ours[name][1].shape) == (dtype, array.shape), name
-        assert ours[name][1].tobytes() == array.tobytes(), name
+    actual, expected = tensors(got), tensors(want)
+    assert actual.keys() == expected.keys()
+    for name, (dtype, array) in expected.items():
+        assert (actual[name][0], actual[name][1].shape) == (dtype, array.shape), name
+        assert actual[name][1].tobytes() == array.tobytes(), name
 
 
 def save(name: str, path: Path) -> None:
@@ -78,7 +78,7 @@ def save(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["merged", "adapter"])
-def test_log_probs_of_an_export_are_those_that_transformers_computed_of_it(name):
+def test_exported_log_probs_match_transformers(name):
     model, policy = loaded(name)
     tokens = recorded()["tokens"]
     stats, _ = jax.jit(
@@ -89,20 +89,20 @@ def test_log_probs_of_an_export_are_those_that_transformers_computed_of_it(name)
 
 
 @pytest.mark.parametrize(("name", "folder"), [("merged", MERGED), ("adapter", ADAPTER)])
-def test_what_is_exported_again_is_the_same_files(tmp_path, name, folder):
+def test_repeated_export_gives_the_same_files(tmp_path, name, folder):
     save(name, tmp_path / "out")
     assert_same_bytes(tmp_path / "out", folder)
 
 
-def test_the_base_with_its_adapter_is_exported_as_the_merged_weights(tmp_path):
+def test_base_with_its_adapter_is_exported_merged(tmp_path):
     save_folder(tmp_path / "out", *loaded("adapter"), source=BASE)
     assert others(tmp_path / "out") == others(MERGED)
-    ours, theirs = tensors(tmp_path / "out"), tensors(MERGED)
-    assert ours.keys() == theirs.keys()
+    actual, expected = tensors(tmp_path / "out"), tensors(MERGED)
+    assert actual.keys() == expected.keys()
     targets = json.loads((ADAPTER / "adapter_config.json").read_text())["target_modules"]
-    for name, (dtype, array) in theirs.items():
-        assert (ours[name][0], ours[name][1].shape) == (dtype, array.shape), name
+    for name, (dtype, array) in expected.items():
+        assert (actual[name][0], actual[name][1].shape) == (dtype, array.shape), name
         if name.split(".")[-2] not in targets:
-            assert ours[name][1].tobytes() == array.tobytes(), name
+            assert actual[name][1].tobytes() == array.tobytes(), name
         # A product of the two matrices is summed in another order on another machine: some units in the last place.
-        np.testing.assert_allclose(ours[name][1], array, rtol=0, atol=2.0**-22 * np.abs(array).max(), err_msg=name)
+        np.testing.assert_allclose(actual[name][1], array, rtol=0, atol=2.0**-22 * np.abs(array).max(), err_msg=name)

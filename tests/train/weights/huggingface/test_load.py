@@ -53,7 +53,7 @@ def assert_loaded(params: dict, expected: dict[str, np.ndarray], dtype: str = "f
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 1), 3000), ((2, 2, 2), 3000), ((1, 1, 2), 2**24)], ids=str)
-def test_every_weight_arrives_as_it_is_in_the_file_laid_out_by_the_rules_of_the_mesh(shape, chunk_bytes):
+def test_every_weight_arrives_unchanged_in_its_sharding(shape, chunk_bytes):
     mesh = make_mesh(*shape)
     params = load_params(GOLDENS / "qwen2", QWEN2, mesh, chunk_bytes=chunk_bytes)
     assert_loaded(params, weights(GOLDENS / "qwen2"))
@@ -69,52 +69,52 @@ def test_several_files_are_read_through_their_index():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bfloat16_files_are_widened_or_kept(dtype):
     model = Decoder(dataclasses.replace(MISTRAL.config, param_dtype=dtype))
-    found = weights(GOLDENS / "mistral")
-    assert found["lm_head.weight"].dtype == jnp.bfloat16
-    assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), found, dtype)
+    tensors = weights(GOLDENS / "mistral")
+    assert tensors["lm_head.weight"].dtype == jnp.bfloat16
+    assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), tensors, dtype)
 
 
-def test_float32_and_float16_files_are_rounded_once_to_bfloat16(tmp_path):
+def test_float32_and_float16_files_round_once_to_bfloat16(tmp_path):
     shutil.copytree(GOLDENS / "qwen2", tmp_path / "half")
-    found = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
-    save_file(found, tmp_path / "half" / "model.safetensors")
+    tensors = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
+    save_file(tensors, tmp_path / "half" / "model.safetensors")
     model = Decoder(dataclasses.replace(QWEN2.config, param_dtype="bfloat16"))
-    assert_loaded(load_params(tmp_path / "half", model, make_mesh()), found, "bfloat16")
+    assert_loaded(load_params(tmp_path / "half", model, make_mesh()), tensors, "bfloat16")
     assert_loaded(load_params(GOLDENS / "qwen2", model, make_mesh()), weights(GOLDENS / "qwen2"), "bfloat16")
 
 
-def test_a_tied_head_may_be_in_the_file_again_but_not_another_one(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    embeddings = found["model.embed_tokens.weight"]
-    save_file(found | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
-    assert_loaded(load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000), found)
+def test_tied_head_may_be_repeated_but_not_different(tmp_path):
+    tensors = weights(GOLDENS / "qwen2")
+    embeddings = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
+    assert_loaded(load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000), tensors)
     other = embeddings.copy()
     other[-1, -1] += 1
-    save_file(found | {"lm_head.weight": other}, tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tie_word_embeddings.*lm_head\.weight differs from model\.embed_tokens"):
         load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000)
-    save_file(found | {"lm_head.weight": other[:9].copy()}, tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": other[:9].copy()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head\.weight \[9, 32\]"):
         check_folder(tmp_path, QWEN2)
 
 
 @pytest.mark.parametrize("prefix", ["", OLD, "model.language_model."])
-def test_names_of_a_bare_model_and_of_the_text_part_of_another_are_understood(tmp_path, prefix):
-    found = weights(GOLDENS / "mistral")
+def test_names_of_bare_and_text_models_are_accepted(tmp_path, prefix):
+    tensors = weights(GOLDENS / "mistral")
     heads = {"lm_head.weight": "language_model.lm_head.weight" if prefix == OLD else "lm_head.weight"}
-    renamed = {heads.get(name, prefix + name.removeprefix("model.")): array for name, array in found.items()}
+    renamed = {heads.get(name, prefix + name.removeprefix("model.")): array for name, array in tensors.items()}
     extra = {"vision_tower.patches.weight": np.zeros(3, np.float32)} if prefix else {}
     save_file(renamed | extra, tmp_path / "model.safetensors")
-    assert_loaded(load_params(tmp_path, MISTRAL, make_mesh()), found)
+    assert_loaded(load_params(tmp_path, MISTRAL, make_mesh()), tensors)
 
 
-def test_missing_and_left_over_tensors_and_other_shapes_are_named_before_a_weight_is_read(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    del found["model.layers.1.mlp.up_proj.weight"]
-    found["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
-    found["model.layers.2.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # old releases saved this table
-    found["model.norm.weight"] = np.zeros(31, np.float32)
-    save_file(found, tmp_path / "model.safetensors")
+def test_missing_extra_and_misshapen_tensors_are_named_first(tmp_path):
+    tensors = weights(GOLDENS / "qwen2")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
+    tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # old releases saved this table
+    tensors["model.norm.weight"] = np.zeros(31, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="does not fit") as error:
         check_folder(tmp_path, QWEN2)
     text = str(error.value)
@@ -126,7 +126,7 @@ def test_missing_and_left_over_tensors_and_other_shapes_are_named_before_a_weigh
         load_params(tmp_path, QWEN2, make_mesh())
 
 
-def test_what_is_wrong_in_every_layer_is_said_once(tmp_path):
+def test_mistake_in_every_layer_is_reported_once(tmp_path):
     with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.self_attn\.k_proj\.bias \(and in 2 more\), "):
         check_folder(GOLDENS / "qwen3", QWEN2)
     untied = Decoder(dataclasses.replace(QWEN2.config, tie_embeddings=False))
@@ -135,14 +135,14 @@ def test_what_is_wrong_in_every_layer_is_said_once(tmp_path):
 
 
 def test_quantised_weights_are_not_read(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    found["model.norm.weight"] = found["model.norm.weight"].astype(np.int8)
-    save_file(found, tmp_path / "model.safetensors")
+    tensors = weights(GOLDENS / "qwen2")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"expected F32, F16, BF16.*model\.norm\.weight: got I8"):
         check_folder(tmp_path, QWEN2)
 
 
-def test_folders_without_safetensors_say_what_there_is(tmp_path):
+def test_folders_without_safetensors_list_their_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such directory"):
         check_folder(tmp_path / "nowhere", QWEN2)
     with pytest.raises(FileNotFoundError, match="there is neither"):
@@ -160,8 +160,8 @@ def test_folders_without_safetensors_say_what_there_is(tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "model.safetensors"
-    whole = (GOLDENS / "qwen2" / "model.safetensors").read_bytes()
-    for damaged in (whole[:-1], whole[:5], b"", b"PK\x03\x04" * 9, whole[:8] + b"?" + whole[9:]):
+    content = (GOLDENS / "qwen2" / "model.safetensors").read_bytes()
+    for damaged in (content[:-1], content[:5], b"", b"PK\x03\x04" * 9, content[:8] + b"?" + content[9:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file; it is damaged or"):
             check_folder(tmp_path, QWEN2)
@@ -211,7 +211,7 @@ print(json.dumps({"streamed": peak(streamed), "everything": peak(everything)}))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from Linux")
-def test_the_host_needs_less_than_the_largest_tensor_beyond_the_weights(tmp_path):
+def test_host_memory_stays_below_the_largest_tensor(tmp_path):
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])

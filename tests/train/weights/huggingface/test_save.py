@@ -42,7 +42,7 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
 
 
 @pytest.mark.parametrize(("family", "shape"), [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1))])
-def test_what_was_loaded_is_saved_to_the_bit_with_its_config_and_tokenizer(tmp_path, family, shape):
+def test_loaded_folder_is_saved_bit_by_bit(tmp_path, family, shape):
     model, policy = loaded(family, shape)
     save_folder(tmp_path / "out", model, policy, source=GOLDENS / family)
     assert_same(weights(tmp_path / "out"), weights(GOLDENS / family))
@@ -56,7 +56,7 @@ def test_what_was_loaded_is_saved_to_the_bit_with_its_config_and_tokenizer(tmp_p
         assert (tmp_path / "out" / name).read_bytes() == (GOLDENS / family / name).read_bytes()
 
 
-def test_files_stay_below_the_limit_and_an_index_names_them(tmp_path):
+def test_files_stay_below_the_limit_with_an_index(tmp_path):
     model, policy = loaded("qwen3", (2, 2, 2))
     save_folder(tmp_path / "out", model, policy, source=GOLDENS / "qwen3", max_file_bytes=50_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -73,7 +73,7 @@ def test_files_stay_below_the_limit_and_an_index_names_them(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_merged_adapter_gives_the_logits_of_the_weights_that_peft_merged(tmp_path, family):
+def test_merged_adapter_gives_the_logits_of_peft(tmp_path, family):
     folder, mesh = GOLDENS / family, make_mesh()
     adapted = Decoder(decoder_config(folder, lora=read_peft_config(folder / "adapter")))
     model, policy = loaded(family)
@@ -89,7 +89,7 @@ def test_a_merged_adapter_gives_the_logits_of_the_weights_that_peft_merged(tmp_p
     assert np.abs(logits - want).max() < 5e-6
 
 
-def test_a_small_adapter_is_rounded_away_in_bfloat16_and_kept_in_float32(tmp_path):
+def test_small_adapter_vanishes_in_bfloat16_not_float32(tmp_path):
     """Also where the base is bfloat16: the sum of base and adapter is rounded once, to the dtype of the files."""
     folder, mesh = GOLDENS / "qwen3", make_mesh()
     lora = read_peft_config(folder / "adapter")
@@ -121,7 +121,7 @@ def test_files_may_have_another_dtype_than_the_parameters(tmp_path, dtype):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
-def test_a_model_that_came_from_no_folder_gets_a_config_with_the_tokens_that_end_a_text(tmp_path):
+def test_model_without_folder_gets_a_complete_config(tmp_path):
     shape = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24}
     model = Decoder(DecoderConfig(vocab_size=ByteTokenizer().vocab_size, qk_norm=True, tie_embeddings=True, **shape))
     policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
@@ -133,7 +133,7 @@ def test_a_model_that_came_from_no_folder_gets_a_config_with_the_tokens_that_end
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "out", model, make_mesh()), policy.params)
 
 
-def test_nothing_is_left_of_a_folder_that_could_not_be_written_and_nothing_is_overwritten(tmp_path, monkeypatch):
+def test_failed_folder_is_removed_and_nothing_overwritten(tmp_path, monkeypatch):
     model, policy = loaded("gemma2")
     monkeypatch.setattr(save, "write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
