@@ -124,7 +124,7 @@ def test_error_of_one_process_ends_both_and_saves(env, tmp_path):
 
 
 @pytest.mark.slow
-def test_data_missing_in_one_process_ends_both_before_the_run(env, tmp_path):
+def test_data_missing_in_one_process_end_both(env, tmp_path):
     (tmp_path / "problems.py").write_text(
         "import jax\n"
         "from train.config.errors import UserError\n"
