@@ -1,6 +1,6 @@
 """The decoder and its adapters."""
 
-from train.models.cache import DecoderState, GroupCache, KeyValues, LayerCache, LayerState, PromptState, SlotCache
+from train.models.cache import DecoderState, KeyValues
 from train.models.config import (
     DecoderConfig,
     LayerKind,
@@ -19,18 +19,13 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
-    "GroupCache",
     "KeyValues",
-    "LayerCache",
     "LayerKind",
-    "LayerState",
     "LinearScaling",
     "Llama3Scaling",
     "LoraConfig",
-    "PromptState",
     "Rope",
     "RopeTables",
-    "SlotCache",
     "Transformer",
     "ValueHead",
     "YarnScaling",

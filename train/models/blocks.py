@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from flax import nnx
 
-from train.models.config import AttentionKind, DecoderConfig, LayerKind, MlpKind
+from train.models.config import AttentionKind, DecoderConfig, LayerKind, MlpKind, shortest_period
 from train.models.layers import InitKey, norm
 from train.models.mlp import DenseMlp
 from train.models.self_attention import LayerContext, SelfAttention
@@ -59,7 +59,7 @@ class Mixer(Protocol):
         """Counts the bytes of one layer's state of a number of tokens, on all devices together."""
 
 
-# Kinds of one row have the same parameters: what differs between their layers is data of one program.
+# Kinds with one class have the same parameters: whether a layer is a sliding one is an input of the scan.
 ATTENTIONS: Mapping[AttentionKind, type[Mixer]] = {"full": SelfAttention, "sliding": SelfAttention}
 MLPS: Mapping[MlpKind, type[Mlp]] = {"dense": DenseMlp}
 
@@ -121,8 +121,7 @@ def layer_segments(config: DecoderConfig) -> tuple[Segment, ...]:
     share a stack: a scan would copy its part of the weights out of it.
     """
     parts = [(ATTENTIONS[kind.attention], MLPS[kind.mlp]) for kind in config.kinds]
-    depth = len(parts)
-    period = next(p for p in range(1, depth + 1) if parts[p:] == parts[:-p])
+    depth, period = len(parts), shortest_period(parts)
     repeated = depth // period * period if depth >= 2 * period else 0
     scans = [[range(first, repeated, period) for first in range(period)]] if repeated else []
     scans += [[layers] for layers in _runs(parts, repeated)]
@@ -137,6 +136,12 @@ def layer_segments(config: DecoderConfig) -> tuple[Segment, ...]:
 def layer_stacks(config: DecoderConfig) -> tuple[LayerStack, ...]:
     """Lists the stacks of all layers."""
     return tuple(stack for segment in layer_segments(config) for stack in segment)
+
+
+def split_path(config: DecoderConfig, path: tuple[str, ...]) -> tuple[LayerStack | None, tuple[str, ...]]:
+    """Splits the path of a leaf into its stack, None outside of the layers, and its path within a layer."""
+    stack = next((stack for stack in layer_stacks(config) if path[: len(stack.path)] == stack.path), None)
+    return stack, path if stack is None else path[len(stack.path) :]
 
 
 def state_bytes(config: DecoderConfig, tokens: int) -> int:

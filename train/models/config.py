@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from train.config.types import LoraTarget
@@ -14,6 +15,11 @@ Kernels: TypeAlias = Literal["auto", "xla"]
 Remat: TypeAlias = Literal["full", "dots"]
 Quantization: TypeAlias = Literal["int8"]
 PROJECTIONS: tuple[str, ...] = get_args(LoraTarget)
+
+
+def shortest_period(values: Sequence[Any]) -> int:
+    """Returns the least number of values whose repeats are all values; the last repeat may be cut short."""
+    return next(period for period in range(1, len(values) + 1) if values[period:] == values[:-period])
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:
@@ -230,8 +236,7 @@ class DecoderConfig:
         if not self.pattern:
             raise ValueError("pattern: got no layer, expected at least one")
         kinds = self.kinds
-        shortest = next(kinds[:n] for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-        object.__setattr__(self, "pattern", shortest)
+        object.__setattr__(self, "pattern", kinds[: shortest_period(kinds)])
         sliding = any(kind.attention == "sliding" for kind in kinds)
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window: got {self.sliding_window}, expected at least 1 or None")

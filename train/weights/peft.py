@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from kljax.checkpoint import first_five, named_leaves
 from train.distributed import is_leader, on_leader, to_host
 from train.models import Decoder, LoraConfig
-from train.models.blocks import layer_stacks
+from train.models.blocks import split_path
 from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
@@ -255,9 +255,8 @@ def _matrices(model: Decoder) -> dict[tuple[int, str], tuple[int, ...]]:
 
 def _places(model: Decoder, leaf: str) -> list[tuple[int, str]]:
     """Lists layer and name of the matrices that a leaf of the adapter stacks."""
-    stacks = {f"{'.'.join(stack.path)}.": stack for stack in layer_stacks(model.config)}
-    prefix = next(prefix for prefix in stacks if leaf.startswith(prefix))
-    return [(layer, leaf.removeprefix(prefix)) for layer in stacks[prefix].layers]
+    stack, inner = split_path(model.config, tuple(leaf.split(".")))
+    return [] if stack is None else [(layer, ".".join(inner)) for layer in stack.layers]
 
 
 def _open_weights(path: str | Path) -> AbstractContextManager[Any]:

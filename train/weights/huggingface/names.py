@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from train.models.blocks import LayerStack, layer_stacks
+from train.models.blocks import split_path
+from train.models.config import DecoderConfig
 from train.models.decoder import Decoder
 
 Tree = Any
@@ -55,13 +56,11 @@ def layout(model: Decoder) -> Tree:
 def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
     """Lists the mapping of every leaf of the base parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(layout(model))
-    stacks = layer_stacks(model.config)
-    return tuple(_leaf_mapping(tuple(key.key for key in path), leaf.shape, stacks) for path, leaf in leaves)
+    return tuple(_leaf_mapping(model.config, tuple(key.key for key in path), leaf.shape) for path, leaf in leaves)
 
 
-def _leaf_mapping(path: tuple[str, ...], shape: tuple[int, ...], stacks: tuple[LayerStack, ...]) -> LeafMapping:
-    stack = next((stack for stack in stacks if path[: len(stack.path)] == stack.path), None)
-    *modules, kind = path if stack is None else path[len(stack.path) :]
+def _leaf_mapping(config: DecoderConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> LeafMapping:
+    stack, (*modules, kind) = split_path(config, path)
     last, transposed = f"{'.'.join(modules)}.{ENDINGS[kind]}", kind == "kernel"
     names = (last,) if stack is None else tuple(f"layers.{layer}.{last}" for layer in stack.layers)
     layer_shape = shape if stack is None else shape[1:]
