@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import kljax
 from train.config.load import apply_overrides, parse
 from train.config.schema import Config
-from train.context import RunContext
+from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts
 from train.data.tasks import Example, load_task
 from train.data.tokenizers import ByteTokenizer
@@ -26,7 +26,7 @@ from train.rl.batch import Batch
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, judge_rows, shard_completions
 from train.rollouts.source import Completions
-from train.run.setup import first_state, make_bare_context
+from train.run.setup import first_state
 from train.weights.model import make_model
 
 PROMPT, NEW_TOKENS = 5, 4

@@ -1,6 +1,7 @@
 """The run context: objects that a run builds from its config before the first step."""
 
 import dataclasses
+from typing import Any, cast
 
 import optax
 from jax.sharding import Mesh
@@ -10,7 +11,9 @@ from train.data.prompts import Prompts
 from train.data.tasks import Example, Task
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
+from train.rl.host_memory import make_run_optimizer
 from train.rollouts.layout import SamplingLayout
+from train.rollouts.make_layout import device_memory, make_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,3 +35,10 @@ class RunContext:
     task: Task
     prompts: Prompts
     held_out: list[Example]
+
+
+def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tokenizer) -> RunContext:
+    """Builds a context without task and prompts, which no program reads."""
+    optimizer, none = make_run_optimizer(config.optim), cast(Any, None)
+    layout = make_layout(config, model, mesh, optimizer, memory=device_memory(mesh))
+    return RunContext(config, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])

@@ -10,7 +10,7 @@ import numpy as np
 import kljax
 from train.config.load import parse
 from train.config.schema import Config
-from train.context import RunContext
+from train.context import RunContext, make_bare_context
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
@@ -22,7 +22,7 @@ from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.rl.step import update_rows
 from train.run.loop import Programs
-from train.run.setup import first_state, make_bare_context
+from train.run.setup import first_state
 
 
 def grpo(prompt_length: int, completion_length: int, prompts: int, samples: int, **raw: Any) -> Config:

@@ -14,7 +14,7 @@ from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.context import RunContext
+from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
@@ -30,7 +30,6 @@ from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.jax_source import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler.draw import describe_draws
-from train.run.setup import make_bare_context
 
 Tree = Any
 

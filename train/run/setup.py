@@ -1,7 +1,7 @@
 """Setting up a run: the context, the base weights, and the state before RL."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import optax
@@ -11,7 +11,7 @@ from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.context import RunContext
+from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge
@@ -21,12 +21,11 @@ from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
 from train.rl.algorithms import make_controllers
-from train.rl.host_memory import has_host_memory, make_run_optimizer
+from train.rl.host_memory import has_host_memory
 from train.rl.keys import purpose_key
 from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import HOST, TrainState, initial_state
 from train.rollouts.lag import initial_past
-from train.rollouts.make_layout import device_memory, make_layout
 from train.run.base_weights import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
 from train.run.guard import check_finite
@@ -68,13 +67,6 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
     )
     held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
     return tokenizer, make_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
-
-
-def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tokenizer) -> RunContext:
-    """Builds a context without task and prompts, which no program reads."""
-    optimizer, none = make_run_optimizer(config.optim), cast(Any, None)
-    layout = make_layout(config, model, mesh, optimizer, memory=device_memory(mesh))
-    return RunContext(config, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])
 
 
 def data_digest(context: RunContext) -> str:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import kljax
 from tests.train.rollouts.census import weight_collectives
 from train.config.load import parse
-from train.context import RunContext
+from train.context import RunContext, make_bare_context
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import batch_sharding, make_mesh
@@ -32,7 +32,6 @@ from train.rl.policy import abstract_params
 from train.rollouts.jax_source import sampling_program
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler import Sampling
-from train.run.setup import make_bare_context
 
 # Attention of the prefill by XLA: cuDNN is not installed where these programs are compiled.
 SHAPE = DecoderConfig(
