@@ -12,7 +12,6 @@ import numpy as np
 from kljax._checks import check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
 from kljax.audit._metrics import (
-    Labels,
     Sums,
     check_cap,
     check_intervals,
@@ -120,7 +119,8 @@ def audit_batch(
         first = {name: field[:, :1] for name, field in sums.items()}
         means[level] = summarize(level_key, bootstrap, confidence, first, _exact_mean)["kl"][0]
     compared = summarize(keys[0], bootstrap, confidence, coefficients, _coefficient_metrics)
-    results += label_results(compared, _coefficient_labels(corrections), "coefficient", "token", "recorded")
+    labels = [label for label in gradient_labels(corrections) if label.place != "reward_baseline"]
+    results += label_results(compared, labels, "coefficient", "token", "recorded")
     settings = {
         "source": "batch",
         "rows": int(mask.any(-1).sum()),
@@ -212,10 +212,6 @@ def _value_metrics(sums: Sums, *, of_error: bool) -> Sums:
 
 def _exact_mean(sums: Sums) -> Sums:
     return {"kl": sums["exact"] / sums["count"]}
-
-
-def _coefficient_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    return [label for label in gradient_labels(corrections) if label.place != "reward_baseline"]
 
 
 def _coefficients(by_correction: Mapping[str, Estimates], unbiased: Estimates, mask: np.ndarray) -> Sums:
