@@ -108,6 +108,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
             "model_type",
             "transformers_version",
             "_name_or_path",
+            "_model_name_or_path",
             "torch_dtype",
             "dtype",
             "tokenizer_class",
