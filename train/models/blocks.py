@@ -27,7 +27,7 @@ class Mlp(Protocol):
 
 
 class Mixer(Protocol):
-    """A kind of attention, or of another layer through which a token depends on those before it.
+    """A kind of attention, or of another layer through which a token depends on earlier tokens.
 
     Attributes:
       rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed

@@ -160,8 +160,8 @@ class SlotCache:
 
     def layer(self, number: int | jax.Array) -> "SlotCache":
         """Returns one layer of a stack."""
-        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), self)
-        return SlotCache(one.key.swapaxes(-2, -1), one.value)
+        layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), self)
+        return SlotCache(layer.key.swapaxes(-2, -1), layer.value)
 
     def write(self, new: KeyValues, *, row: int | jax.Array = 0, column: int | jax.Array = 0) -> "SlotCache":
         """Returns this cache with `new` [..., b, s, K, H] written from a row and a column (scalars) on."""
@@ -220,7 +220,7 @@ class GroupCache:
         return StackedLayer(self, number)
 
     def write_prompt(self, new: KeyValues, row: jax.Array) -> "GroupCache":
-        """Returns this cache with the keys and values [..., 1, P, K, H] of one prompt as those of a row."""
+        """Returns this cache with the keys and values [..., 1, P, K, H] of one prompt written into a row."""
         return GroupCache(self.prompts.write(new, row=row), self.completions)
 
     def doubled(self) -> "GroupCache":

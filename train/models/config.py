@@ -69,7 +69,7 @@ class YarnScaling:
       factor: divides pairs that rotate less than `beta_slow` times.
       original_length: tokens of the original context.
       attention_factor: factor of queries and keys.
-      beta_fast: pairs that rotate more often than this are unchanged; those in between are interpolated.
+      beta_fast: pairs that rotate more often than this are unchanged; pairs in between are interpolated.
       beta_slow: see `factor`.
       truncate: interpolates between whole pair indices.
     """
@@ -96,7 +96,7 @@ RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: frequencies `theta ** (-2 i / head_dim)`, scaled for contexts longer than those trained on."""
+    """Rotary embedding: frequencies `theta ** (-2 i / head_dim)`, scaled for contexts longer than in training."""
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None

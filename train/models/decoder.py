@@ -19,9 +19,9 @@ class Structure(NamedTuple):
     Attributes:
       graphdef: the modules.
       params: `ShapeDtypeStruct`s of the base parameters, nested dicts.
-      adapter: those of the adapter; empty without lora.
+      adapter: `ShapeDtypeStruct`s of the adapter; empty without lora.
       param_axes: PartitionSpecs of logical axes, for `params`.
-      adapter_axes: those for `adapter`.
+      adapter_axes: PartitionSpecs of logical axes, for `adapter`.
     """
 
     graphdef: nnx.GraphDef[Transformer]

@@ -1,6 +1,6 @@
 """A base in int8: the kernels of the layers as integers, with one float scale per output channel.
 
-Only weights are quantised. Values, and every gradient through them, are those of the weights `qvalue * scale`.
+Only weights are quantised. Values, and every gradient through them, equal the results of the weights `qvalue * scale`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Attention without scores in memory: splash attention on TPU, cuDNN on NVIDIA GPUs.
 
-Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width. Queries are those of the last T of
+Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width. Queries stand at the last T of
 S tokens.
 """
 
@@ -118,8 +118,10 @@ def _splash(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     lengths = shape[:2]
-    queries, keys = (next(size for size in BLOCKS if held % size == 0) for held in (lengths[0] // parts, lengths[1]))
-    one = masks.CausalMask(lengths, first) if window is None else masks.LocalMask(lengths, (window - 1, 0), first)
+    queries, keys = (
+        next(size for size in BLOCKS if length % size == 0) for length in (lengths[0] // parts, lengths[1])
+    )
+    mask = masks.CausalMask(lengths, first) if window is None else masks.LocalMask(lengths, (window - 1, 0), first)
     sizes = kernels.BlockSizes(
         block_q=queries,
         block_kv=keys,
@@ -130,7 +132,7 @@ def _splash(
     )
     make = functools.partial(
         kernels.make_splash_mha,
-        masks.MultiHeadMask([one] * shape[2]),
+        masks.MultiHeadMask([mask] * shape[2]),
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         head_shards=1,

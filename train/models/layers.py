@@ -130,9 +130,9 @@ def scanned_layers(stacked: Tree) -> tuple[Any, Callable[[Any], Tree]]:
     wide = [None if is_narrow else x for x, is_narrow in zip(leaves, narrow, strict=True)]
 
     def layer_at(step: tuple[jax.Array, list[jax.Array | None]]) -> Tree:
-        index, of_layer = step
-        found = [_at(x, index) if own is None else own for x, own in zip(leaves, of_layer, strict=True)]
-        return jax.tree.unflatten(structure, found)
+        index, scanned = step
+        parts = [_at(x, index) if part is None else part for x, part in zip(leaves, scanned, strict=True)]
+        return jax.tree.unflatten(structure, parts)
 
     return (jnp.arange(len(leaves[0])), wide), layer_at
 

@@ -116,8 +116,8 @@ def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None
         return ()
     if axis not in rules:
         raise ValueError(f"logical axis: got {axis!r}, expected one of {', '.join(rules)}")
-    found = rules[axis]
-    return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+    names = rules[axis]
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def partition_spec(
@@ -215,7 +215,7 @@ def split_by_hand(
     Args:
       function: of arrays, or trees of arrays, without communication.
       in_axes: the logical axes of each argument; all arrays of a tree have the same.
-      out_axes: those of the result.
+      out_axes: logical axes of the result.
     """
     if not mesh_is_set():
         return function

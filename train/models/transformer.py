@@ -57,8 +57,8 @@ class Transformer(nnx.Module):
 
         keys = jax.random.split(key, config.layers)
         stacks = {stack.path: _draw_stack(config, stack, keys) for stack in layer_stacks(config)}
-        whole = stacks.get(("layers",))
-        self.layers: Any = nnx.Dict({path[-1]: layers for path, layers in stacks.items()}) if whole is None else whole
+        shared = stacks.get(("layers",))
+        self.layers: Any = nnx.Dict({path[-1]: layers for path, layers in stacks.items()}) if shared is None else shared
         self.norm = norm(config)
         if not config.tie_embeddings:
             self.lm_head = Linear(
@@ -87,9 +87,9 @@ class Transformer(nnx.Module):
         """Computes the hidden states of completions of shared prompts; each prompt goes through the layers once.
 
         Args:
-          tokens: [B, P + C] int32. The first P columns of each `group` consecutive rows are alike; those of the first
-            row are read.
-          token_mask: [B, P + C] bool, True at real tokens; alike in the same columns.
+          tokens: [B, P + C] int32. The first P columns of each `group` consecutive rows are identical; the first
+            row's are read.
+          token_mask: [B, P + C] bool, True at real tokens; identical in the same columns.
           prompt: P.
           group: a divisor of B.
 
@@ -144,8 +144,8 @@ class Transformer(nnx.Module):
         Args:
           tokens: [B] int32, in column `column` of the sequences.
           positions: [B] int32, the tokens' positions in their rows.
-          state: of the tokens before, those where `token_mask` is True except at `column`; unrolled if the layers
-            are `unrolled`.
+          state: of the earlier tokens, where `token_mask` is True except at `column`; unrolled if the layers are
+            `unrolled`.
           token_mask: [B, S] bool, the columns that the token attends to, itself included; a sliding layer attends to
             the last ones of these. The hidden state of a row without any is meaningless.
           column: int32, a scalar, after the columns of the prompts.
@@ -173,8 +173,8 @@ class Transformer(nnx.Module):
         copy = jax.tree.map(lambda x: x, self)
         copy.layers = nnx.List(
             [
-                jax.tree.map(lambda x, index=index: x[index], self._stack(layer_stacks(self.config)[place]))
-                for place, index in self._places()
+                jax.tree.map(lambda x, index=index: x[index], self._stack(layer_stacks(self.config)[number]))
+                for number, index in self._stack_indices()
             ]
         )
         return copy
@@ -224,12 +224,12 @@ class Transformer(nnx.Module):
         """Runs the layers on one token per row, each with a state of its own."""
         new: tuple[list[Any], ...] = tuple([] for _ in state.stacks)
         unrolled = isinstance(self.layers, nnx.List)
-        for number, (place, index) in enumerate(self._places()):
-            stack = layer_stacks(self.config)[place]
-            layer = self.layers[number] if unrolled else nth_layer(self._stack(stack), index, after=x)
-            sliding = self.config.kinds[number].attention == "sliding"
-            x, written = layer(x, state.stacks[place][index], sliding, context)
-            new[place].append(written)
+        for layer_number, (number, index) in enumerate(self._stack_indices()):
+            stack = layer_stacks(self.config)[number]
+            layer = self.layers[layer_number] if unrolled else nth_layer(self._stack(stack), index, after=x)
+            sliding = self.config.kinds[layer_number].attention == "sliding"
+            x, written = layer(x, state.stacks[number][index], sliding, context)
+            new[number].append(written)
         return x, new
 
     def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, tuple[PromptState, ...]]:
@@ -244,7 +244,7 @@ class Transformer(nnx.Module):
 
             return jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
 
-        kept: list[PromptState] = []
+        prompt_states: list[PromptState] = []
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
             rematerialised = [layer_runner(run) for run in runs]
@@ -257,8 +257,8 @@ class Transformer(nnx.Module):
                 return x, news
 
             x, news = jax.lax.scan(run_repeat, x, inputs)
-            kept += news
-        return x, tuple(kept) if keep else ()
+            prompt_states += news
+        return x, tuple(prompt_states) if keep else ()
 
     def _scan_state(
         self, x: jax.Array, state: DecoderState, context: LayerContext
@@ -286,14 +286,14 @@ class Transformer(nnx.Module):
         """Returns the module whose parameters are the stack."""
         return cast(DecoderLayer, self.layers if stack.path == ("layers",) else self.layers[stack.path[-1]])
 
-    def _places(self) -> list[tuple[int, int]]:
-        """Lists the stack of every layer, as its place in `layer_stacks`, and the layer's index there."""
-        places = {
-            layer: (place, index)
-            for place, stack in enumerate(layer_stacks(self.config))
+    def _stack_indices(self) -> list[tuple[int, int]]:
+        """Lists for every layer the number of its stack in `layer_stacks`, and its index in that stack."""
+        indices = {
+            layer: (number, index)
+            for number, stack in enumerate(layer_stacks(self.config))
             for index, layer in enumerate(stack.layers)
         }
-        return [places[layer] for layer in range(self.config.layers)]
+        return [indices[layer] for layer in range(self.config.layers)]
 
     def _scanned(self, stack: LayerStack) -> tuple[LayerRunner, tuple[Any, jax.Array | None]]:
         """Prepares a stack for a scan: the function that runs one of its layers, and the inputs of the scan.

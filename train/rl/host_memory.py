@@ -1,6 +1,6 @@
 """The optimizer's state in the memory of the host: the update brings the moments of one layer at a time to the devices.
 
-Values are those of the same optimizer with its state on the devices.
+Values equal the results of the same optimizer with its state on the devices.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ def host_memory(optimizer: optax.GradientTransformation) -> optax.GradientTransf
         def advance(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             on_device = _moved(state, jax.memory.Space.Device)
             changes, new = optimizer.update(grads, on_device, params)
-            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, on_device)
-            return changes, _moved(kept, jax.memory.Space.Host)
+            selected = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, on_device)
+            return changes, _moved(selected, jax.memory.Space.Host)
 
         shared = _part(state, "shared")
         rest = advance(_part(grads, "rest"), _joined(shared, _part(state, "rest")), _part(params, "rest"))

@@ -64,7 +64,7 @@ class SamplingLayout:
         return kljax.Policy(self._lay_out("params", policy.params), adapter)
 
     def release(self) -> None:
-        """Frees the weights that the update is about to change; those of a frozen base stay."""
+        """Frees the weights that the update is about to change; a frozen base stays."""
         self._laid_out.pop("adapter" if "adapter" in self._laid_out else "params", None)
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ class SamplingLayout:
         return result
 
     def _halfway(self, part: str) -> Tree:
-        """Makes shardings between those of the update and those for sampling, which every leaf passes through.
+        """Makes the shardings that every leaf passes through between the update's and the sampler's.
 
         Where tensor grows, a part of axis context moves to it first, whose devices hold the same weights, then a part
         of axis fsdp: an all-to-all. Without this step the partitioner of XLA may hold whole leaves on every device

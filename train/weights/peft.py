@@ -115,12 +115,12 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
 
         def load(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.zeros(leaf.shape, leaf.dtype)
-            for index, place in enumerate(_places(model, name)):
-                if place in keys:
-                    values[index] = file.get_tensor(keys[place]).T
+            for index, matrix in enumerate(_stacked_matrices(model, name)):
+                if matrix in keys:
+                    values[index] = file.get_tensor(keys[matrix]).T
                     if not (allow_nonfinite or np.isfinite(values[index]).all()):
                         raise ValueError(
-                            f"adapter {path}: {keys[place]} has values that are not finite; restore the file, or "
+                            f"adapter {path}: {keys[matrix]} has values that are not finite; restore the file, or "
                             "set model.allow_nonfinite=true to load it as it is"
                         )
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
@@ -160,7 +160,9 @@ def save_adapter(
     with new_directory(Path(path)) as partial:
         tensors = {}
         for name, leaf in leaves.items():
-            for (layer, inner), matrix in zip(_places(model, name), np.asarray(leaf, np.float32), strict=True):
+            for (layer, inner), matrix in zip(
+                _stacked_matrices(model, name), np.asarray(leaf, np.float32), strict=True
+            ):
                 tensors[f"{prefix}layers.{layer}.{inner}.weight"] = np.ascontiguousarray(matrix.T)
         # `save_file` makes the file private to its owner, but a server may run as another user.
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -200,8 +202,8 @@ def _check_lora(path: str | Path, lora: LoraConfig) -> None:
     """Raises ValueError naming each difference between a folder and the lora section of the model."""
     saved = read_peft_config(path)
     problems = [
-        f"{theirs}: got {got!r}, but lora.{ours} of the config is {want!r}"
-        for theirs, ours, got, want in (
+        f"{peft_field}: got {got!r}, but lora.{field} of the config is {want!r}"
+        for peft_field, field, got, want in (
             ("r", "rank", saved.rank, lora.rank),
             ("lora_alpha", "alpha", saved.alpha, float(lora.alpha)),
             ("use_rslora", "rslora", saved.rslora, lora.rslora),
@@ -250,10 +252,10 @@ def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
 @functools.cache
 def _matrices(model: Decoder) -> dict[tuple[int, str], tuple[int, ...]]:
     """Returns the shape in a file of every matrix of the adapter, by its layer and its name there."""
-    return {place: shape[:0:-1] for leaf, shape in _shapes(model).items() for place in _places(model, leaf)}
+    return {matrix: shape[:0:-1] for leaf, shape in _shapes(model).items() for matrix in _stacked_matrices(model, leaf)}
 
 
-def _places(model: Decoder, leaf: str) -> list[tuple[int, str]]:
+def _stacked_matrices(model: Decoder, leaf: str) -> list[tuple[int, str]]:
     """Lists layer and name of the matrices that a leaf of the adapter stacks."""
     stack, inner = split_path(model.config, tuple(leaf.split(".")))
     return [] if stack is None else [(layer, ".".join(inner)) for layer in stack.layers]

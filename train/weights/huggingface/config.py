@@ -259,7 +259,7 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
     family = FAMILIES[name]
     known = {**COMMON, **family.defaults}
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
-    to_hub = {ours: theirs for theirs, ours in KINDS.items()}
+    to_hub = {kind: hub_kind for hub_kind, kind in KINDS.items()}
     full, local = write_rope(config.rope), write_rope(config.local_rope or config.rope)
     scaling = {key: value for key, value in full.items() if key != "rope_theta"}
     optional = {
@@ -284,7 +284,7 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        family.activation: {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
+        family.activation: {name: hub_name for hub_name, name in ACTIVATIONS.items()}[config.activation],
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": MAX_POSITIONS,

@@ -131,8 +131,8 @@ def check_tied(folder: Path, contents: Contents, chunk_bytes: int = CHUNK_BYTES)
     if head is None:
         return
     for start, count in head.pieces(chunk_bytes):
-        ours, theirs = (tensor.rows(start, count).astype(np.float32) for tensor in (embeddings, head))
-        if not np.array_equal(ours, theirs, equal_nan=True):
+        rows, head_rows = (tensor.rows(start, count).astype(np.float32) for tensor in (embeddings, head))
+        if not np.array_equal(rows, head_rows, equal_nan=True):
             raise ValueError(
                 f"{folder}: {CONFIG} ties the output head to the embeddings (tie_word_embeddings), but {head.name} "
                 f"differs from {embeddings.name}; set it to false, or remove the tensor"
