@@ -31,6 +31,7 @@ class Call:
       function: the name of the function in `kljax`.
       arguments: its keyword arguments. Arguments that only the user can know (a length, a schedule) are left out and
         named in the `sources` of the entry.
+      field: the field of the result that is meant, such as "max" of `Extremes`; empty for all of it.
       scale: a constant factor of the result.
       times: calls whose results multiply it as constants: importance weights, or a mask.
       then: calls applied to the result, one after the other.
@@ -52,6 +53,8 @@ class Call:
 
     function: str
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
+    _: dataclasses.KW_ONLY
+    field: str = ""
     scale: float = 1.0
     times: tuple["Call", ...] = ()
     then: tuple["Call", ...] = ()
@@ -89,7 +92,8 @@ class Call:
             for sign, calls in (("*", self.times), ("+", self.plus), ("->", self.then))
             for inner in calls
         ]
-        return " ".join([f"{factor}kljax.{self.function}({arguments})", *combined])
+        field = f".{self.field}" if self.field else ""
+        return " ".join([f"{factor}kljax.{self.function}({arguments}){field}", *combined])
 
 
 def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
@@ -100,10 +104,12 @@ def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
       keywords: further keyword arguments, passed to each function that has them; they override the call's.
 
     Returns:
-      The result of the function, times the scale and the results of `times`, plus the results of `plus`, then passed
-      through the calls of `then`. Where the function returns several arrays, `then` applies to the first.
+      The result of the function, or a field of it, times the scale and the results of `times`, plus the results of
+      `plus`, then passed through the calls of `then`. Where the function returns several arrays, `then` applies to the
+      first.
     """
-    result = _scaled(call, getattr(kljax, call.function)(**_arguments(call, arrays, keywords)))
+    result = getattr(kljax, call.function)(**_arguments(call, arrays, keywords))
+    result = _scaled(call, getattr(result, call.field) if call.field else result)
     for factor in call.times:
         result = _product(result, jax.lax.stop_gradient(run(factor, arrays, **keywords)))
     for term in call.plus:

@@ -109,7 +109,7 @@ def arguments(name: str, *, kind: str | None = None) -> dict[str, Any]:
     entry = get_entry(name, kind)
     call = require_call(entry)
     function = FUNCTIONS.get(entry.kind, call.function)
-    if call.function != function or call.scale != 1 or call.times or call.then or call.plus:
+    if call.function != function or call.field or call.scale != 1 or call.times or call.then or call.plus:
         raise ValueError(f"{entry.key} is {call!r}, which arguments of {function} do not express")
     return copy.deepcopy(dict(call.arguments))
 

@@ -115,6 +115,7 @@ def entry_as_json(entry: Entry) -> dict[str, Any]:
 def _call_as_json(call: Call) -> dict[str, Any]:
     steps = {name: [_call_as_json(step) for step in getattr(call, name)] for name in ("times", "plus", "then")}
     call_itself = {"function": call.function, "arguments": dict(call.arguments), "scale": call.scale}
+    call_itself |= {"field": call.field} if call.field else {}
     return {**call_itself, "renamed": dict(call.renamed), **steps}
 
 

@@ -139,6 +139,7 @@ FORMULAS: Mapping[str, Formula] = types.MappingProxyType(
         "10 with the type low_var_kl, a k3": lambda o, _: 10 if o["--kl-loss-type"] == "low_var_kl" else None,
         "value_clip": lambda o, _: o["--value-clip" if o.entry.system == "slime" else "value_clip"],
         "2 kl_tau": lambda o, _: 2 * o["kl_tau"],
+        "eps, ipo_threshold before 2026-08-27": lambda o, _: o["ipo_threshold"],
         "trainer.loss.kl_tau": lambda o, _: o["kl_tau"],
     }
 )
@@ -205,6 +206,7 @@ ONE_BOUND = "the default is the two bounds of a ratio; a divergence needs one nu
 OFF = "off: its default in the reward is none"
 SUGGESTED = "None: off; the config suggests 1e-4 and 100"
 PULL_REQUEST = "an option of a pull request that no release has"
+OF_MAIN = "a default of the main branch, after the release whose defaults are recorded"
 # (system, row, argument) -> why the call does not hold the default of the option; a row may stand for those after a +.
 EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
     {
@@ -219,6 +221,8 @@ EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
         ("skyrl", "outlier_token_is_threshold", "min_ratio"): SUGGESTED,
         ("skyrl", "outlier_token_is_threshold", "max_ratio"): SUGGESTED,
         ("skyrl", "use_rollout_kl_loss", "estimator"): PULL_REQUEST,
+        ("skyrl", "cispo+cispo_anchor=rollout", "clip_low"): OF_MAIN,
+        ("skyrl", "cispo+cispo_anchor=rollout", "clip_high"): OF_MAIN,
         ("slime", "reinforce_plus_plus_baseline", "coef"): GIVEN,
         **{("openrlhf", name, "coef"): GIVEN for name in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")},
         ("openrlhf", "flash_reinforce", "coef"): GIVEN,

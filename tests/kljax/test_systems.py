@@ -272,6 +272,17 @@ def test_lookup_of_every_kind_takes_arrays_by_name() -> None:
     assert set(shaped.optional) == {"clip_low", "clip_high", "dual_clip"}
 
 
+@pytest.mark.parametrize(("name", "expected"), [("max", 2.0), ("min", -0.5)])
+def test_extreme_of_log_perplexities_is_one_number(name: str, expected: float) -> None:
+    rollout = jnp.zeros((3, 2))
+    log_probs = jnp.array([[-2.0, -2.0], [0.5, 0.5], [9.0, 9.0]])
+    mask = jnp.array([[True, True], [True, True], [False, False]])
+    call = kljax.systems.get(f"verl/rollout_corr/log_ppl_diff_{name}")
+    largest = call({"log_probs": log_probs, "rollout_log_probs": rollout, "mask": mask})
+    chex.assert_trees_all_close(largest, jnp.asarray(expected))
+    assert repr(call).endswith(f".{'min' if name == 'max' else 'max'}")
+
+
 def test_importance_ratio_implied_by_the_name_is_required() -> None:
     arrays = {"log_probs": jnp.array([-1.0]), "ref_log_probs": jnp.array([-2.0])}
     call = kljax.systems.get("slime/k3+use_unbiased_kl")

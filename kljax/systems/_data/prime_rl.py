@@ -12,6 +12,8 @@ SYSTEM = System("prime-rl", "prime-rl", "0.8.0, commit 559b447", "squared log-ra
 EXAMPLES = {"rewards": "trace.reward", "group_ids": "the example"}
 NOT_RECORDED = "prime-rl's orchestrator is not on PyPI; tested by formula"
 DRIFT = Call("rollout_kl_loss", {"estimator": "k2"}, scale=0.002)
+SINCE_AUGUST = "main of 2026-08-27, pull request 3418"
+EPS = "eps, ipo_threshold before 2026-08-27"
 
 kl = partial(Entry, "prime-rl", "kl")
 advantage = partial(Entry, "prime-rl", "advantage", option="orchestrator.algo.type", gradient="constant")
@@ -64,21 +66,24 @@ ENTRIES = (
     policy_loss("default",
         Call("dppo_loss", {"divergence": "tv", "clip_low": 0.2, "clip_high": 0.2, "through": "ratio"}, plus=(DRIFT,)),
         "-A r where the probability has not moved too far, + kl_tau d^2 everywhere; r and d are to the sampler",
-        option="trainer.loss.type default",
+        option="trainer.loss.type default, until 2026-08-27",
         sources={"old_log_probs": "inference_logprobs", "rollout_log_probs": "inference_logprobs",
             "clip_low": "dppo_mask_low", "clip_high": "dppo_mask_high", "scale": "2 kl_tau",
             "advantages": "adv_tau * A"}, gradient="-A r on kept tokens + 2 kl_tau d",
-        defaults="the default; 0.2, 0.2, adv_tau 1.0, kl_tau 1e-3",
-        note="the documentation bounds r, the code does not; a token of A = 0 is tested as a negative one",
+        defaults="the default until 2026-08-27; 0.2, 0.2, adv_tau 1.0, kl_tau 1e-3",
+        note="pull request 3418 removed it, ipo is the default since; the documentation bounds r, the code does not; a "
+        "token of A = 0 is tested as a negative one",
         goldens=recorded("default_loss_fn")),
     policy_loss("ipo",
         Call("dppo_loss", {"divergence": "tv", "clip_low": 0.1, "clip_high": 0.1, "symmetric": True,
             "through": "ratio"}, plus=(DRIFT,)),
-        "as default, with |pi - sampler| bounded whatever the sign of A", option="trainer.loss.type ipo",
+        "-A r where |pi - sampler| is at most eps, whatever the sign of A, + kl_tau d^2 everywhere",
+        option="trainer.loss.type ipo",
         sources={"old_log_probs": "inference_logprobs", "rollout_log_probs": "inference_logprobs",
-            "clip_low": "ipo_threshold", "clip_high": "ipo_threshold", "scale": "2 kl_tau"},
-        gradient="-A r on kept tokens + 2 kl_tau d", defaults="0.1, kl_tau 1e-3",
-        reason="prime-rl is not on PyPI and its recorded cases hold the default only; tested by formula"),
+            "clip_low": EPS, "clip_high": EPS, "scale": "2 kl_tau"},
+        gradient="-A r on kept tokens + 2 kl_tau d", defaults="the default; 0.1, kl_tau 1e-3", version=SINCE_AUGUST,
+        note="pull request 3586 (2026-09-18) makes the defaults 0.3 and kl_tau 0: no KL at all",
+        reason="prime-rl is not on PyPI and its recorded cases hold the loss default only; a preset records a step"),
     policy_loss("ref_kl",
         Call("dppo_loss", {"divergence": "tv", "clip_low": 0.2, "clip_high": float("inf"), "symmetric": True,
             "through": "ratio"}, plus=(DRIFT,)),

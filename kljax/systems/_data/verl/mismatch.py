@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from kljax.systems._call import Call
 from kljax.systems._entry import Entry, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
@@ -211,11 +212,13 @@ ENTRIES = (
     statistic("rollout_corr/log_ppl_abs_diff", call("log_perplexity_diff", absolute=True),
         "mean over rows of |log ppl trainer - sampler|", sources=ROLLOUT, divisors=EMPTY_ROW_IS_0,
         goldens=recorded("compute_offpolicy_metrics")),
-    statistic("rollout_corr/log_ppl_diff_max", call("log_prob_diff_extremes", level="geometric"),
+    statistic("rollout_corr/log_ppl_diff_max",
+        Call("log_prob_diff_extremes", {"level": "geometric"}, field="min", scale=-1.0),
         "largest log ppl trainer - sampler of a row: minus the smallest mean of log trainer - log sampler",
         sources=ROLLOUT, divisors="n_i + 1e-8; a row without a token counts as 0",
         goldens=recorded("compute_offpolicy_metrics")),
-    statistic("rollout_corr/log_ppl_diff_min", call("log_prob_diff_extremes", level="geometric"),
+    statistic("rollout_corr/log_ppl_diff_min",
+        Call("log_prob_diff_extremes", {"level": "geometric"}, field="max", scale=-1.0),
         "smallest log ppl trainer - sampler of a row: minus the largest mean of log trainer - log sampler",
         sources=ROLLOUT, divisors="n_i + 1e-8; a row without a token counts as 0",
         goldens=recorded("compute_offpolicy_metrics")),
