@@ -157,7 +157,7 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group train --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
-	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py \
+	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py tests/benchmarks/test_grouped.py \
 	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import memory, overhead, quickstart, rollout, train_step
+from benchmarks import grouped, memory, overhead, quickstart, rollout, train_step
 from benchmarks.harness.report import Report
 from benchmarks.suites.aot import plans
 from benchmarks.suites.head import suite
@@ -13,6 +13,7 @@ from benchmarks.suites.model import packed
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
+    "grouped-cpu": grouped.report,
     "head-aot": plans.report,
     "head-cpu": suite.report,
     "memory-cpu": memory.report,

@@ -1,0 +1,164 @@
+"""Times the grouped product of a mixture of experts against the products that bound it, on a CPU.
+
+    python -m benchmarks.grouped
+    python -m benchmarks.grouped --rounds 20 --json PATH --markdown PATH
+    python -m benchmarks.grouped --all          also `jax.lax.ragged_dot`, which multiplies with every expert
+
+Rows are drawn unevenly, as a router leaves them: the largest group has about three times the mean. "Equal groups" is
+one batched product with groups of equal size, which reads every matrix and writes every gradient, too. "Dense" is one
+product of the same flops. Contenders take turns, and the fastest round counts, by the CPU time of all threads. A missed
+target does not fail the command.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness import cli, machine
+from benchmarks.harness.race import race_programs
+from benchmarks.harness.report import Report, table
+from benchmarks.harness.results import Check, Measured, Target
+from train.models.grouped import grouped_dot
+
+FORWARD, GRADIENT, DENSE = 1.10, 1.20, 1.30
+"""Targets: over equal groups, forward and with gradients; over one dense product where groups are large."""
+LARGE_GROUP = 512
+TITLES = {"dense": "dense", "equal": "equal groups", "grouped": "grouped product", "ragged": "`ragged_dot`"}
+KINDS = {"forward": "forward", "gradient": "with gradients"}
+COLUMNS = (("product", ""), ("ms", ".1f"), ("CPU ms", ".1f"), ("over equal groups", ".2f"), ("over dense", ".2f"),
+           ("temporary MiB", "MiB"))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSizes:
+    """Experts, mean rows of each, inputs and outputs of a product."""
+
+    experts: int = 64
+    rows: int = 256
+    inputs: int = 512
+    outputs: int = 512
+
+    def __str__(self) -> str:
+        return f"{self.experts} experts, {self.rows} rows an expert, {self.inputs} to {self.outputs}"
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """Returns the rows of each expert, drawn with unequal probabilities."""
+        random = np.random.default_rng(0)
+        shares = random.dirichlet(np.full(self.experts, 2.0))
+        return random.multinomial(self.experts * self.rows, shares)
+
+
+SIZES = (GroupSizes(), GroupSizes(rows=LARGE_GROUP))
+QUICK = (GroupSizes(3, 7, 5, 4), GroupSizes(2, LARGE_GROUP, 5, 4))
+
+
+def products(size: GroupSizes) -> dict[str, Callable[..., jax.Array]]:
+    """Returns the products of rows, matrices and group sizes by contender."""
+    return {
+        "dense": lambda x, weights, groups: x @ weights[0],
+        "equal": lambda x, weights, groups: jnp.einsum(
+            "emk,ekf->emf", x.reshape(size.experts, size.rows, -1), weights
+        ).reshape(len(x), -1),
+        "grouped": grouped_dot,
+        "ragged": jax.lax.ragged_dot,
+    }
+
+
+def measure_size(size: GroupSizes, names: tuple[str, ...], rounds: int) -> Measured:
+    """Times the contenders of a size."""
+    random, rows = np.random.default_rng(1), size.experts * size.rows
+    shapes = (rows, size.inputs), (size.experts, size.inputs, size.outputs), (rows, size.outputs)
+    x, weights, g = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+    arrays = (x, weights, jnp.asarray(size.drawn, jnp.int32), g)
+    compiled = {}
+    for name in names:
+        product = products(size)[name]
+
+        def forward(x: Any, weights: Any, groups: Any, g: Any, product: Any = product) -> Any:
+            return product(x, weights, groups)
+
+        def gradient(x: Any, weights: Any, groups: Any, g: Any, product: Any = product) -> Any:
+            y, backward = jax.vjp(lambda x, weights: product(x, weights, groups), x, weights)
+            return y, *backward(g)
+
+        for kind, function in (("forward", forward), ("gradient", gradient)):
+            # The dense product has the gradient of one matrix alone.
+            mine = (x, weights[:1], *arrays[2:]) if name == "dense" else arrays
+            compiled[f"{name}_{kind}"] = (jax.jit(function).lower(*mine).compile(), mine)
+    programs = {name: functools.partial(program, *mine) for name, (program, mine) in compiled.items()}
+    results = race_programs(programs, rounds)
+    for name, (program, _) in compiled.items():
+        memory = program.memory_analysis()
+        assert memory is not None
+        results[name].temp_bytes = memory.temp_size_in_bytes
+    return Measured(size, results)
+
+
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes a table of each size, and compares with the targets."""
+    parts, checks, failures = list[str | Report](), list[Check](), list[str]()
+    for entry in fields["sizes"]:
+        measured = Measured.read(entry, GroupSizes)
+        parts += [f"**{measured.size}**", table(COLUMNS, _rows(measured))]
+        checks += _checks(measured)
+        failures += measured.failures({})
+    how = [f"float32, {fields['rounds']} interleaved rounds"]
+    return Report(parts, checks, "wall time", fields, how, failures)
+
+
+def _rows(measured: Measured) -> list[list[Any]]:
+    results, rows = measured.results, list[list[Any]]()
+    for kind, title in KINDS.items():
+        for name, label in TITLES.items():
+            result = results.get(f"{name}_{kind}")
+            if result is None or result.problem is not None:
+                continue
+            wall, cpu = (result.best(clock) or 0.0 for clock in ("wall", "cpu"))
+            over = [cpu / (results[f"{other}_{kind}"].best("cpu") or 1.0) for other in ("equal", "dense")]
+            rows.append([f"{label}, {title}", wall * 1e3, cpu * 1e3, *over, result.temp_bytes])
+    return rows
+
+
+def _checks(measured: Measured) -> list[Check]:
+    checks = []
+    for kind, title in KINDS.items():
+        limits = {"equal": GRADIENT if kind == "gradient" else FORWARD}
+        limits |= {"dense": DENSE} if measured.size.rows >= LARGE_GROUP else {}
+        for other, limit in limits.items():
+            check = Target("time", f"grouped_{kind}", f"{other}_{kind}", limit).check(
+                f"{measured.size.rows} rows an expert: {title}, over {TITLES[other]}", measured.results
+            )
+            # CPU seconds count: the machine may be shared.
+            checks.append(dataclasses.replace(check, value=check.other, other=check.value))
+    return checks
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    names = tuple(TITLES) if options.all else ("dense", "equal", "grouped")
+    sizes = [measure_size(size, names, options.rounds) for size in (QUICK if options.quick else SIZES)]
+    return machine.conditions("cpu") | {
+        "rounds": options.rounds,
+        "sizes": [{"size": dataclasses.asdict(one.size), "results": one.as_json(())["results"]} for one in sizes],
+    }
+
+
+main = cli.command(
+    "grouped",
+    __doc__,
+    _measure,
+    report,
+    cli.rounds(12),
+    cli.option("--all", action="store_true", help="time `ragged_dot` too"),
+    cli.option("--quick", action="store_true", help="a smoke test: a few rows"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

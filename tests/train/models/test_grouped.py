@@ -1,0 +1,143 @@
+"""The grouped product against all products of all rows, of which each row selects its own."""
+
+from typing import get_args
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.models.grouped import Implementation, choose_implementation, grouped_dot
+
+IMPLEMENTATIONS = get_args(Implementation)
+SIZES = {
+    "uneven": (5, 0, 37, 1, 0, 70, 3),
+    "one group": (0, 0, 97, 0),
+    "first group": (97, 0, 0),
+    "none": (0, 0, 0),
+    "few": (1, 2, 0, 1),
+    "several tiles": (300, 0, 33, 289, 31),
+}
+CASES = [
+    pytest.param(name, implementation, id=f"{name}, {implementation}")
+    for implementation in IMPLEMENTATIONS
+    for name in SIZES
+    # Interpreted kernels are slow: the large case shows that tiles follow each other.
+    if not (implementation == "megablox" and name in ("first group", "few"))
+]
+INPUTS, OUTPUTS, REST = 12, 7, 6
+
+
+def draw(sizes: tuple[int, ...], dtype: str = "float32", rest: int = REST) -> tuple[jax.Array, ...]:
+    """Rows with NaN after the last group, matrices, sizes and a cotangent."""
+    keys, rows = jax.random.split(jax.random.key(len(sizes)), 3), sum(sizes) + rest
+    x = jax.random.normal(keys[0], (rows, INPUTS)).at[sum(sizes) :].set(jnp.nan)
+    weights = jax.random.normal(keys[1], (len(sizes), INPUTS, OUTPUTS)) / INPUTS**0.5
+    g = jax.random.normal(keys[2], (rows, OUTPUTS)).at[sum(sizes) :].set(jnp.nan)
+    return x.astype(dtype), weights.astype(dtype), jnp.array(sizes), g.astype(dtype)
+
+
+def by_all_groups(x, weights, sizes, g) -> tuple[np.ndarray, ...]:
+    """Output and gradients, in float64."""
+    x, weights, g = (np.asarray(array, np.float64) for array in (x, weights, g))
+    groups = np.repeat(np.arange(len(weights)), np.asarray(sizes))
+    inside = len(groups)
+    chosen = np.eye(len(weights))[groups]
+    y, dx = np.zeros((len(x), weights.shape[2])), np.zeros_like(x)
+    y[:inside] = np.einsum("nk,ekf,ne->nf", x[:inside], weights, chosen)
+    dx[:inside] = np.einsum("nf,ekf,ne->nk", g[:inside], weights, chosen)
+    return y, dx, np.einsum("nk,nf,ne->ekf", x[:inside], g[:inside], chosen)
+
+
+def by_groups(implementation, x, weights, sizes, g) -> tuple[jax.Array, ...]:
+    @jax.jit
+    def run(x, weights, sizes, g):
+        y, backward = jax.vjp(lambda x, w: grouped_dot(x, w, sizes, implementation=implementation), x, weights)
+        return y, *backward(g)
+
+    return run(x, weights, sizes, g)
+
+
+def assert_close(actual, expected, tolerance: float) -> None:
+    for result, exact in zip(actual, expected, strict=True):
+        scale = np.abs(exact).max(initial=0.0)
+        np.testing.assert_allclose(np.asarray(result, np.float64), exact, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_groups_give_the_products_of_their_rows(name, implementation):
+    """Value and both gradients; rows of no group hold NaN, and get exactly 0."""
+    arrays = draw(SIZES[name])
+    actual = by_groups(implementation, *arrays)
+    assert_close(actual, by_all_groups(*arrays), 2e-6)
+    for result in actual[:2]:
+        assert (result[sum(SIZES[name]) :] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_groups_in_bfloat16_round_once(implementation):
+    """Sums are accumulated in float32: 289 ones would stop at 256 in bfloat16."""
+    x, weights, sizes, g = draw(SIZES["several tiles"], "bfloat16")
+    actual = by_groups(implementation, x, weights, sizes, g)
+    assert all(result.dtype == jnp.bfloat16 for result in actual)
+    assert_close(actual, by_all_groups(x, weights, sizes, g), 2**-8)
+    ones = by_groups(implementation, jnp.ones_like(x), weights, sizes, jnp.ones_like(g))[2]
+    np.testing.assert_array_equal(ones[:, 0, 0], jnp.array(SIZES["several tiles"], jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_wide_weights_keep_a_wide_gradient(implementation):
+    x, weights, sizes, g = draw(SIZES["uneven"], "bfloat16")
+    wide = by_groups(implementation, x, weights.astype("float32"), sizes, g)
+    narrow = by_groups(implementation, x, weights, sizes, g)
+    assert [result.dtype for result in wide] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    chex.assert_trees_all_equal(wide[:2], narrow[:2])
+    assert_close(wide[2:], by_all_groups(x, weights, sizes, g)[2:], 2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_int8_weights_are_constants(implementation):
+    x, weights, sizes, g = draw(SIZES["uneven"])
+    quantised = jnp.round(20 * weights).astype(jnp.int8)
+
+    def run(x):
+        return grouped_dot(x, quantised, sizes, implementation=implementation)
+
+    y, backward = jax.vjp(run, x)
+    assert_close((y, *backward(g)), by_all_groups(x, quantised, sizes, g)[:2], 2e-6)
+
+
+def test_rows_without_a_rest_fill_the_array():
+    """The last tile would reach past the end."""
+    for sizes in ((3, 30), (40, 5), (7,), (256, 1)):
+        arrays = draw(sizes, rest=0)
+        assert_close(by_groups("loop", *arrays), by_all_groups(*arrays), 2e-6)
+
+
+def test_group_sizes_are_mapped():
+    x, weights, _, _ = draw((9, 4, 20))
+    sizes = jnp.array([[9, 4, 20], [0, 30, 3]])
+    mapped = jax.vmap(lambda sizes: grouped_dot(x, weights, sizes, implementation="loop"))(sizes)
+    for result, size in zip(mapped, sizes, strict=True):
+        assert_close((result,), by_all_groups(x, weights, size, result)[:1], 2e-6)
+
+
+def test_implementation_is_chosen_by_device():
+    assert choose_implementation("cpu") == choose_implementation("NVIDIA H100 80GB HBM3") == "loop"
+    native = jax.__version_info__[:2] >= (0, 12)
+    assert choose_implementation("TPU v5p") == ("ragged" if native else "megablox")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "implementation", "message"),
+    [
+        (((4, 3), (2, 5, 3), (2,)), None, r"weights: got \(2, 5, 3\) for rows of shape \(4, 3\)"),
+        (((4, 3), (2, 3, 5), (3,)), None, r"group_sizes: got shape \(3,\), expected \(2,\)"),
+        (((4, 3), (2, 3, 5), (2,)), "dense", "implementation: got 'dense', expected one of loop, ragged, megablox"),
+    ],
+)
+def test_wrong_operands_are_named(shapes, implementation, message):
+    x, weights, sizes = map(jnp.zeros, shapes)
+    with pytest.raises(ValueError, match=message):
+        grouped_dot(x, weights, sizes.astype(int), implementation=implementation)

@@ -1,0 +1,286 @@
+"""Products of rows that are sorted by group with the matrix of their group, without the operations of other groups.
+
+Shapes: N rows, E groups, K inputs, F outputs. Group `e` has the next `group_sizes[e]` rows; rows after the last group
+belong to none, are read by nobody, and have results and gradients of 0.
+
+`jax.lax.ragged_dot` multiplies every row with every matrix on CPUs and NVIDIA GPUs, and so does its gradient on TPUs
+before JAX 0.12. Elsewhere a loop goes through the tiles of rows that exist.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kljax._narrow import narrow_on_cpu, read_with
+from train.models.kernels import device_kind
+
+Implementation: TypeAlias = Literal["loop", "ragged", "megablox"]
+ROWS = (256, 128, 64, 32)
+"""Rows of a tile in the loop, largest first: a group is cut into whole tiles, the last of which may overlap."""
+TILING = (512, 1024, 512)
+"""Most rows, inputs and outputs of a tile of megablox; smaller arrays take their padded size."""
+LANES = 128
+NATIVE_GRADIENT = (0, 12)
+"""The first JAX whose gradient of `ragged_dot` is native on TPUs."""
+_ROW_TILES, _MATRIX_TILES = "row_tiles", "matrix_tiles"
+
+
+def grouped_dot(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """Multiplies each row with the matrix of its group, in the type of the rows.
+
+    Args:
+      x: [N, K] float, sorted by group. Rows of no group may hold anything, NaN included.
+      weights: [E, K, F], float or int8. Other types than that of x are converted one matrix at a time by the loop.
+      group_sizes: [E] int, non-negative, with a sum of at most N.
+      implementation: "loop" computes tiles of rows one after the other, "ragged" calls `jax.lax.ragged_dot`,
+        "megablox" computes its gradient by the TPU kernels that JAX ships. None chooses for the devices: on TPU
+        "megablox" before JAX 0.12 and "ragged" from there on, "loop" elsewhere.
+
+    Returns:
+      [N, F] in the type of x; exactly 0 in rows of no group. Sums are accumulated in float32 at least.
+
+    Gradient:
+      Of x and of float weights, the latter in their type; empty groups have a gradient of 0. int8 weights are treated
+      as constants.
+
+    Raises:
+      ValueError: shapes that do not fit, or an unknown implementation.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
+        raise ValueError(f"weights: got {weights.shape} for rows of shape {x.shape}, expected [E, K, F] and [N, K]")
+    if group_sizes.shape != weights.shape[:1]:
+        raise ValueError(f"group_sizes: got shape {group_sizes.shape}, expected {weights.shape[:1]}, one per matrix")
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(
+            f"implementation: got {implementation!r}, expected one of {', '.join(get_args(Implementation))} or None"
+        )
+    product = _PRODUCTS[implementation or choose_implementation(device_kind())]
+    return product(x, weights, group_sizes.astype(jnp.int32))
+
+
+def choose_implementation(kind: str) -> Implementation:
+    """Chooses the implementation of a device kind."""
+    if not kind.startswith("TPU"):
+        return "loop"
+    return "ragged" if jax.__version_info__[:2] >= NATIVE_GRADIENT else "megablox"
+
+
+def expected_trips(rows: int, groups: int) -> dict[str, float]:
+    """Returns the iterations of the loops of a group by the names of their scopes, where groups have equal size.
+
+    A count of operations counts each branch of a conditional as taken: the gradient of the matrices gets fewer trips.
+    """
+    size, trips = rows / groups, dict[str, float]()
+    left = size
+    for count in _tiles(rows):
+        trips[f"{_ROW_TILES}_{count}"] = left / count if count == _tiles(rows)[-1] else left // count
+        left %= count
+    trips[_MATRIX_TILES] = size / sum(_counts(_tiles(rows)[0]))
+    return trips
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _read(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keeps the conversion of a narrow array in the loop that reads it."""
+    return read_with(array, index) if narrow_on_cpu(array, device_kind()) else (array, index)
+
+
+def _rows_at(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    array, index = _read(x, start)
+    return lax.dynamic_slice_in_dim(array, index, count)
+
+
+def _tiles(size: int) -> tuple[int, ...]:
+    """Lists the rows of the tiles of an array of `size` rows."""
+    return tuple(rows for rows in ROWS if rows <= size) or (size,)
+
+
+def _each_tile(
+    first: jax.Array, size: jax.Array, rows: int, add: Callable[[int, jax.Array, jax.Array, Any], Any], carry: Any
+) -> Any:
+    """Calls `add(count, start, left, carry)` for the tiles of a group, with the number of rows that they must compute.
+
+    A tile has `count` rows from `start` on; all but the last one compute all of them. Trip counts are traced, so that
+    tiles which do not exist take no time.
+    """
+    tiles = _tiles(rows)
+    for count in tiles:
+        last = count == tiles[-1]
+        number = -(-size // count) if last else size // count
+
+        def step(index: jax.Array, carry: Any, count: int = count, first: Any = first, size: Any = size) -> Any:
+            return add(count, first + index * count, jnp.minimum(size - index * count, count), carry)
+
+        with jax.named_scope(f"{_ROW_TILES}_{count}"):
+            carry = lax.fori_loop(0, number, step, carry)
+        first, size = first + number * count, size - number * count
+    return carry
+
+
+def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
+    """Calls `add(group, first, size, carry)` for every group."""
+    firsts = jnp.cumsum(group_sizes) - group_sizes
+    return lax.fori_loop(
+        0, len(group_sizes), lambda group, carry: add(group, firsts[group], group_sizes[group], carry), carry
+    )
+
+
+def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Computes the product, or that with the transposed matrices."""
+    rows, smallest = len(x), _tiles(len(x))[-1]
+
+    def add_group(group: jax.Array, first: jax.Array, size: jax.Array, y: jax.Array) -> jax.Array:
+        def add_tile(count: int, start: jax.Array, left: jax.Array, y: jax.Array) -> jax.Array:
+            array, index = _read(weights, group)
+            matrix = lax.dynamic_index_in_dim(array, index, keepdims=False).astype(x.dtype)
+            begin = jnp.minimum(start, rows - count)
+            contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+            part = lax.dot_general(_rows_at(x, begin, count), matrix, contracted, preferred_element_type=_wide(x.dtype))
+            part = part.astype(x.dtype)
+            if count == smallest:
+                # The tile may reach into other groups, whose rows stay as they are.
+                number = begin + jnp.arange(count)[:, None]
+                inside = (number >= start) & (number < start + left)
+                part = jnp.where(inside, part, lax.dynamic_slice_in_dim(y, begin, count))
+            return lax.dynamic_update_slice_in_dim(y, part, begin, 0)
+
+        return _each_tile(first, size, rows, add_tile, y)
+
+    return _each_group(group_sizes, add_group, jnp.zeros((rows, weights.shape[1 if transposed else 2]), x.dtype))
+
+
+def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Computes the gradient of the matrices, [E, K, F] of x [N, K] and the cotangent [N, F]."""
+    rows, wide = len(x), _wide(dtype)
+    largest = _tiles(rows)[0]
+
+    def product(count: int, start: jax.Array, left: jax.Array) -> jax.Array:
+        begin = jnp.minimum(start, rows - count)
+        number = begin + jnp.arange(count)[:, None]
+        inside = (number >= start) & (number < start + left)
+        # Both are selected: a NaN in a row of no group times 0 is NaN.
+        left_rows, right_rows = (jnp.where(inside, _rows_at(array, begin, count), 0) for array in (x, g))
+        return lax.dot_general(left_rows, right_rows, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+
+    def add_group(group: jax.Array, first: jax.Array, size: jax.Array, dw: jax.Array) -> jax.Array:
+        def add_tile(index: jax.Array, total: jax.Array) -> jax.Array:
+            left = jnp.minimum(size - index * largest, largest)
+            return total + _of_size(left, largest, lambda count: product(count, first + index * largest, left))
+
+        total = jnp.zeros((x.shape[1], g.shape[1]), wide)
+        with jax.named_scope(_MATRIX_TILES):
+            total = lax.fori_loop(0, -(-size // largest), add_tile, total)
+        return lax.dynamic_update_index_in_dim(dw, total.astype(dtype), group, 0)
+
+    return _each_group(group_sizes, add_group, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), dtype))
+
+
+def _counts(largest: int) -> range:
+    """Lists the rows that a tile of the gradient of the matrices may compute."""
+    step = min(ROWS[-1], largest)
+    return range(step, largest + 1, step)
+
+
+def _of_size(left: jax.Array, largest: int, product: Callable[[int], jax.Array]) -> jax.Array:
+    """Computes the product of the smallest number of rows that holds `left` of them."""
+    counts = _counts(largest)
+    return lax.switch((left - 1) // counts[0], [functools.partial(product, count) for count in counts])
+
+
+def _loop_gradient(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    dw = _loop_weights(x, g, group_sizes, weights.dtype) if _is_float(weights) else None
+    return _loop_rows(g, weights, group_sizes, transposed=True), dw
+
+
+def _ragged_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    y = lax.ragged_dot(x, weights.astype(x.dtype), group_sizes, preferred_element_type=x.dtype)
+    return _without_rest(y, group_sizes)
+
+
+def _ragged_gradient(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    # Only the gradient of the matrices mixes rows.
+    x, g = _without_rest(x, group_sizes), _without_rest(g, group_sizes)
+    _, backward = jax.vjp(lambda x, weights: _ragged_rows(x, weights, group_sizes), x, weights)
+    dx, dw = backward(g)
+    return dx, dw if _is_float(weights) else None
+
+
+def _megablox_gradient(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    # An attribute of the package hides the module of this name.
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    interpret = not device_kind().startswith("TPU")
+    rows = len(x)
+    short = -rows % LANES
+    if short:  # Tiles must divide the rows.
+        x, g = (jnp.pad(array, ((0, short), (0, 0))) for array in (x, g))
+    tile = next(size for size in (TILING[0], TILING[0] // 2, LANES) if len(x) % size == 0)
+    inputs, outputs = (
+        min(size, -(-axis // LANES) * LANES) for size, axis in zip(TILING[1:], weights.shape[1:], strict=True)
+    )
+    dx = megablox.gmm(
+        g,
+        weights.astype(g.dtype),
+        group_sizes,
+        preferred_element_type=x.dtype,
+        tiling=(tile, outputs, inputs),
+        transpose_rhs=True,
+        interpret=interpret,
+    )
+    dx = _without_rest(dx, group_sizes)[:rows]
+    if not _is_float(weights):
+        return dx, None
+    dw = megablox.tgmm(
+        x.T,
+        g,
+        group_sizes,
+        preferred_element_type=weights.dtype,
+        tiling=(tile, inputs, outputs),
+        interpret=interpret,
+    )
+    return dx, dw
+
+
+def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Sets rows of no group to 0; kernels leave them as they are in memory."""
+    return jnp.where((jnp.arange(len(x)) < group_sizes.sum())[:, None], x, 0)
+
+
+def _is_float(weights: jax.Array) -> bool:
+    return jnp.issubdtype(weights.dtype, jnp.floating)
+
+
+def _make_product(forward: Callable[..., jax.Array], gradient: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Makes a product with a gradient of its own: a loop with a traced trip count has none."""
+    product = jax.custom_vjp(forward)
+
+    def run(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, Any]:
+        return forward(x, weights, group_sizes), (x, weights, group_sizes)
+
+    def differentiate(residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+        return *gradient(*residuals, g), None
+
+    product.defvjp(run, differentiate)
+    return product
+
+
+_PRODUCTS: dict[Implementation, Callable[..., jax.Array]] = {
+    "loop": _make_product(_loop_rows, _loop_gradient),
+    "ragged": _make_product(_ragged_rows, _ragged_gradient),
+    "megablox": _make_product(_ragged_rows, _megablox_gradient),
+}
