@@ -1,6 +1,7 @@
 """Attention: kernels against XLA's own products, which one is taken, and that each can be lowered for its devices."""
 
 import functools
+import math
 import re
 
 import chex
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.rounding import assert_close_by_norm, of_sum
 from train.models import Decoder, DecoderConfig, attention, kernels
 from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
@@ -52,6 +54,36 @@ def test_attention_is_its_formula(sliding, softcap):
     expected = reference(*inputs(), sliding=sliding, scale=0.7, softcap=softcap)
     np.testing.assert_allclose(output, expected, atol=2e-6)
     assert not output[~MASK].any()
+
+
+@pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
+@pytest.mark.parametrize("first", [0, 13])
+def test_query_blocks_equal_one_block(sliding, softcap, first, monkeypatch):
+    """Blocks of unequal lengths, 40 or 27 queries in fives; the cotangent of padding is not 0."""
+    mask = jax.tree.map(lambda x: x[:, :, first:] if x.ndim == 4 else x, ATTENTION_MASK)
+    query, key, value = inputs()
+
+    def results():
+        run = functools.partial(attend, mask=mask, options=AttentionOptions(sliding, 0.7, softcap))
+        output, pull = jax.vjp(run, query[:, first:], key, value)
+        return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
+
+    expected = jax.jit(lambda: results())()  # noqa: PLW0108
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    actual = jax.jit(lambda: results())()  # noqa: PLW0108
+    # The longest sum has a term for each key; a gradient passes scores, softmax and values twice.
+    assert_close_by_norm(actual, expected, roundings=2 * math.sqrt(2 * 3) * of_sum(LENGTH))
+
+
+def test_query_blocks_leave_out_masked_scores():
+    length = 8 * attention.QUERY_BLOCK
+    mask = causal_mask(np.ones((ROWS, length), bool), None)
+
+    def flops(mask):
+        compiled = jax.jit(lambda *x: attend(*x, mask)).lower(*inputs(length=length)).compile()
+        return compiled.cost_analysis()["flops"]
+
+    assert flops(mask) / flops(AttentionMask(mask.full)) < 0.6
 
 
 @pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
