@@ -1,10 +1,10 @@
 """Digests of arrays and texts, with which damage on disk is noticed when these are read back.
 
-The digest of an array hashes its sums along the last axis, with its bits taken as 32-bit words. Damage within one word
-always changes a sum; damage to more words of a row is missed with a probability of 2^-32, to more rows with that of all
-of them. Sums of shards add up, so a digest does not depend on the sharding, is computed on the devices that have the
-array, and no host needs all of it. On the host it takes one pass at the speed of memory. Digests notice faults of disks
-and memory, not changes that someone makes on purpose.
+The digest of an array hashes two sums of each of its rows, in which every word is weighted by its position: its lanes.
+Lanes of shards add up, so a digest does not depend on the sharding, is computed on the devices that have the array, and
+no host needs all of it. Damage to one 32-bit word of a row always changes its lanes; other damage is missed with a
+probability of about 2^-64, and of at most 2^-34 if only the highest bits of words flipped. Digests notice faults of
+disks and memory, not changes that someone makes on purpose.
 """
 
 import functools
@@ -15,23 +15,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from kljax.checkpoint._lanes import device_lanes, host_lanes
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
 CONTENT, SEAL = "kljax", "digest"
+KIND = "lanes"
+"""The kind of the digests of arrays, as each names it; digests of version 0.2 name none."""
 
 
 def array_digest(array: Any) -> str:
-    """Computes the digest of an array: its dtype, its shape and 16 hexadecimal digits.
+    """Computes the digest of an array: its dtype, its shape, the kind of the digest and 16 hexadecimal digits.
 
     Args:
       array: of any shape, dtype and sharding, on the host or on devices.
 
     Returns:
-      Text such as `float32[8, 4] 0123456789abcdef`.
+      Text such as `float32[8, 4] lanes:0123456789abcdef`.
 
     Raises:
       Nothing.
@@ -39,15 +41,20 @@ def array_digest(array: Any) -> str:
     Example:
       >>> import numpy as np, kljax
       >>> kljax.checkpoint.array_digest(np.ones((8, 4), np.float32))
-      'float32[8, 4] 44871d14b56c8c4f'
+      'float32[8, 4] lanes:4a1d835c40ba954f'
     """
-    sums = _host_sums(np.asarray(array)) if _is_on_host(array) else jax.device_get(_device_sums(array))
-    return _digest_of(array, sums)
+    lanes = host_lanes(np.asarray(array)) if _is_on_host(array) else jax.device_get(_lanes_on_devices(array))
+    return _digest_of(array, lanes)
 
 
-def _digest_of(array: Any, sums: np.ndarray) -> str:
-    hashed = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=8)
-    return f"{shape_and_dtype(array)} {hashed.hexdigest()}"
+def _digest_of(array: Any, lanes: np.ndarray) -> str:
+    hashed = hashlib.blake2b(np.ascontiguousarray(lanes).data, digest_size=8)
+    return f"{shape_and_dtype(array)} {KIND}:{hashed.hexdigest()}"
+
+
+def are_of_this_kind(digests: Mapping[str, str]) -> bool:
+    """Whether the digests of a checkpoint are of the kind that this version computes; version 0.2 had another."""
+    return all(digest.rpartition(" ")[2].startswith(f"{KIND}:") for digest in digests.values())
 
 
 def tree_digests(tree: Tree) -> dict[str, str]:
@@ -65,17 +72,17 @@ def tree_digests(tree: Tree) -> dict[str, str]:
     Example:
       >>> import numpy as np, kljax
       >>> kljax.checkpoint.tree_digests({"a": {"w": np.ones(2, np.float32)}})
-      {'a.w': 'float32[2] 75ca910a4217e0df'}
+      {'a.w': 'float32[2] lanes:75ca910a4217e0df'}
     """
     leaves = named_leaves(tree)
-    # The processes that hold an array compute its sums in one program, as they have to start programs in one order.
+    # The processes that hold an array compute its lanes in one program, as they have to start programs in one order.
     spread = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array) and _is_spread(leaf)}
-    computed = _compiled_sums(tuple(map(_everywhere, spread.values())))(list(spread.values())) if spread else []
-    sums = dict(zip(spread, jax.device_get(computed), strict=True))
+    computed = _compiled_lanes(tuple(map(_everywhere, spread.values())))(list(spread.values())) if spread else []
+    lanes = dict(zip(spread, jax.device_get(computed), strict=True))
 
     def digest(item: tuple[str, Any]) -> str:
         name, leaf = item
-        return _digest_of(leaf, sums[name]) if name in sums else array_digest(leaf)
+        return _digest_of(leaf, lanes[name]) if name in lanes else array_digest(leaf)
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(leaves, pool.map(digest, leaves.items()), strict=True))
@@ -199,19 +206,8 @@ def _is_spread(array: jax.Array) -> bool:
     return not array.is_fully_addressable
 
 
-def _word_size(shape: tuple[int, ...], size: int) -> int:
-    """Returns the bytes of a word: 4, or the bytes of an element if they are more, or if rows are not whole words."""
-    return 4 if size < 4 and shape and shape[-1] * size % 4 == 0 else size
-
-
-def _host_sums(array: np.ndarray) -> np.ndarray:
-    size = _word_size(array.shape, array.dtype.itemsize)
-    words = np.ascontiguousarray(array).reshape(array.shape).view(f"u{size}")
-    return np.add.reduce(words, axis=-1, dtype=words.dtype) if words.ndim > 1 else words
-
-
-def _device_sums(array: jax.Array) -> jax.Array:
-    return _compiled_sums((_everywhere(array),))([array])[0]
+def _lanes_on_devices(array: jax.Array) -> jax.Array:
+    return _compiled_lanes((_everywhere(array),))([array])[0]
 
 
 def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
@@ -222,16 +218,6 @@ def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
 
 
 @functools.cache
-def _compiled_sums(everywhere: tuple[jax.sharding.Sharding | None, ...]) -> Any:
-    """Compiles the sums of `_host_sums` for arrays on devices; the sums are replicated."""
-
-    def sums(array: jax.Array) -> jax.Array:
-        element = array.dtype.itemsize
-        size = _word_size(array.shape, element)
-        words = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
-        if size > element:
-            words = words.reshape(*array.shape[:-1], array.shape[-1] * element // size, size // element)
-        words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * size}"))
-        return words.sum(axis=-1, dtype=words.dtype) if words.ndim > 1 else words
-
-    return jax.jit(lambda arrays: [sums(array) for array in arrays], out_shardings=list(everywhere))
+def _compiled_lanes(everywhere: tuple[jax.sharding.Sharding | None, ...]) -> Any:
+    """Compiles the lanes of arrays on devices; they are replicated."""
+    return jax.jit(lambda arrays: [device_lanes(array) for array in arrays], out_shardings=list(everywhere))

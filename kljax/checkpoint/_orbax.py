@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kljax.checkpoint._digests import check_digests, open_sealed
+from kljax.checkpoint._digests import are_of_this_kind, check_digests, open_sealed
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
@@ -26,6 +26,11 @@ class CheckpointMetadata:
     path: pathlib.Path
     tree: Tree
     content: dict[str, Any] | None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its arrays are compared with digests; digests of version 0.2, of another kind, are not compared."""
+        return self.content is not None and are_of_this_kind(self.content.get("arrays", {}))
 
     def subtree(self, item: str | None) -> Tree:
         """Returns the structure below a dotted path.
@@ -157,7 +162,7 @@ def restore(metadata: CheckpointMetadata, abstract: Tree, *, item: str | None = 
 
 
 def check_restored(metadata: CheckpointMetadata, restored: Tree, *, item: str | None = None) -> None:
-    """Compares restored arrays with their digests, if the checkpoint has digests.
+    """Compares restored arrays with their digests, if the checkpoint has digests of the present kind.
 
     Args:
       metadata: that of the checkpoint.
@@ -177,7 +182,7 @@ def check_restored(metadata: CheckpointMetadata, restored: Tree, *, item: str | 
       >>> metadata = kljax.checkpoint.CheckpointMetadata(pathlib.Path("/runs/1"), saved, content)
       >>> kljax.checkpoint.check_restored(metadata, saved)
     """
-    if metadata.content is not None:
+    if metadata.content is not None and metadata.is_checked:
         nested, digests = _nest(restored, item), metadata.content.get("arrays", {})
         check_digests(f"checkpoint {metadata.path}", nested, digests)
 

@@ -5,10 +5,14 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kljax.checkpoint import _digests as digests
+from kljax.checkpoint import _lanes, read_metadata, restore
+from kljax.checkpoint._lanes import host_lanes
+from tests.kljax import word_changes
 
 ARRAYS = {
     "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
@@ -39,8 +43,8 @@ def test_every_flipped_bit_changes_the_digest(array):
 def test_host_and_devices_agree(array):
     on_device = jnp.asarray(array)
     assert on_device.dtype == array.dtype
-    sums, expected = np.asarray(digests._device_sums(on_device)), digests._host_sums(np.asarray(array))
-    assert (sums.dtype, sums.shape, sums.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    lanes, expected = np.asarray(digests._lanes_on_devices(on_device)), host_lanes(np.asarray(array))
+    assert (lanes.dtype, lanes.shape, lanes.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
     assert digests.array_digest(on_device) == digests.array_digest(array)
 
 
@@ -50,7 +54,7 @@ def test_the_digest_does_not_depend_on_the_sharding():
     for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec("b", "a"), PartitionSpec(None, ("a", "b"))):
         sharded = jax.device_put(values, NamedSharding(mesh, spec))
         assert digests.array_digest(sharded) == digests.array_digest(values)
-        assert np.asarray(digests._device_sums(sharded)).tobytes() == digests._host_sums(values).tobytes()
+        assert np.asarray(digests._lanes_on_devices(sharded)).tobytes() == host_lanes(values).tobytes()
 
 
 def test_row_order_shape_and_dtype_change_the_digest():
@@ -58,6 +62,41 @@ def test_row_order_shape_and_dtype_change_the_digest():
     others = [values[::-1], np.roll(values, 1), values.reshape(3, 4), values.reshape(4, 3), values.view(np.int32)]
     others += [values.reshape(3, 4)[::-1], np.roll(values, 1).reshape(3, 4)]
     assert len({digests.array_digest(np.ascontiguousarray(x)) for x in [values, *others]}) == 8
+
+
+@pytest.mark.parametrize("kind", word_changes.KINDS)
+def test_changed_words_always_change_the_digest(kind):
+    counted = word_changes.missed(kind, 4000, np.random.default_rng(0))
+    assert counted.changes >= 2000
+    assert (counted.both, counted.first, counted.second) == (0, 0, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", word_changes.KINDS)
+def test_no_change_in_a_million_is_missed(kind):
+    counted = word_changes.missed(kind, 1_000_000, np.random.default_rng(1))
+    assert counted.changes >= 500_000
+    assert counted.both == 0
+    # One lane alone misses about one in 2^17 where the highest bits cancel, and one in 2^32 elsewhere.
+    assert max(counted.first, counted.second) < 40
+
+
+def test_long_rows_and_many_rows_join_their_blocks(monkeypatch):
+    words = np.random.default_rng(0).integers(1 << 32, size=(7, 50), dtype=np.uint32)
+    expected = host_lanes(words)
+    monkeypatch.setattr(_lanes, "BLOCK", 16)
+    assert np.array_equal(host_lanes(words), expected)
+
+
+def test_former_digests_are_not_taken_for_damage(tmp_path):
+    tree = {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3)}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        sealed = digests.seal({"arrays": {"w": "float32[2, 3] 0123456789abcdef"}})
+        checkpointer.save(tmp_path / "tree", args=ocp.args.StandardSave(tree, custom_metadata=sealed))
+    metadata = read_metadata(tmp_path / "tree")
+    assert not metadata.is_checked
+    abstract = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=tree["w"].sharding)}
+    assert jnp.array_equal(restore(metadata, abstract)["w"], tree["w"])
 
 
 def test_other_noise_in_a_block_changes_the_digest():
@@ -78,7 +117,7 @@ def test_arrays_with_other_or_no_digest_are_named():
     digests.check_digests("it", tree, saved | {"more": "float32[] 00"})
     changed = {**tree, "b": tree["b"] + 1}
     with pytest.raises(
-        ValueError, match=r"^it is damaged: arrays differ .*: b: got float32\[2, 2\] \w+, expected float32"
+        ValueError, match=r"^it is damaged: arrays differ .*: b: got float32\[2, 2\] lanes:\w+, expected float32"
     ):
         digests.check_digests("it", changed, saved)
     with pytest.raises(ValueError, match=r"a\.w: got .*, expected a digest"):

@@ -71,7 +71,7 @@ def carried_with(path: Path) -> dict[str, Any]:
 
 
 def _read_together(label: str, read: Callable[[], Mapping[str, SavedTree]], item: str | None = None) -> dict[str, Tree]:
-    """Reads trees in all processes and compares their arrays with the digests; warns of a directory without digests.
+    """Reads trees in all processes and compares their arrays with the digests; warns of a tree without such digests.
 
     Args:
       label: names the trees in errors.
@@ -84,9 +84,10 @@ def _read_together(label: str, read: Callable[[], Mapping[str, SavedTree]], item
     # All processes compare digests together, so each of them has to have its arrays by then.
     trees = run_together(label, read)
     for metadata, tree in trees.values():
-        if metadata.content is None:
-            text = "%s has no digests, so damage to its arrays would not be noticed"
-            logging.getLogger(__name__).warning(text, metadata.path)
+        if not metadata.is_checked:
+            digests = "no digests" if metadata.content is None else "digests of version 0.2, which are not compared"
+            text = "%s has %s, so damage to its arrays would not be noticed"
+            logging.getLogger(__name__).warning(text, metadata.path, digests)
         checkpoint.check_restored(metadata, tree, item=item)
     return {name: tree for name, (_, tree) in trees.items()}
 

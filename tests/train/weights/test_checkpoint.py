@@ -288,6 +288,16 @@ def test_checkpoint_without_digests_is_read_with_warnings(tmp_path, caplog):
     ]
 
 
+def test_former_digests_are_read_with_a_warning(tmp_path, caplog, monkeypatch):
+    params = {"w": jnp.arange(4.0)}
+    with monkeypatch.context() as former:
+        former.setattr("train.weights.orbax.tree_digests", lambda tree: {"w": "float32[4] 0123456789abcdef"})
+        save_base(tmp_path / "base", params)
+    restored = restore_base(tmp_path / "base", abstract(params), "base")
+    assert jnp.array_equal(restored["w"], params["w"])
+    assert "has digests of version 0.2, which are not compared" in caplog.text
+
+
 def test_a_damaged_record_of_digests_is_damage(run, caplog):
     path = run / "checkpoints" / "4" / "state" / "_METADATA"
     path.write_text(path.read_text().replace("float32[4, 300] ", "float32[4, 300]  ", 1))
