@@ -21,10 +21,12 @@ from kljax.losses.policy_gradient import (
 )
 from kljax.losses.preference import dpo_loss
 from kljax.losses.soft_clipping import gmpo_loss, sapo_loss, vespo_loss
-from kljax.losses.trust_region import dppo_loss, dppo_mask, sppo_loss
+from kljax.losses.squared_error import a2po_loss, flowrl_loss, gvpo_loss
+from kljax.losses.trust_region import dppo_loss, dppo_mask, m2po_loss, sppo_loss
 from kljax.losses.value import value_loss
 
 __all__ = [
+    "a2po_loss",
     "append_tail",
     "cispo_loss",
     "clip_cov_loss",
@@ -34,12 +36,15 @@ __all__ = [
     "dppo_loss",
     "dppo_mask",
     "dro_loss",
+    "flowrl_loss",
     "generalized_jsd",
     "gmpo_loss",
     "gpg_loss",
     "gspo_loss",
+    "gvpo_loss",
     "importance_sampling_loss",
     "kl_cov_loss",
+    "m2po_loss",
     "opmd_loss",
     "ppo_clip_loss",
     "rec_loss",

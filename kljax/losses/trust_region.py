@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
+from kljax._devices import auto_sharded
 from kljax._numerics import clip_symmetric, times
-from kljax._typing import Array, ArrayLike, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
+from kljax.ratios import second_moment_mask
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 
-__all__ = ["dppo_loss", "dppo_mask", "sppo_loss"]
+__all__ = ["dppo_loss", "dppo_mask", "m2po_loss", "sppo_loss"]
 
 DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
 THROUGH = get_args(Through)
@@ -147,6 +149,61 @@ def dppo_loss(
         return -importance_weighted(advantages, log_ratio, kept=accepted, max_ratio=max_ratio)
     fixed = jax.lax.stop_gradient(log_ratio)
     return times(-importance_weighted(advantages, fixed, kept=accepted, max_ratio=max_ratio), log_probs)
+
+
+@auto_sharded
+def m2po_loss(
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
+    *,
+    threshold: Scalar = 0.04,
+    log_ratio_clip: Scalar | None = None,
+    axis_name: AxisName = None,
+) -> Float[Array, "*b T"]:
+    """M2PO: importance sampling without the outliers of the batch, `L = -k A r` with `k` from `second_moment_mask`.
+
+    The mask is that of the log-ratios of this call, so give it the whole optimizer batch. In parts, take
+    `second_moment_mask` of the whole batch once, and `importance_sampling_loss` of each part with that mask: the same
+    loss and gradient, whatever the split.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: same shape, boolean.
+      threshold: as in `second_moment_mask`.
+      log_ratio_clip: bound of `d` in the ratio, in nats; None does not clip.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread.
+
+    Returns:
+      `[..., T]`, float32 or float64, in the unit of the advantages; masked and dropped positions hold 0. The paper
+      divides by all tokens, dropped ones included: `token_weights(mask, mode="token_mean")`.
+
+    Gradient:
+      To `log_probs`: `-A r` on tokens that are kept; the choice is a constant.
+
+    Raises:
+      ValueError: for differing shapes, advantages that are not per token, a negative threshold, or a clip that is not
+        positive.
+
+    References:
+      Zheng et al., "Prosperity before collapse: how far can off-policy RL reach with stale data on LLMs?" (M2PO, 2025),
+      algorithm 1 and the objective that follows it.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old, adv = jnp.array([0.1, 0.2, 0.3, -0.9]), jnp.zeros(4), jnp.ones(4)
+      >>> print(kljax.m2po_loss(lp, old, adv, jnp.array([1, 1, 1, 1])).round(2))
+      [-1.11 -1.22 -0.   -0.41]
+    """
+    check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
+    inputs = loss_inputs(log_probs, old_log_probs, advantages, mask)
+    accepted = second_moment_mask(*inputs, mask, threshold=threshold, axis_name=axis_name)
+    log_probs, old_log_probs, advantages = inputs
+    log_ratio = clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
+    return -importance_weighted(advantages, log_ratio, kept=accepted)
 
 
 def sppo_loss(

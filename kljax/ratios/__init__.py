@@ -6,6 +6,7 @@ from kljax.ratios.levels import geometric_ratios, log_ratios, sequence_ratios, t
 from kljax.ratios.levels import level_log_ratios as level_log_ratios
 from kljax.ratios.levels import level_mask as level_mask
 from kljax.ratios.rejection import rejection_mask, veto_mask
+from kljax.ratios.second_moment import second_moment_mask
 from kljax.ratios.weights import importance_weights, truncated_importance_weights
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "log_ratios",
     "off_policy_sequence_mask",
     "rejection_mask",
+    "second_moment_mask",
     "sequence_ratios",
     "token_ratios",
     "truncated_importance_weights",

@@ -155,6 +155,8 @@ COMPANIONS: dict[str, Options] = {
     "remax_advantages.mask": {"baselines": StandIn("BT")},
     "opo_advantages.mask": {"rewards": StandIn("BT"), "group_ids": StandIn("BT")},
     "otb_advantages.mask": {"group_ids": StandIn("BT")},
+    "gvpo_loss.mask": {"group_ids": StandIn("BT")},
+    "flowrl_loss.mask": {"group_ids": StandIn("BT")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {

@@ -24,6 +24,10 @@ MODULES = ("kljax.kl", "kljax.ratios", "kljax.losses")
 OTHERS = {
     "clip_cov_loss": "chooses tokens by rank",
     "kl_cov_loss": "chooses tokens by rank",
+    "m2po_loss": "chooses tokens by rank",
+    "gvpo_loss": "a difference to the mean of a group",
+    "flowrl_loss": "a difference to the mean of a group",
+    "second_moment_mask": "chooses tokens by rank",
     "normalize=": "divides by a mean over the batch",
 }
 SMALLEST, LARGEST, POINTS = 1e-8, 50.0, 301
@@ -37,6 +41,7 @@ VANISHING = 1e-35
 NEAR, NEAR_POINTS = 0.1, 401
 ROOTS: dict[str, tuple[float, ...]] = {
     "estimate_kl(sampling_log_probs, estimator=k1)": (-1.0,),
+    "a2po_loss(coef=0.3)": (1 / 0.3, -1 / 0.3),
     "dro_loss(coef=0.3)": (1 / 0.3, 2 / 0.3, -1 / 0.3, -2 / 0.3),
 }
 

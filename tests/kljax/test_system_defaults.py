@@ -25,6 +25,7 @@ TRL_CONFIGS = {
     "rloo": "RLOOConfig",
     "rloo_beta": "RLOOConfig",
     "gmpo": "GMPOConfig",
+    "a2po": "A2POConfig",
     "gkd": "GKDConfig",
     "gold": "GOLDConfig",
     "distillation": "DistillationConfig",
@@ -206,6 +207,7 @@ ONE_BOUND = "the default is the two bounds of a ratio; a divergence needs one nu
 OFF = "off: its default in the reward is none"
 SUGGESTED = "None: off; the config suggests 1e-4 and 100"
 PULL_REQUEST = "an option of a pull request that no release has"
+RECIPE = "an option of a recipe beside verl, which no release has"
 OF_MAIN = "a default of the main branch, after the release whose defaults are recorded"
 # (system, row, argument) -> why the call does not hold the default of the option; a row may stand for those after a +.
 EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
@@ -221,6 +223,9 @@ EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
         ("skyrl", "outlier_token_is_threshold", "min_ratio"): SUGGESTED,
         ("skyrl", "outlier_token_is_threshold", "max_ratio"): SUGGESTED,
         ("skyrl", "use_rollout_kl_loss", "estimator"): PULL_REQUEST,
+        ("trinity", "m2po", "threshold"): PULL_REQUEST,
+        ("verl", "gvpo", "coef"): RECIPE,
+        ("verl", "flowrl", "reward_scale"): RECIPE,
         ("skyrl", "cispo+cispo_anchor=rollout", "clip_low"): OF_MAIN,
         ("skyrl", "cispo+cispo_anchor=rollout", "clip_high"): OF_MAIN,
         ("slime", "reinforce_plus_plus_baseline", "coef"): GIVEN,
@@ -256,6 +261,7 @@ CONSTANTS_OF_A_ROW = (
     ("openrlhf/flash_reinforce", "gamma"),  # OpenRLHF sets 1 for every estimator but gae and reinforce
     ("openrlhf/flash_reinforce", "num_groups"),  # the batch is one group
     ("trl/cispo", "clip_low"),  # no lower bound
+    ("verl/flowrl", "max_weight"),
     ("prime-rl/ref_kl", "clip_low"),
     ("prime-rl/ref_kl", "clip_high"),  # no upper bound
 )

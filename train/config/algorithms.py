@@ -43,6 +43,10 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "gmpo": PolicyLoss("kljax:gmpo_loss", "row"),
     "vespo": PolicyLoss("kljax:vespo_loss", "row"),
     "dppo": PolicyLoss("kljax:dppo_loss", "token"),
+    "m2po": PolicyLoss("kljax:m2po_loss", "update"),
+    "a2po": PolicyLoss("kljax:a2po_loss", "row"),
+    "gvpo": PolicyLoss("kljax:gvpo_loss", "update"),
+    "flowrl": PolicyLoss("kljax:flowrl_loss", "update"),
     "sppo": PolicyLoss("kljax:sppo_loss", "token"),
     "dro": PolicyLoss("kljax:dro_loss", "token"),
     "rec": PolicyLoss("kljax:rec_loss", "row"),
@@ -83,6 +87,7 @@ CORRECTIONS: Mapping[str, str] = {
     "divergence_mask": "kljax:divergence_mask",
     "veto_mask": "kljax:veto_mask",
     "off_policy_sequence_mask": "kljax:off_policy_sequence_mask",
+    "second_moment_mask": "kljax:second_moment_mask",
 }
 """Weights and masks that correct for another sampler."""
 CONTROLLERS: Mapping[str, str] = {

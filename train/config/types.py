@@ -170,6 +170,7 @@ RANGES: Mapping[str, Any] = {
     "momentum": Decay,
     "ns_steps": Count,
     "power": Positive,
+    "reward_scale": Positive,
     "ring_high": NonNegative,
     "ring_low": NonNegative,
     "shift": AnyNumber,
@@ -193,11 +194,16 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
     ("cispo_loss", "clip_high"): AboveMinusOne,
     # The coefficient is the whole of the loss's bound.
     ("dro_loss", "coef"): Positive,
+    ("a2po_loss", "coef"): Positive,
+    ("gvpo_loss", "coef"): Positive,
     # Bounds of a ratio; elsewhere they are bounds of a number of any sign.
     ("importance_weights", "lower"): NonNegative,
     ("importance_weights", "upper"): Positive,
     ("rejection_mask", "lower"): NonNegative,
     ("rejection_mask", "upper"): NonNegative,
+    # Means of squares.
+    ("second_moment_mask", "threshold"): NonNegative,
+    ("m2po_loss", "threshold"): NonNegative,
     ("muon", "beta"): Decay,
     ("opmd_loss", "tau"): NonNegative,
     ("iw_opd_advantages", "gamma"): NonNegative,

@@ -217,6 +217,13 @@ ENTRIES = (
     policy_loss("opmd", call("opmd_loss", tau=1.0),
         "-A log pi / (1 + tau)", sources={"tau": "tau"}, gradient="-A / (1 + tau)", defaults="tau 1",
         goldens=recorded("OPMDPolicyLossFn")),
+    policy_loss("m2po", call("m2po_loss", threshold=0.04, log_ratio_clip=20.0),
+        "-A r without the largest d^2 of the batch, among A > 0, r > 1 and A < 0, r < 1, whose mean is above the "
+        "threshold", sources={"threshold": "m2_threshold"}, clamps="d to [-20, 20] in r",
+        divisors="all valid tokens, dropped ones included", gradient="-A r on kept tokens, else 0",
+        defaults="m2_threshold 0.04", version="pull request 616, open",
+        note="verl's pull request 4131 has it too; AReaL's m2_threshold sorts all tokens of each micro-batch, so that "
+        "its mask depends on the split", reason="no release has it; tested against the algorithm, token by token"),
     policy_loss("sppo", call("sppo_loss", clip=0.3),
         "-A d where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0", sources={"clip": "epsilon"},
         gradient="-A inside the bounds, else 0", defaults="epsilon 0.3", goldens=recorded("sPPOPolicyLossFn")),

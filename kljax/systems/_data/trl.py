@@ -180,6 +180,13 @@ ENTRIES = (
         defaults="0.4, 0.4", note="a row without a token adds its -A to the value there, a constant; 0 here",
         goldens=recorded("GMPOTrainer._compute_loss", batch="base") + recorded("GMPOTrainer._compute_loss",
             batch="holes")),
+    policy_loss("a2po", call("a2po_loss", coef=0.001),
+        "(beta2 sum_t (log pi - log ref) - (r - V*))^2 with V* = beta1 log mean exp(r / beta1)",
+        option="A2POTrainer (experimental)",
+        sources={"coef": "beta2", "advantages": "r - V*, at all tokens of the row"}, divisors="all rows",
+        gradient="2 beta2 (...) at every token of the row", defaults="beta1 0.5, beta2 1e-3",
+        note="V* is of completions of the reference, sampled before training: opmd_advantages with baseline logavgexp "
+        "and tau beta1 has it of a group", reason="tested by formula and at the optimum of regularised RL"),
     policy_loss("rloo", call("ppo_clip_loss", clip_low=0.2, clip_high=0.2, level="sequence"),
         "PPO with the product of r over the row", option="RLOOTrainer", sources=CLIP_OPTIONS,
         divisors="rows of the micro-batch: one loss a row, seq_mean_token_mean here",

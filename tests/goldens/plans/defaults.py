@@ -152,6 +152,7 @@ _TRL = (
     ),
     ("RLOOConfig.", "trl/trainer/rloo_config.py:RLOOConfig.{}", "beta epsilon epsilon_high"),
     ("GMPOConfig.", _EXPERIMENTAL + "gmpo/gmpo_config.py:GMPOConfig.{}", "epsilon epsilon_high"),
+    ("A2POConfig.", _EXPERIMENTAL + "a2po/a2po_config.py:A2POConfig.{}", "beta2"),
     ("GKDConfig.", _EXPERIMENTAL + "gkd/gkd_config.py:GKDConfig.{}", "beta"),
     ("GOLDConfig.", _EXPERIMENTAL + "gold/gold_config.py:GOLDConfig.{}", "beta"),
     ("DistillationConfig.", "trl/trainer/distillation_config.py:DistillationConfig.{}", "beta"),

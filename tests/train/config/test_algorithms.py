@@ -16,6 +16,7 @@ from train.config.algorithms import (
     NOT_CORRECTIONS,
     NOT_ESTIMATORS,
     NOT_POLICY_LOSSES,
+    SET_BY_TRAINER,
 )
 from train.config.errors import ConfigError
 from train.config.fields import known_fields, variant_fields
@@ -78,9 +79,8 @@ def test_every_table_number_has_a_used_range() -> None:
 def test_a_loss_has_the_defaults_of_its_function(name: str) -> None:
     required = ["loss.coef=0.5"] if name == "dro" else []
     config, _ = build(f"loss={name}", *required)
-    expected = {
-        p.name: p.default for p in read_signature(LOSSES[name].function).parameters if p.keyword and p.type is not None
-    }
+    options = [p for p in read_signature(LOSSES[name].function).parameters if p.name not in SET_BY_TRAINER]
+    expected = {p.name: p.default for p in options if p.keyword and p.type is not None}
     assert config.loss.options() == {**expected, **({"coef": 0.5} if required else {})}
     assert parse(parse_yaml(dump_yaml(config))[0])[0] == config
     assert hash(config) == hash(build(f"loss={{type: {name}}}", *required)[0])

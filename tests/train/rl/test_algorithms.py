@@ -59,8 +59,12 @@ def test_policy_loss_gets_the_arrays_in_its_signature(name: str) -> None:
         "opmd": (LOG_PROBS, batch.advantages, batch.completion_mask),
         "cross_entropy": (LOG_PROBS, batch.completion_mask),
         "clip_cov": (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask, KEY),
+        "a2po": (LOG_PROBS, batch.ref_log_probs, batch.advantages, batch.completion_mask),
+        "gvpo": (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask, batch.group_ids),
+        "flowrl": (*(LOG_PROBS, batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.completion_mask),),
     }.get(name, (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask))
-    options = {"coef": 0.5} if name == "dro" else {}
+    options = {"dro": {"coef": 0.5}, "gvpo": {"num_groups": 4}}.get(name, {})
+    options |= {"group_ids": batch.group_ids, "num_groups": 4} if name == "flowrl" else {}
     assert_same(lambda: loss_of(config, batch), lambda: function(*arrays, **options))
 
 

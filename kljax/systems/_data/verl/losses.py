@@ -18,6 +18,8 @@ POLICY_GRADIENT_DEFAULTS = (
 )
 SEE_KL_PENALTY = "kl_penalty of the same name, whose cases check it"
 
+RECIPE = "verl-recipe, commit 48ea0a7"
+NOT_A_RELEASE = "a recipe beside verl, in no release; tested by formula and at the optimum of regularised RL"
 policy_loss = partial(Entry, "verl", "policy_loss", option="actor.policy_loss.loss_mode",
     divisors="actor.loss_agg_mode")
 distillation = partial(Entry, "verl", "distillation", option="distillation_loss.loss_mode")
@@ -98,6 +100,21 @@ ENTRIES = (
         defaults="rollout_is null, no weights, in the trainer's YAML, sequence in RolloutCorrectionConfig; threshold "
         "2.0",
         goldens=recorded("compute_policy_loss_bypass_mode", loss_type="reinforce")),
+    policy_loss("gvpo", call("gvpo_loss", coef=0.1),
+        "((R - mean_g R) - (r - mean_g r))^2 / 2 with R = beta sum_t d", option="recipe/gvpo, algorithm gvpo",
+        sources={"coef": "gvpo_beta", "advantages": "r - mean, the advantage of grpo without its std",
+            "group_ids": "uid"},
+        divisors="n - 1: a sum over the rows of the batch, the number of groups times the mean over rows here",
+        gradient="beta (R - mean_g R - A) at every token of the row", version=RECIPE,
+        note="mean_g R is gathered over devices, but of the rows of one micro-batch; a constant, as here",
+        reason=NOT_A_RELEASE),
+    policy_loss("flowrl", call("flowrl_loss", reward_scale=15.0, max_weight=10.0),
+        "min(w, 10) (log Z(x) + mean log pi - beta r - mean log ref)^2, w the product of r over the row, a constant",
+        option="recipe/flowrl", sources={"reward_scale": "flowrl_beta_coef", "log_partition": "a network on the prompt",
+            "advantages": "the reward of the row, at all of its tokens"},
+        clamps="w to at most 10", divisors="max(n_i, 1) for the means; all rows",
+        gradient="2 w (...) / n at every token of the row, and to log Z", version=RECIPE,
+        note="without a network for log Z the mean over the group stands in its place", reason=NOT_A_RELEASE),
     policy_loss("reinforce", call("reinforce_loss"),
         "-A log pi, times whatever weights it is given",
         option="compute_policy_loss_reinforce, which bypass_mode calls", gradient="-A", note="no name of loss_mode",
