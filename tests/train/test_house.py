@@ -16,7 +16,7 @@ FOLDERS = (
     *("config", "distributed", "process", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
     "commands",
 )
-COMMANDS = ("train", "train.__main__", "train.eval", "train.export")
+COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import")
 
 
 def folder_of(module: str) -> str:

@@ -33,7 +33,7 @@ MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one o
 
 class Model(Section):
     path: PathText | None = None
-    """Hugging Face folder to start from; its config.json sets the shape, so leave the shape fields out."""
+    """Hugging Face folder or GGUF file to start from, which sets the shape, so leave the shape fields out."""
     dtype: DType = "float32"
     """Dtype of the decoder's computation; norms, softmax, log-probs and the optimizer use float32."""
     param_dtype: DType = "float32"

@@ -36,7 +36,15 @@ from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
-from train.run.setup import check_examples, check_start, data_digest, first_state, make_base, make_context
+from train.run.setup import (
+    check_examples,
+    check_start,
+    data_digest,
+    first_state,
+    make_base,
+    make_context,
+    with_imported_model,
+)
 from train.run.supervise import is_supervised, tell_supervisor
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
@@ -50,6 +58,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     began, console = time.perf_counter(), default_console()
     config, resume = _start_of_leader(loaded.config, resume)
+    config = with_imported_model(config)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))

@@ -16,7 +16,7 @@ from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompt
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge
 from train.data.tokenizers import Tokenizer, load_tokenizer
-from train.distributed import device_count, enter, processes, processes_of, run_together
+from train.distributed import device_count, enter, on_leader, processes, processes_of, run_together
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
@@ -32,12 +32,37 @@ from train.run.guard import check_finite
 from train.run.metrics import Metrics
 from train.run.report import Start
 from train.run.warm_start import warm_start
+from train.weights.gguf import imported_folder, is_gguf
 from train.weights.huggingface import check_folder
 from train.weights.model import field_errors, make_model, unquantized
 from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
 
 Tree = Any
+
+
+def with_imported_model(config: Config) -> Config:
+    """Imports the GGUF file at `model.path`, unless it was before, and returns a config with the path of its folder.
+
+    Raises:
+      UserError: the file is damaged or not understood, or the folder beside it was made of another file or cannot be
+        written.
+    """
+    path = config.model.path
+    if path is None or not is_gguf(path):
+        return config
+
+    def imported() -> str:
+        try:
+            with field_errors("model.path"):
+                return str(imported_folder(path))
+        except OSError as error:
+            raise UserError(
+                f"model.path: cannot import {path} beside it: {error.strerror or error}; "
+                f"run python -m train.import {path} --to FOLDER, and set model.path to the folder"
+            ) from error
+
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": on_leader("model", imported)})})
 
 
 def make_context(config: Config) -> RunContext:

@@ -39,6 +39,11 @@ def check_folder_exists(folder: Path) -> None:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:
         raise UserError(f"model.path: cannot open {str(folder)!r}: {error.strerror}") from error
+    if exists and folder.suffix == ".gguf":
+        raise UserError(
+            f"model.path: got the GGUF file {str(folder)!r}; run python -m train.import {folder} --to FOLDER, and set "
+            "model.path to the folder"
+        )
     if not is_folder:
         kind = "it is a file" if exists else "there is no such directory"
         hint = f"; to download it: hf download {folder} --local-dir FOLDER" if HUB_NAME.fullmatch(str(folder)) else ""

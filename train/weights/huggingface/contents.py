@@ -63,12 +63,16 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_summary(missing)}")
         return files
-    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
-    if others:
-        raise FileNotFoundError(
-            f"{folder}: got {_summary(others)}, expected {SINGLE} or {INDEX}; save the model again with transformers' "
-            "save_pretrained, which writes safetensors"
+    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern))
+    models = sorted(path.name for path in folder.glob("*.gguf"))
+    if others or models:
+        advice = (
+            "save the model again with transformers' save_pretrained, which writes safetensors"
+            if others
+            else f"import the file with python -m train.import {folder / models[0]} --to FOLDER"
         )
+        got = _summary(others or models)
+        raise FileNotFoundError(f"{folder}: got {got}, expected {SINGLE} or {INDEX}; {advice}")
     raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, but there is neither")
 
 
