@@ -1,0 +1,151 @@
+"""Rewards and advantages, with and without a KL in the reward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.parity_outside.batches import Array, DrawnBatch
+from tests.parity_outside.settings import Settings
+
+
+def compute_advantages(batch: DrawnBatch, settings: Settings, mask: Array, kl: Array, dtype: type) -> Array:
+    """Advantages, `[B]` where all tokens of a row share one and `[B, T]` elsewhere.
+
+    `kl` is the estimate per token that a KL in the reward takes off, as it is, without its coefficient.
+    """
+    rewards = batch.rewards.astype(dtype) * dtype(settings["reward_scale"])
+    if settings["reward_clip"] is not None:
+        rewards = np.clip(rewards, -dtype(settings["reward_clip"]), dtype(settings["reward_clip"]))
+    penalty = dtype(settings["kl_reward_coef"]) * np.where(mask, kl, 0) if settings["kl_reward_coef"] else None
+    groups = _group_ids(batch, settings["groups"])
+    function = settings["advantage"]
+    if function in ("group", "baseline returns"):
+        if penalty is not None and (function != "baseline returns" or settings["kl_reward_order"] == "early"):
+            rewards = rewards - penalty.sum(axis=1)
+        advantages = _group_advantages(rewards, groups, settings)
+        if function == "baseline returns":
+            late = penalty if settings["kl_reward_order"] == "late" else None
+            advantages = _returns(_token_rewards(advantages, batch, mask, late, settings), mask, settings)
+    elif function == "returns":
+        advantages = _returns(_token_rewards(rewards, batch, mask, penalty, settings), mask, settings)
+    else:
+        advantages = _gae(_token_rewards(rewards, batch, mask, penalty, settings), batch, mask, settings)
+    return _change(advantages, batch, mask, settings)
+
+
+def _change(advantages: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
+    """Whitening, and the faults that change advantages once they are computed."""
+    times = int(settings["whiten"] or 0)
+    if times and advantages.ndim == 1:
+        advantages = np.repeat(advantages[:, None], batch.shape.width, axis=1)
+    for _ in range(times):
+        advantages = _whiten(advantages, mask, settings["whiten_ddof"])
+    dtype = advantages.dtype.type
+    advantages = dtype(settings["advantage_factor"]) * advantages + dtype(settings["advantage_offset"])
+    if settings["advantage_clip"] is not None:
+        advantages = np.clip(advantages, -dtype(settings["advantage_clip"]), dtype(settings["advantage_clip"]))
+    counts = np.maximum(mask.sum(axis=1), 1)
+    if settings["advantage_spread"]:
+        advantages = advantages / (counts if advantages.ndim == 1 else counts[:, None]).astype(dtype)
+    if settings["advantage_decay"] != 1.0:
+        left = np.maximum(batch.lengths[:, None] - 1 - batch.columns, 0)
+        rows = advantages[:, None] if advantages.ndim == 1 else advantages
+        advantages = rows * (dtype(settings["advantage_decay"]) ** left.astype(dtype))
+    return advantages
+
+
+def _group_ids(batch: DrawnBatch, kind: str) -> Array:
+    rows = np.arange(batch.shape.rows)
+    return {
+        "prompt": batch.group_ids,
+        "interleaved": rows % batch.shape.groups,
+        "batch": np.zeros_like(rows),
+        "moved by one": np.roll(batch.group_ids, 1),
+    }[kind]
+
+
+def _group_advantages(rewards: Array, groups: Array, settings: Settings) -> Array:
+    """Each reward less the center of its group, over the scale of the group or the batch."""
+    dtype = rewards.dtype.type
+    advantages = np.zeros_like(rewards)
+    eps, ddof = dtype(settings["eps"]), settings["ddof"]
+    for group in np.unique(groups):
+        rows = groups == group
+        members = rewards[rows]
+        count = members.size
+        mean = members.mean()
+        center = {
+            "mean": mean,
+            "median": dtype(np.median(members)),
+            "best": members.max(),
+            "batch": rewards.mean(),
+            "none": dtype(0),
+            "others": (members.sum() - members) / dtype(max(count - 1, 1)),
+        }[settings["center"]]
+        spread = rewards if settings["scale"] == "batch std" else members
+        variance = np.square(spread - spread.mean()).sum() / dtype(max(spread.size - ddof, 1))
+        scale = np.sqrt(variance + eps) if settings["eps_inside"] else np.sqrt(variance) + eps
+        if settings["scale"] == "none":
+            scale = dtype(1)
+        elif settings["scale"] == "range":
+            scale = np.ptp(members) + eps
+        elif settings["scale"] == "mean absolute":
+            scale = np.abs(members - mean).mean() + eps
+        elif settings["scale"] == "variance":
+            scale = variance + eps
+        elif settings["scale"] == "mean":
+            scale = mean + eps
+        advantages[rows] = (members - center) / scale
+    return advantages
+
+
+def _token_rewards(scores: Array, batch: DrawnBatch, mask: Array, penalty: Array | None, settings: Settings) -> Array:
+    """The score on the last token, less the penalty of each token."""
+    rewards = np.zeros((batch.shape.rows, batch.shape.width), scores.dtype)
+    if penalty is not None:
+        rewards = rewards - penalty
+    last = {
+        "last token": batch.lengths - 1,
+        "last column": np.full(batch.shape.rows, batch.shape.width - 1),
+        "first token": batch.prompt_lengths,
+    }[settings["reward_column"]]
+    rewards[np.arange(batch.shape.rows), last] += scores
+    return rewards
+
+
+def _returns(rewards: Array, mask: Array, settings: Settings) -> Array:
+    """Discounted sums from the end; nothing is trained or discounted where the mask is not set."""
+    gamma = rewards.dtype.type(settings["gamma"])
+    returns = np.zeros_like(rewards)
+    running = np.zeros_like(rewards[:, 0])
+    for column in reversed(range(rewards.shape[1])):
+        step = rewards[:, column] + gamma * running
+        running = np.where(mask[:, column], step, running + rewards[:, column])
+        returns[:, column] = np.where(mask[:, column], running, 0)
+    return returns
+
+
+def _gae(rewards: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
+    """Generalized advantage estimation that skips, or does not skip, what the mask leaves out."""
+    dtype = rewards.dtype.type
+    gamma, lam = dtype(settings["gamma"]), dtype(settings["lam"])
+    values = batch.values.astype(dtype)
+    advantages = np.zeros_like(rewards)
+    running = np.zeros_like(rewards[:, 0])
+    following = np.zeros_like(running)
+    for column in reversed(range(rewards.shape[1])):
+        used = mask[:, column] if settings["masked_steps"] == "skip" else np.ones_like(mask[:, column])
+        step = rewards[:, column] + gamma * following - values[:, column] + gamma * lam * running
+        running = np.where(used, step, running)
+        following = np.where(used, values[:, column], following)
+        advantages[:, column] = running
+    return advantages
+
+
+def _whiten(values: Array, mask: Array, ddof: int) -> Array:
+    """Values less their mean over the mask, over their standard deviation, and 0 where the mask is not set."""
+    dtype = values.dtype.type
+    inside = values[mask]
+    mean = inside.mean()
+    variance = np.square(inside - mean).sum() / dtype(inside.size - ddof)
+    return np.where(mask, (values - mean) / np.sqrt(variance + dtype(1e-8)), 0).astype(dtype)

@@ -1,0 +1,80 @@
+"""Masks, log-probs of the four models, and faults of a single recorded field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.parity_outside.batches import VOCABULARY, Array, DrawnBatch
+from tests.parity_outside.settings import Settings
+
+_COARSE = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def select_mask(kind: str, batch: DrawnBatch) -> Array:
+    """The trained tokens, right ("completion") or wrong in one of the ways that systems have had."""
+    columns, mask = batch.columns, batch.completion
+    after_first = columns >= np.maximum(batch.starts, 1)[:, None]
+    last = columns == batch.lengths[:, None] - 1
+    if kind.startswith("first "):
+        return mask & (columns < batch.prompt_lengths[:, None] + int(kind.removeprefix("first ")))
+    choices = {
+        "completion": mask,
+        "prompt": after_first & (columns < batch.lengths[:, None]),
+        "prompt and left padding": (columns >= 1) & (columns < batch.lengths[:, None]),
+        "padding": columns >= batch.prompt_lengths[:, None],
+        "all": np.broadcast_to(columns >= 1, mask.shape),
+        "no end token": mask & ~(last & ~batch.truncated[:, None]),
+        "no last token": mask & ~last,
+        "no first token": mask & (columns != batch.prompt_lengths[:, None]),
+        "late by one": move_columns(mask, 1),
+        "early by one": move_columns(mask, -1),
+        "no truncated rows": mask & ~batch.truncated[:, None],
+        "no last row": mask & (np.arange(batch.shape.rows) < batch.shape.rows - 1)[:, None],
+    }
+    return np.asarray(choices[kind])
+
+
+def score(
+    batch: DrawnBatch, model: str, *, temperature: float, softcap: float | None, vocabulary: str, shift: int
+) -> Array:
+    """Log-prob of each token, `[B, T]` in float64; the first token of an array with a prompt has none and gets 0."""
+    logits = batch.logits[model]
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    logits = logits / temperature
+    if vocabulary == "real":
+        logits = logits[..., :VOCABULARY]
+    top = logits.max(axis=-1, keepdims=True)
+    normalizer = np.log(np.exp(logits - top).sum(axis=-1)) + top[..., 0]
+    picked = np.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
+    log_probs = picked - normalizer
+    if batch.shape.layout != "completions":
+        log_probs[:, 0] = 0.0
+    return move_columns(log_probs, shift)
+
+
+def record(name: str, value: Array, settings: Settings, seed: int) -> Array:
+    """The field as the system has it from here on: with noise, in a coarser type, with rows exchanged or scaled."""
+    if name in settings["noise"]:
+        rng = np.random.default_rng([seed, 7])
+        value = value + (settings["noise"][name] * rng.normal(size=value.shape)).astype(value.dtype)
+    if name in settings["field_rows"]:
+        value = np.roll(value, settings["field_rows"][name], axis=0)
+    if name in settings["field_factor"]:
+        value = value * value.dtype.type(settings["field_factor"][name])
+    if name in settings["coarse"]:
+        value = value.astype(_COARSE[settings["coarse"][name]]).astype(value.dtype)
+    return value
+
+
+def move_columns(values: Array, by: int) -> Array:
+    """`values` moved by some columns to the right, with zeros where nothing arrives."""
+    moved: Any = np.zeros_like(values)
+    width = values.shape[1]
+    for column in range(width):
+        if 0 <= column - by < width:
+            moved[:, column] = values[:, column - by]
+    return np.asarray(moved)

@@ -1,0 +1,122 @@
+"""The dumps are reproducible, the clean ones follow the formulas, and every fault shows where the list says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity_outside import second, write
+from tests.parity_outside.settings import KINDS
+
+CASES = write.read_cases()
+CLEAN = [case for case in CASES if case["group"] == "clean"]
+PLANTED = [case for case in CASES if case["group"] != "clean"]
+README = (Path(__file__).parent / "README.md").read_text()
+# Sums of float32 numbers in two orders; bfloat16 dumps are computed in float32 from rounded log-probs.
+TOLERANCE = {"float64": 1e-12}
+FLOAT32 = 2e-6
+
+
+def _name(case):
+    return case["id"]
+
+
+@pytest.fixture(scope="module", params=CLEAN, ids=_name)
+def clean(request):
+    """A clean case with its header and arrays, all of them, whatever its level."""
+    return request.param, *write.make_dump({**request.param, "level": "full"})
+
+
+def test_loss_clean_equals_second_formula(clean):
+    case, header, arrays = clean
+    loss, size = second.compute_loss(header, arrays, np.zeros(arrays["mask"].shape))
+    assert abs(loss - arrays["loss"]) < TOLERANCE.get(case.get("dtype"), FLOAT32) * size
+
+
+def test_gradient_clean_equals_finite_differences(clean):
+    _, header, arrays = clean
+    gradient = arrays["grad_log_probs"].astype(float)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        direction = rng.normal(size=gradient.shape)
+        up, _ = second.compute_loss(header, arrays, 1e-5 * direction)
+        down, _ = second.compute_loss(header, arrays, -1e-5 * direction)
+        scale = np.abs(gradient * direction).sum()
+        assert abs((up - down) / 2e-5 - (gradient * direction).sum()) < 2e-6 * scale
+
+
+def test_advantages_clean_equal_second_formula(clean):
+    _, header, arrays = clean
+    expected = second.compute_advantages(header, arrays)
+    if expected is None:
+        assert header["advantage"]["name"] in ("gae", "reinforce_plus_plus", "reinforce_baseline")
+        used = arrays["advantages"][arrays["mask"] > 0]
+        # Whitened tokens: mean 0 and variance 1, with n or n - 1 in the divisor.
+        ddof = 0 if header["system"] == "openrlhf" else 1
+        assert abs(used.mean()) < 1e-6
+        assert abs(used.std(ddof=ddof) - 1) < 1e-6
+    else:
+        np.testing.assert_allclose(arrays["advantages"], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_log_probs_clean_follow_from_logits(clean):
+    case, header, arrays = clean
+    if "rows" not in arrays:
+        assert "ref_logits" not in arrays
+        return
+    tolerance = 2**-8 if case.get("dtype") == "bfloat16" else 1e-6
+    for name in ("log_probs", "ref_log_probs"):
+        recorded, expected = second.compute_log_probs(header, arrays, name)
+        np.testing.assert_allclose(recorded, expected, rtol=tolerance, atol=1e-6)
+
+
+def test_dumps_written_twice_are_equal(tmp_path):
+    for case in CASES[::29]:
+        paths = [write.write_dump(case, tmp_path / folder) for folder in _folders(tmp_path)]
+        first, again = (np.load(path) for path in paths)
+        assert sorted(first.files) == sorted(again.files)
+        for name in first.files:
+            np.testing.assert_array_equal(first[name], again[name])
+
+
+def _folders(path):
+    for name in ("first", "again"):
+        (path / name).mkdir(exist_ok=True)
+        yield name
+
+
+def test_recorded_digest_is_unchanged():
+    recorded = json.loads(write.CASES.read_text())["sizes"]
+    for case in CASES[::17]:
+        fields = write.run_case(case)
+        size = float(np.sqrt(sum(np.square(value.astype(float)).sum() for value in fields.values())))
+        assert size == pytest.approx(recorded[case["id"]], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", PLANTED, ids=_name)
+def test_fault_planted_shows_first_at_field(case):
+    faulty, right = write.run_case(case), write.run_case(case, planted=False)
+    recorded = write.SHORT if case.get("level") == "short" else tuple(faulty)
+    first = case["first_field"]
+    assert first in recorded
+    assert first not in right or not np.array_equal(faulty[first], right[first])
+    for answer in case["answer"]:
+        assert f"`{answer['cause_kind']}`" in README
+        assert answer["words"]
+
+
+def test_answers_name_every_planted_setting():
+    for case in CASES:
+        kinds = {KINDS[setting] for setting in case.get("plant", {})}
+        assert kinds == {answer["cause_kind"] for answer in case["answer"]}
+
+
+def test_cases_have_enough_of_each_group():
+    counts = {group: sum(case["group"] == group for case in CASES) for group in ("clean", "single", "pair")}
+    assert counts["clean"] >= 16
+    assert counts["single"] >= 80
+    assert counts["pair"] >= 30
+    assert len({case["id"] for case in CASES}) == len(CASES)
+    for setup in write.SETUPS:
+        assert sum(case["setup"] == setup for case in CLEAN) >= 2
