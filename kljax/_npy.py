@@ -1,5 +1,6 @@
 """The header of an array in NumPy's format."""
 
+import tokenize
 from typing import IO
 
 import numpy as np
@@ -16,5 +17,9 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
+    try:
+        shape, fortran, dtype = read(file)
+    except (SyntaxError, tokenize.TokenError, RecursionError, MemoryError, TypeError) as error:
+        # NumPy parses the header as Python, and lets through what the parser raises.
+        raise ValueError(f"its header cannot be parsed ({type(error).__name__})") from error
     return shape, fortran, dtype

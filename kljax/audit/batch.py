@@ -34,6 +34,8 @@ OF_ERROR = "variances are those of the estimate less the recorded KL of its posi
 OF_ESTIMATE = "variances are those of the estimate over tokens: how the KL itself varies between positions is in them"
 # A log-prob near 0 may be rounded to a positive number.
 ROUNDING = 1e-3
+MAX_LOG_RATIO = 700.0
+"""In nats: the exponential of a larger number overflows in float64."""
 COEFFICIENTS = (
     "a batch has no expected gradient: each token's derivative by its log-prob is compared with that of the unbiased "
     "k2 loss, x times the importance ratio; a constant added to all derivatives can be noise without being bias"
@@ -78,8 +80,9 @@ def audit_batch(
       An `Audit`, on the host. `Audit.yardstick` names the yardstick.
 
     Raises:
-      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, a log-prob is above 0 by more
-        than rounding (1e-3), or an option is out of range.
+      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, a log-prob is above 0 or a KL
+        below 0 by more than rounding (1e-3), two log-probs of a token differ by more than 700 nats, or an option is
+        out of range.
       TypeError: if the mask has a floating type, or an array has other than real numbers.
 
     References:
@@ -102,6 +105,7 @@ def audit_batch(
     if not mask.any():
         raise ValueError("mask: no position is unmasked, so there is nothing to audit")
     arrays = {name: _filled(name, array, mask) for name, array in inputs.items() if array is not None}
+    _check_ratios(arrays)
     corrections: tuple[str, ...] = ("none",)
     if sampling_log_probs is not None:
         corrections = ("none", "ratio") if max_ratio is None else ("none", "ratio", "capped")
@@ -154,7 +158,22 @@ def _filled(name: str, array: ArrayLike, mask: np.ndarray) -> np.ndarray:
     if name != "kl" and values.max() > ROUNDING:
         where = tuple(int(index) for index in np.unravel_index(values.argmax(), values.shape))
         raise ValueError(f"{name}: got {values.max():.6g} at (row, token) {where}, expected log-probs of at most 0")
+    if name == "kl" and values.min() < -ROUNDING:
+        where = tuple(int(index) for index in np.unravel_index(values.argmin(), values.shape))
+        raise ValueError(f"kl: got {values.min():.6g} at (row, token) {where}, expected an exact KL of at least 0")
     return values
+
+
+def _check_ratios(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError where the exponential of a log-ratio overflows."""
+    for name in ("ref_log_probs", "behaviour"):
+        ratios = np.abs(arrays["log_probs"] - arrays.get(name, arrays["log_probs"]))
+        if ratios.max() > MAX_LOG_RATIO:
+            where = tuple(int(index) for index in np.unravel_index(ratios.argmax(), ratios.shape))
+            raise ValueError(
+                f"{name}: differs from log_probs by {ratios.max():.6g} nats at (row, token) {where}, expected at most "
+                f"{MAX_LOG_RATIO:g}; mask such tokens"
+            )
 
 
 def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float | None) -> Estimates:

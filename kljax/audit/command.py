@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from kljax.audit.report import Audit
 BATCH_NEEDED = ("log_probs", "ref_log_probs", "mask")
 # The policy that drew the tokens: the rollout engine if recorded, else the policy before the update.
 BATCH_BEHAVIOUR = ("rollout_log_probs", "old_log_probs")
+EXAMPLE_BYTES = 32
+"""For each position and token of the example: its policies and their noise, eight numbers at once."""
 EXAMPLES = """\
 sources, one of them:
   --logits POLICY.npy --ref-logits REF.npy [--rollout-logits ROLL.npy]   arrays [N, T, V]
@@ -120,6 +123,10 @@ def _audit(args: argparse.Namespace) -> Audit:
     chosen = [name for name, (value, _) in sources.items() if value]
     if len(chosen) != 1:
         raise InputError(f"expected one of {', '.join(sources)}, got {' and '.join(chosen) or 'none of them'}")
+    if not 0 <= args.seed < 1 << 63:
+        raise InputError(f"--seed: got {args.seed}, expected 0 to 2^63 - 1")
+    if args.draws and args.batch is not None:
+        raise InputError("--draws: a batch has no logits to draw tokens from; leave the option out")
     options: dict[str, Any] = {
         "bootstrap": args.bootstrap,
         "confidence": args.confidence,
@@ -138,6 +145,13 @@ def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 
 
 def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+    needed = EXAMPLE_BYTES * args.rows * args.length * args.vocabulary
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise InputError(
+            f"--rows: {args.rows} rows of --length {args.length} and --vocabulary {args.vocabulary} need "
+            f"{needed / 2**30:,.0f} GiB, expected at most the {memory / 2**30:.0f} GiB of this machine"
+        )
     example = example_logits(
         rows=args.rows,
         length=args.length,
@@ -161,7 +175,7 @@ def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     if args.kl_is == "estimate":
         del batch["kl"]
     behaviour = next((batch[name] for name in BATCH_BEHAVIOUR if name in batch), None)
-    mask = batch["mask"].astype(bool)
+    mask = _booleans(f"--batch: {args.batch}: mask", batch["mask"])
     return audit_batch(batch["log_probs"], batch["ref_log_probs"], mask, batch.get("kl"), behaviour, **options)
 
 
@@ -181,7 +195,16 @@ def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audi
 
 
 def _mask(args: argparse.Namespace) -> np.ndarray | None:
-    return None if args.mask is None else np.asarray(read_array("--mask", args.mask)).astype(bool)
+    return None if args.mask is None else _booleans("--mask", np.asarray(read_array("--mask", args.mask)))
+
+
+def _booleans(name: str, mask: np.ndarray) -> np.ndarray:
+    """Converts a mask of 0 and 1; raises InputError for another number."""
+    wrong = ~np.isin(mask, (0, 1))
+    if wrong.any():
+        where = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise InputError(f"{name}: got {mask[where]} at {where}, expected 0 or 1")
+    return mask.astype(bool)
 
 
 def _function(option: str, name: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least
+from kljax._checks import check_at_least, check_at_most
 from kljax._typing import Array
 
 __all__ = ["example_logits"]
@@ -15,6 +15,8 @@ _STEPS = 20
 # Logits of standard deviation `s sqrt(2 log V)`: with s between these the entropy is about 1 nat on average whatever V,
 # and a tenth of the positions each have less than 0.05 and more than 2.3 nats, as the positions of a text.
 _SCALES = (1.0, 4.0)
+MAX_KL = 100.0
+"""In nats: a perturbation for more leaves float32."""
 
 
 def example_logits(
@@ -38,15 +40,15 @@ def example_logits(
       rows: N, number of rows.
       length: T, positions of each.
       vocabulary: V, number of tokens, at least 2.
-      kl: mean of KL(policy || reference) per position, in nats, at least 0.
-      staleness: mean of KL(policy || behaviour) per position, in nats; 0 returns no behaviour policy.
+      kl: mean of KL(policy || reference) per position, in nats, 0 to 100.
+      staleness: mean of KL(policy || behaviour) per position, in nats, 0 to 100; 0 returns no behaviour policy.
       key: PRNG key; None is `jax.random.key(0)`.
 
     Returns:
       `(logits, ref_logits, sampling_logits)`, each `[N, T, V]` float32; the last is None without staleness.
 
     Raises:
-      ValueError: for a size below 1 or a negative KL.
+      ValueError: for a size below 1 or a KL out of range.
 
     Example:
       >>> import kljax
@@ -57,8 +59,9 @@ def example_logits(
     """
     for name, size, least in (("rows", rows, 1), ("length", length, 1), ("vocabulary", vocabulary, 2)):
         check_at_least(name, size, least)
-    check_at_least("kl", kl, 0)
-    check_at_least("staleness", staleness, 0)
+    for name, nats in (("kl", kl), ("staleness", staleness)):
+        check_at_least(name, nats, 0)
+        check_at_most(name, nats, MAX_KL)
     keys = jax.random.split(jax.random.key(0) if key is None else key, 4)
     low, high = (scale * math.sqrt(2 * math.log(vocabulary)) for scale in _SCALES)
     scales = jax.random.uniform(keys[3], (rows, length, 1), jnp.float32, low, high)

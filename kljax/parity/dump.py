@@ -14,7 +14,7 @@ import numpy as np
 
 from kljax._checks import closest
 from kljax._npy import read_header
-from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, field_of
+from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, RESULT, field_of
 
 MAX_HEADER = 100_000_000
 # A compressed member cannot be read in parts.
@@ -117,6 +117,11 @@ class Dump:
         for key in self.header:
             if key not in HEADER:
                 raise DumpError(f"header.{key}: no such key; expected {', '.join(HEADER)}{closest(key, HEADER)}")
+        for key in ("eos_id", "pad_id"):
+            value = self.header.get(key)
+            ids = value if key == "eos_id" and isinstance(value, list) else [value]
+            if value is not None and not all(type(number) is int for number in ids):
+                raise DumpError(f"header.{key}: got {value!r}, expected a token id")
 
     def _check_shapes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -129,7 +134,11 @@ class Dump:
             axes = "B" if field.per_row and len(array.shape) == 1 else field.axes
             if len(array.shape) != len(axes):
                 raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(field.axes)}]")
+            if not name.isprintable():
+                raise DumpError(f"{name!r}: got characters that cannot be printed, expected a printable name")
             for axis, size in zip(axes, array.shape, strict=True):
+                if size < 1:
+                    raise DumpError(f"{name}: got shape {list(array.shape)}, expected at least 1 along each axis")
                 if sizes.setdefault(axis, size) != size:
                     other = f"{axis} is {sizes[axis]} in {sources[axis]}"
                     raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(axes)}]; {other}")
@@ -156,6 +165,34 @@ class Dump:
                 raise DumpError(f"{side}hidden: needs {side}head, the LM head; record it beside the hidden states")
             if (f"{side}hidden" in self or f"{side}logits" in self) and not ("rows" in self and "tokens" in self):
                 raise DumpError(f"{side}logits: logits and hidden states need rows and tokens; record both")
+        self._check_numbers(mask != 0)
+        self._check_positions(mask != 0)
+
+    def _check_numbers(self, trained: np.ndarray) -> None:
+        """Checks that no number of a trained token, or of a row that has one, is NaN; an input is finite too."""
+        for name in self:
+            field = field_of(name)
+            if field.whole_numbers or field.axes not in ("BT", "B"):
+                continue
+            values = self.read(name)
+            wrong = np.isnan(values) if field.kind == RESULT else ~np.isfinite(values)
+            wrong &= trained if values.ndim == 2 else trained.any(-1)
+            if wrong.any():
+                where = tuple(int(i) for i in np.argwhere(wrong)[0])
+                axes = "(row, token)" if len(where) == 2 else "row"
+                raise DumpError(f"{name}: got {values[where]} at {axes} {where}, expected a finite number")
+
+    def _check_positions(self, trained: np.ndarray) -> None:
+        """Checks token ids of trained tokens, and lengths."""
+        length, vocabulary = self.sizes["T"], self.sizes.get("V", 1 << 62)
+        limits = {"tokens": vocabulary - 1, "prompt_lengths": length, "lengths": length}
+        for name in limits.keys() & set(self):
+            values = self.read(name)
+            wrong = (values < 0) | (values > limits[name])
+            wrong &= trained if values.ndim == 2 else trained.any(-1)
+            if wrong.any():
+                where = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise DumpError(f"{name}: got {values[where]} at {where}, expected 0 to {limits[name]}")
 
 
 def open_dump(path: str | pathlib.Path) -> Dump:
@@ -251,20 +288,24 @@ def _open_safetensors(path: pathlib.Path, file: BinaryIO) -> Dump:
         raise DumpError(f"{path}: is neither an .npz nor a safetensors file")
     try:
         index = json.loads(file.read(size))
-        entries = {name: entry for name, entry in index.items() if name != "__metadata__"}
-        metadata = index.get("__metadata__", {})
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DumpError(f"{path}: is neither an .npz nor a safetensors file: {error}") from error
+    if not isinstance(index, dict):
+        raise DumpError(f"{path}: is neither an .npz nor a safetensors file: its header is no JSON object")
+    entries = {name: entry for name, entry in index.items() if name != "__metadata__"}
+    metadata = index.get("__metadata__", {})
     stored = {name: _safetensors_member(path, name, entry, 8 + size, total) for name, entry in entries.items()}
-    if not isinstance(metadata, dict) or "header" not in metadata:
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("header"), str):
         raise DumpError("header: missing; store the JSON header as the metadata entry named header")
     return Dump(_parse_header(metadata["header"]), stored)
 
 
 def _safetensors_member(path: pathlib.Path, name: str, entry: Any, start: int, total: int) -> Stored:
     try:
-        shape, (begin, end), kind = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"]), entry["dtype"]
+        shape, (begin, end), kind = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
         dtype = np.dtype(SAFETENSORS_DTYPES[kind])
+        if not isinstance(entry["shape"], list) or any(type(number) is not int for number in (*shape, begin, end)):
+            raise ValueError("a size that is no integer")
     except (KeyError, TypeError, ValueError) as error:
         known = ", ".join(SAFETENSORS_DTYPES)
         raise DumpError(f"{name}: got {entry!r}, expected a shape, offsets and a dtype of {known}") from error

@@ -288,9 +288,14 @@ def _choice(name: str, value: Any, allowed: Any) -> None:
 
 
 def _settings(kind: type, section: str, values: Mapping[str, Any]) -> Any:
-    names = [field.name for field in dataclasses.fields(kind)]
-    for key in values:
-        _choice(f"header.{section}", key, names)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    for key, value in values.items():
+        _choice(f"header.{section}", key, list(defaults))
+        wanted = type(defaults[key])
+        if wanted is bool and not isinstance(value, bool):
+            raise DumpError(f"header.{section}.{key}: got {value!r}, expected true or false")
+        if wanted in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise DumpError(f"header.{section}.{key}: got {value!r}, expected a number")
     return kind(**values)
 
 

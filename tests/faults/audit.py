@@ -68,13 +68,18 @@ def from_batch(content: bytes, *words: str) -> Callable[[Path], str]:
     return run
 
 
-def values(name: str, array: np.ndarray, *words: str) -> Callable[[Path], str]:
+def example(word: str, *options: str) -> Callable[[Path], str]:
+    """Makes a fault of the options of the example."""
+    return lambda directory: audited(directory, "--example", *options, words=(word,))
+
+
+def values(name: str, array: np.ndarray, *words: str, options: tuple[str, ...] = ()) -> Callable[[Path], str]:
     """Makes a fault of a batch with another array."""
 
     def run(directory: Path) -> str:
         path = directory / "batch.npz"
         np.savez(path, **{**BATCH, name: array})
-        return audited(directory, "--batch", str(path), words=words)
+        return audited(directory, "--batch", str(path), *options, words=words)
 
     return run
 
@@ -175,6 +180,17 @@ CASES = {
     "a log-prob of the sampler of 50": values("rollout_log_probs", POSITIVE, "got 50 at (row, token) (1, 2)"),
     "NaN as a log-prob": values("log_probs", np.full((3, 5), np.nan), "log_probs: 15 unmasked numbers are not finite"),
     "-inf as a log-prob": values("ref_log_probs", np.full((3, 5), -np.inf), "numbers are not finite"),
+    "a mask of 2": values("mask", np.full((3, 5), 2), "mask: got 2 at (0, 0), expected 0 or 1"),
+    "a mask of NaN": values("mask", np.full((3, 5), np.nan), "mask: got nan at (0, 0), expected 0 or 1"),
+    "an exact KL below 0": values(
+        "kl", np.full((3, 5), -1.0), "kl: got -1 at", "at least 0", options=("--kl-is", "exact")
+    ),
+    "log-probs of -1e38": values("ref_log_probs", np.full((3, 5), -1e38), "expected at most 700"),
+    "draws of a batch": values("log_probs", BATCH["log_probs"], "--draws: a batch", options=("--draws", "-1")),
+    "an example of terabytes": example("--rows: 1000000000 rows", "--rows", "1000000000"),
+    "a seed of 20 digits": example("--seed: got 99999999999999999999", "--seed", "99999999999999999999"),
+    "draws below 0": example("draws", "--draws", "-1", "--rows", "2"),
+    "an example with a KL of 1e30": example("kl", "--kl", "1e30", "--rows", "2"),
     "other shapes": values("ref_log_probs", np.zeros((3, 4)), "shapes differ"),
     "a mask of nothing": values("mask", np.zeros((3, 5), bool), "no position is unmasked"),
     "log-probs without axes": values("log_probs", np.array(-1.0), "shapes differ"),

@@ -68,6 +68,8 @@ FAULTS = [
     _diverges("kl.loss.coef 1e38", "kl.loss.coef=1e38"),
     _diverges("warm start at 1e10", "warm_start.learning_rate=1e10"),
     _diverges("warm start at 1e38", "warm_start.learning_rate=1e38"),
+    _diverges("warm start at 1e38, in its last step", "warm_start.learning_rate=1e38", "warm_start.steps=2"),
+    _diverges("warm start at 1e20, in its last step", "warm_start.learning_rate=1e20", "warm_start.steps=2"),
     _rewards("rewards of 1e39", "return 1e39"),
     _rewards("rewards of 1e308", "return 1e308"),
     _rewards("rewards of 3e38, whose mean is not finite", "return 3e38 * (len(completion) % 2)"),

@@ -61,13 +61,15 @@ def make_step(
 ) -> Callable[[Tree, Tree, SupervisedBatch], tuple[Tree, Tree, kljax.WeightedSum]]:
     """Compiles `(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated.
 
-    A step whose loss or gradient is not finite is skipped, and its loss is NaN.
+    A step whose loss or gradient is not finite is skipped, and its loss is NaN. So is one whose gradient is 0: numbers
+    that overflow in a norm leave hidden states of 0, so that no output depends on the weights any more.
     """
 
     def step(params: Tree, opt_state: Tree, batch: SupervisedBatch) -> tuple[Tree, Tree, kljax.WeightedSum]:
         gradient = jax.grad(lambda p: supervised_loss(config, model, p, batch), has_aux=True)
         grads, loss = gradient(params)
-        finite = jnp.isfinite(loss.value()) & jnp.isfinite(optax.tree.norm(grads))
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss.value()) & jnp.isfinite(norm) & (norm > 0)
         changes, following = optimizer.update(grads, opt_state, params)
         trained = optax.apply_updates(params, changes), following
         loss = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), loss)
@@ -83,7 +85,7 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     The metrics of step i are read while step i + 1 runs, so the host does not wait for the device.
 
     Raises:
-      GuardError: loss or gradient are not finite for `guard.max_skipped` steps in a row.
+      GuardError: loss or gradient are not finite for `guard.max_skipped` steps in a row, or with the last weights.
     """
     config, model, mesh = context.config, context.model, context.mesh
     section = config.warm_start
@@ -114,4 +116,11 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
         if number > 0:
             read(number)
     read(section.steps)
+    # No step has read the last weights yet; a further one, whose result is dropped, does.
+    batch = shard_rows(data.batch(section.steps - 1, local_rows), mesh)
+    _, _, loss = compiled(jax.tree.map(jnp.copy, params), opt_state, batch)
+    if not math.isfinite(float(loss.value())):
+        first = nonfinite_array(params)
+        problem = f"{first} is not finite" if first else "their loss is not finite, or its gradient not finite or 0"
+        raise GuardError(f"warm start: the weights after its last step cannot be used: {problem}. Nothing was saved")
     return params

@@ -135,7 +135,7 @@ def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], mo
         ("--logits batch.npz --ref-logits ref.npy", "holds several arrays"),
         ("--logits policy.npy --ref-logits other.npy", "shapes differ"),
         ("--logits policy.npy --ref-logits ref.npy --draws 1", "draws"),
-        ("--logits policy.npy --ref-logits ref.npy --mask tokens.npy --confidence 3", "confidence"),
+        ("--logits policy.npy --ref-logits ref.npy --confidence 3", "confidence"),
         ("--logits policy.npy --ref-logits ref.npy --rollout-logits rollout.npy --max-ratio inf", "max_ratio: got inf"),
         ("--batch batch.npz --max-ratio inf", "max_ratio: got inf"),
         ("--batch policy.npy", "expected an .npz file"),

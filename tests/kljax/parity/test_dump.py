@@ -68,6 +68,25 @@ def test_safetensors_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
         ({"hidden": np.zeros((1, 4, 2)), "rows": np.array([0])}, "hidden: needs head"),
         ({"logits": np.zeros((1, 4, 2))}, "logits: logits and hidden states need rows and tokens"),
         ({"rows": np.array([3])}, r"rows: got \[3\], expected rows from 0 to 2"),
+        ({"rewards": np.array([0.0, np.nan, 1.0])}, r"rewards: got nan at row \(1,\), expected a finite number"),
+        ({"rewards": np.array([0.0, np.inf, 1.0])}, "rewards: got inf"),
+        ({"advantages": np.full((3, 4), np.nan)}, r"advantages: got nan at \(row, token\) \(0, 0\)"),
+        ({"advantages": np.full(3, np.nan)}, "advantages: got nan at row"),
+        ({"lengths": np.array([4, 5, 4])}, r"lengths: got 5 at \(1,\), expected 0 to 4"),
+        ({"tokens": np.full((3, 4), -1)}, r"tokens: got -1 at \(0, 0\)"),
+        (
+            {"tokens": np.full((3, 4), 9), "logits": np.zeros((1, 4, 9)), "rows": np.array([0])},
+            r"tokens: got 9 at \(0, 0\), expected 0 to 8",
+        ),
+        (
+            {"tokens": np.zeros((3, 4), int), "logits": np.zeros((1, 4, 0)), "rows": np.array([0])},
+            r"logits: got shape \[1, 4, 0\], expected at least 1 along each axis",
+        ),
+        ({"log_probs": np.zeros((0, 4)), "mask": np.zeros((0, 4))}, "expected at least 1 along each axis"),
+        ({"log_probs": np.zeros((3, 0)), "mask": np.zeros((3, 0))}, "expected at least 1 along each axis"),
+        ({"metric/a\x1b[31m": np.zeros(())}, "expected a printable name"),
+        ({"header": '{"kljax_parity": 1, "eos_id": "x"}'}, "header.eos_id: got 'x', expected a token id"),
+        ({"header": '{"kljax_parity": 1, "pad_id": Infinity}'}, "header.pad_id: got inf, expected a token id"),
         ({"header": "[1]"}, "header: got list"),
         ({"header": "{"}, "header: is not JSON"),
         ({"header": "{}"}, "header.kljax_parity: got None, expected 1"),
@@ -84,13 +103,17 @@ def test_files_without_dumps_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dump"
     for content in (b"", b"text", b"\x80\x04\x95pickle", b"\x02\0\0\0\0\0\0\0[]", b"PK\x03\x04 no archive"):
         path.write_bytes(content)
-        with pytest.raises(DumpError):
+        with pytest.raises(DumpError, match=r"cannot be read|neither an \.npz nor a safetensors file"):
             open_dump(path)
     with pytest.raises(DumpError, match="cannot be read"):
         open_dump(tmp_path / "absent")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("log_probs.npy", "no array")
     with pytest.raises(DumpError, match="log_probs: is not a NumPy array"):
+        open_dump(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("log_probs.npy", b"\x93NUMPY\x01\x00\x76\x00" + b"[" * 118)
+    with pytest.raises(DumpError, match="log_probs: is not a NumPy array: its header cannot be parsed"):
         open_dump(path)
     with zipfile.ZipFile(path, "w") as archive:
         member = io.BytesIO()
@@ -108,6 +131,13 @@ def test_files_without_dumps_are_refused(tmp_path: pathlib.Path) -> None:
         ({"dtype": "F8_E4M3", "shape": [3, 4], "data_offsets": [0, 12]}, "expected a shape, offsets and a dtype"),
         ({"dtype": "F32"}, "expected a shape, offsets and a dtype"),
         (7, "expected a shape, offsets and a dtype"),
+        ({"dtype": "F32", "shape": "34", "data_offsets": [0, 48]}, "expected a shape, offsets and a dtype"),
+        ({"dtype": "F32", "shape": [3.9, 4.9], "data_offsets": [0, 48]}, "expected a shape, offsets and a dtype"),
+        (
+            {"dtype": "F32", "shape": [float("inf"), 4], "data_offsets": [0, 48]},
+            "expected a shape, offsets and a dtype",
+        ),
+        ({"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]}, "expected at least 1 along each axis"),
     ],
 )
 def test_malformed_safetensors(tmp_path: pathlib.Path, entry: Any, message: str) -> None:

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests import tiny
+from train.config.errors import GuardError
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.prompts import Supervised
@@ -78,3 +79,10 @@ def test_the_shortest_warm_starts(steps):
     assert [step for step, _ in reports] == list(range(1, steps + 1))
     moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), params, after)
     assert set(jax.tree.leaves(moved)) == {steps > 0}
+
+
+@pytest.mark.parametrize("rate", ["1e38", "1e20"])
+def test_unusable_last_weights_end_the_warm_start(rate):
+    config = tiny.config_of(f"warm_start={{steps: 2, batch_size: 8, learning_rate: {rate}}}")
+    with pytest.raises(GuardError, match="the weights after its last step cannot be used: their loss is not finite"):
+        trained(config)
