@@ -96,8 +96,8 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
 
     def read() -> None:
         base = load_initial_base(config, model, mesh)
-        state = first_state(config, model, mesh, base, context.optimizer)
-        reference = load_reference(config, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
+        state = first_state(Plan.of(config), model, mesh, base, context.optimizer)
+        reference = load_reference(Plan.of(config), model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jax.sharding import Mesh
 
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.data import prompts
 from train.models import Decoder
@@ -49,18 +50,23 @@ def _once(make: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[...,
     return made
 
 
-def _step_key(config: Config, *others: Any) -> Any:
+def _step_key(plan: Plan, *others: Any) -> Any:
     """The config without the fields that no program of an RL step reads, the decoder and the mesh."""
+    return _config_key(plan.config, *others)
+
+
+def _config_key(config: Config, *others: Any) -> Any:
     unread: dict[str, Any] = {"name": "", "output": "", "seed": 0, "warm_start": None, "eval": None, "checkpoint": None}
     if hasattr(config.reference, "path"):
         unread["reference"] = config.reference.model_copy(update={"path": ""})
     return config.model_copy(update=unread), *(item for item in others if isinstance(item, Decoder | Mesh))
 
 
-def _update_key(config: Config, *others: Any) -> Any:
+def _update_key(plan: Plan, *others: Any) -> Any:
     """The same without the source of the reference, which only scoring goes through; whether it has a head counts."""
+    config = plan.config
     read = config.reference.monitor, config.reference.source == "checkpoint"
-    return _step_key(config.model_copy(update={"reference": read}), *others)
+    return _config_key(config.model_copy(update={"reference": read}), *others)
 
 
 def _sampler_key(context: Any, *options: Any, sampling: Any, stop: Any) -> Any:

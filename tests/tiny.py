@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import kljax
 from train.config.load import apply_overrides, parse
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts
@@ -124,7 +125,7 @@ def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
     """A first state of its own buffers, so that it may be donated."""
     model, mesh = model_of(config), mesh or mesh_of()
     base = copied(placed(kljax.Policy(host_params()), model, mesh).params)
-    return first_state(config, model, mesh, base, optimizer)
+    return first_state(Plan.of(config), model, mesh, base, optimizer)
 
 
 def rollout_batch(seed: int = 0) -> Batch:

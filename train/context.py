@@ -6,6 +6,7 @@ from typing import Any, cast
 import optax
 from jax.sharding import Mesh
 
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.data.prompts import Prompts
 from train.data.tasks import Example, Task
@@ -21,12 +22,13 @@ class RunContext:
     """The config and the objects built from it; complete when made, constant during the run.
 
     Attributes:
+      plan: the needs of the config, derived once.
       layout: the layout of the weights for sampling, which rollouts and evaluations share.
       prompts: the training prompts, by step.
       held_out: the held-out examples of an evaluation.
     """
 
-    config: Config
+    plan: Plan
     mesh: Mesh
     model: Decoder
     optimizer: optax.GradientTransformation
@@ -36,9 +38,14 @@ class RunContext:
     prompts: Prompts
     held_out: list[Example]
 
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        return self.plan.config
+
 
 def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tokenizer) -> RunContext:
     """Builds a context without task and prompts, which no program reads."""
-    optimizer, none = make_run_optimizer(config.optim), cast(Any, None)
-    layout = make_layout(config, model, mesh, optimizer, memory=device_memory(mesh))
-    return RunContext(config, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])
+    plan, optimizer, none = Plan.of(config), make_run_optimizer(config.optim), cast(Any, None)
+    layout = make_layout(plan, model, mesh, optimizer, memory=device_memory(mesh))
+    return RunContext(plan, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])

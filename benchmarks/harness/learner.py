@@ -9,6 +9,7 @@ import numpy as np
 
 import kljax
 from train.config.load import parse
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.data.tokenizers import Tokenizer
@@ -53,7 +54,7 @@ class Learner:
         config, model = context.config, context.model
         # An update donates the weights that it trains.
         first, base = (jax.tree.map(jnp.copy, params), None) if config.lora is None else (params, params)
-        state = first_state(config, model, context.mesh, first, context.optimizer)
+        state = first_state(Plan.of(config), model, context.mesh, first, context.optimizer)
         frozen = FrozenWeights(base, ScoredPolicy(model, kljax.Policy(params if base is None else None)))
         return cls(context, Programs.of(context, state), frozen, state)
 

@@ -96,7 +96,7 @@ def layout_of_run() -> TrainState:
     context = make_context(load(root / "config.yaml").config)
     with jax.set_mesh(context.mesh):
         base = load_base(RunDirectory(root), context.model, context.mesh)
-        return first_state(context.config, context.model, context.mesh, base, context.optimizer)
+        return first_state(context.plan, context.model, context.mesh, base, context.optimizer)
 
 
 def small_state(step: int) -> TrainState:

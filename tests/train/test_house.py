@@ -77,14 +77,22 @@ def test_compute_core_needs_config_distributed_and_models_alone() -> None:
         assert {folder_of(name) for name in reached(module) - {"train"}} <= {"config", "distributed", "models", "rl"}
 
 
-def test_compute_core_takes_the_config_in_makers_alone() -> None:
-    """Below them a function takes the plan and the sections that it reads, so that its signature says which."""
-    host = ("coefficients", "update_rows", "_make_stats")
+def test_compute_core_reads_the_config_in_makers_alone() -> None:
+    """Makers take the plan, which has the config; the functions below them take the sections that they read."""
+    host = ("coefficients", "update_rows")
     for module in (name for name in MODULES if folder_of(name) == "rl"):
         for node in ast.walk(ast.parse(MODULES[module].read_text())):
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("make_") and node.name not in host:
+            if isinstance(node, ast.FunctionDef) and node.name not in host:
                 types = [ast.unparse(x.annotation) for x in (*node.args.args, *node.args.kwonlyargs) if x.annotation]
                 assert "Config" not in types, f"{module}.{node.name}"
+                if not node.name.lstrip("_").startswith("make_"):
+                    assert "plan.config" not in ast.unparse(node), f"{module}.{node.name}"
+
+
+def test_plan_of_a_run_is_derived_once() -> None:
+    """With its context; everything below takes it. The checks of a config, and its explanation, have no run."""
+    derived = [name for name in MODULES if "Plan.of(" in MODULES[name].read_text() and folder_of(name) != "config"]
+    assert derived == ["train.context"]
 
 
 def test_a_config_loads_without_jax() -> None:

@@ -85,6 +85,7 @@ class Plan:
     """The passes, fields and terms that a config needs. Steps, objective and loop read it; it is made once.
 
     Attributes:
+      config: the config that has these needs. Makers read it; the functions that they make get its sections.
       loss: the signature of the policy loss; None without one.
       advantage: the signature of the estimator; None where the loss reads no advantages.
       corrections: the signatures of the corrections, in their order.
@@ -110,6 +111,7 @@ class Plan:
       num_groups: prompts of a rollout batch.
     """
 
+    config: Config
     loss: Signature | None
     advantage: Signature | None
     corrections: tuple[Signature, ...]
@@ -260,6 +262,7 @@ def _plan(config: Config) -> Plan:
     exact_kl = exact_loss or monitor == "exact"
     ref_log_probs = monitor is True or bool(sampled) or "ref_log_probs" in fields
     return Plan(
+        config=config,
         loss=loss,
         advantage=advantage,
         corrections=correction_signatures(config),

@@ -9,7 +9,6 @@ from jax.sharding import Mesh, NamedSharding
 
 import kljax
 from train.config.plan import Plan
-from train.config.schema import Config
 from train.models import Decoder
 from train.models.sharding import replicated
 from train.references import with_abstract_reference
@@ -28,19 +27,19 @@ def with_sharding(tree: Tree, sharding: NamedSharding) -> Tree:
 
 
 def abstract_state(
-    config: Config, model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh
+    plan: Plan, model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, Tree]:
     """Describes the state before RL, with a reference that follows the policy, and the frozen base under an adapter."""
-    params = abstract_params(model, mesh)
+    config, params = plan.config, abstract_params(model, mesh)
     trainable: dict[str, Tree] = (
         {"params": params} if config.lora is None else {"adapter": abstract_adapter(model, mesh)}
     )
-    if Plan.of(config).value_head:
+    if plan.value_head:
         trainable["value_head"] = abstract_value_head(model, mesh)
     everywhere = replicated(mesh)
     controllers = {
         name: with_sharding(jax.eval_shape(controller.init), everywhere)
-        for name, controller in make_controllers(config).items()
+        for name, controller in make_controllers(plan).items()
     }
     guard, step = jax.eval_shape(lambda: (GuardState.initial(), jnp.zeros((), jnp.int32)))
     state = TrainState(
@@ -51,7 +50,7 @@ def abstract_state(
         guard=with_sharding(guard, everywhere),
         past=tuple(_copy(trainable) for _ in range(config.rollout.policy_lag)) or None,
     )
-    return with_abstract_reference(config, state), None if config.lora is None else params
+    return with_abstract_reference(plan, state), None if config.lora is None else params
 
 
 def _copy(trainable: dict[str, Tree]) -> dict[str, Tree]:
@@ -60,14 +59,14 @@ def _copy(trainable: dict[str, Tree]) -> dict[str, Tree]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
 
 
-def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainState) -> ScoredPolicy | None:
+def abstract_reference(plan: Plan, model: Decoder, mesh: Mesh, state: TrainState) -> ScoredPolicy | None:
     """Describes the reference at this state, without weights that it shares with the policy; None if no term uses it.
 
     Raises:
       UserError: the reference is missing, or does not fit.
     """
-    section = config.reference
-    if not Plan.of(config).reference:
+    config, section = plan.config, plan.config.reference
+    if not plan.reference:
         return None
     if section.source in PARTS:
         with field_errors("reference.path"):

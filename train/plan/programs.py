@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 import kljax
 from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
-from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
@@ -87,8 +86,8 @@ class AbstractRun:
             )
         model, tokenizer = planned_model(config)
         context = make_bare_context(config, model, mesh, tokenizer)
-        state, base = abstract_state(config, model, context.optimizer, mesh)
-        return cls(context, state, base, abstract_reference(config, model, mesh, state))
+        state, base = abstract_state(context.plan, model, context.optimizer, mesh)
+        return cls(context, state, base, abstract_reference(context.plan, model, mesh, state))
 
     def resident(self) -> dict[str, Tree]:
         """Returns the arrays that stay in memory from step to step, by name."""
@@ -122,7 +121,7 @@ class AbstractRun:
             # Rewards come while the devices score.
             rewards = jax.ShapeDtypeStruct((self.context.config.rows_per_batch(),), jnp.float32)
             batch = dataclasses.replace(batch, rewards=rewards)
-            prepare = make_prepare(self.context.config, self.context.mesh)
+            prepare = make_prepare(self.context.plan, self.context.mesh)
             scored = (with_sharding(batch, rows), self.state.controllers)
             (batch, *_), program = self._traced("prepare", prepare, scored, {}, {})
             yield program
@@ -223,12 +222,12 @@ class AbstractRun:
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
-        config, model, mesh = self.context.config, self.context.model, self.context.mesh
-        plan, reference, programs = Plan.of(config), self.reference, []
+        plan, model, mesh = self.context.plan, self.context.model, self.context.mesh
+        reference, programs = self.reference, []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:
             arguments: tuple[Any, ...] = (self.base, reference, batch)
-            score_reference = make_reference_score(config, model, mesh)
+            score_reference = make_reference_score(plan, model, mesh)
             (scored["ref_log_probs"], _), program = self._traced(
                 "score reference", score_reference, arguments, {}, tiles
             )
@@ -236,22 +235,22 @@ class AbstractRun:
             reference = None
         if plan.scores_policy or not plan.keeps_ref_log_probs:
             arguments = (self.state.trainable, self.base, reference, batch)
-            batch, program = self._traced("score", make_score(config, model, mesh), arguments, {}, tiles)
+            batch, program = self._traced("score", make_score(plan, model, mesh), arguments, {}, tiles)
             programs.append(program)
         return dataclasses.replace(batch, **scored), programs
 
     def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
-        config, context = self.context.config, self.context
+        config, plan, context = self.context.config, self.context.plan, self.context
         state = dataclasses.replace(self.state, past=None, reference=None)
         everywhere = replicated(context.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0))
         numbers = jax.eval_shape(lambda key: update_rows(config, key), key)
         coefs = jax.eval_shape(lambda controllers: coefficients(config, controllers), state.controllers)
-        if Plan.of(config).key:
+        if plan.key:
             coefs["key"] = key
-        update = make_update(config, context.model, context.optimizer, state, context.mesh)
+        update = make_update(plan, context.model, context.optimizer, state, context.mesh)
         arguments = (state, self.base, batch, with_sharding(numbers[0], everywhere), with_sharding(coefs, everywhere))
-        head = reference_head(Plan.of(config), self.reference)
+        head = reference_head(plan, self.reference)
         # The sum over the micro-batches, and that of the current one.
         parts = {"gradients": 2 * device_bytes(state.trainable)}
         _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)

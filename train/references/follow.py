@@ -21,9 +21,10 @@ Tree = Any
 Follow = Callable[[Tree, Tree, jax.Array], Tree]
 
 
-def with_abstract_reference(config: Config, state: TrainState) -> TrainState:
+def with_abstract_reference(plan: Plan, state: TrainState) -> TrainState:
     """Adds shapes, dtypes and shardings of a reference that follows the policy to a state, for restoring it."""
-    if not (Plan.of(config).reference and follows_policy(config)):
+    config = plan.config
+    if not (plan.reference and follows_policy(config)):
         return state
     part = state.trainable[policy_part(state.trainable)]
     following = jax.tree.map(

@@ -28,7 +28,7 @@ from train.weights.peft import check_adapter, load_adapter
 Tree = Any
 
 
-def check_reference(config: Config, model: Decoder, mesh: Mesh, steps: Sequence[int]) -> SavedReference | None:
+def check_reference(plan: Plan, model: Decoder, mesh: Mesh, steps: Sequence[int]) -> SavedReference | None:
     """Checks the reference from metadata alone, before anything starts or is written.
 
     Args:
@@ -40,8 +40,8 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, steps: Sequence[
     Raises:
       UserError: naming the field and what there is.
     """
-    section = config.reference
-    if not Plan.of(config).reference:
+    config, section = plan.config, plan.config.reference
+    if not plan.reference:
         return None
     if section.source == "step":
         check_saved(section.step, sorted({0, *steps}))
@@ -62,7 +62,7 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, steps: Sequence[
 
 
 def start_reference(
-    config: Config,
+    plan: Plan,
     model: Decoder,
     mesh: Mesh,
     state: TrainState,
@@ -91,12 +91,13 @@ def start_reference(
     Raises:
       UserError: the reference is missing, does not fit, or differs from the recorded one.
     """
-    if not Plan.of(config).reference:
+    config = plan.config
+    if not plan.reference:
         return FrozenWeights(base, None), dataclasses.replace(state, reference=None), None
     # A reference that follows the policy has no frozen weights but the base that it shares.
     reference: ScoredPolicy | None = ScoredPolicy(model, kljax.Policy(None))
     if state.reference is None or not on_leader("references", lambda: is_recorded(record, config)):
-        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
+        loaded = load_reference(plan, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
         following = None
         if loaded is not None and follows_policy(config):
             following = start_following(config, loaded, state.trainable)
@@ -111,7 +112,7 @@ def start_reference(
 
 
 def load_reference(
-    config: Config,
+    plan: Plan,
     model: Decoder,
     mesh: Mesh,
     *,
@@ -132,8 +133,8 @@ def load_reference(
     Raises:
       UserError: the reference is missing or does not fit; the message names the field and what there is.
     """
-    section = config.reference
-    if not Plan.of(config).reference:
+    config, section = plan.config, plan.config.reference
+    if not plan.reference:
         return None
     with _field_errors("source" if saved is None else "path"):
         if saved is not None:

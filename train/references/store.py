@@ -4,32 +4,28 @@ A recording comes back in every epoch, and a constant reference would give a row
 and reference are then two programs, so that that of the policy is one, whether the reference has to run or not.
 """
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from train.config.errors import warn
 from train.config.plan import Plan
-from train.config.schema import Config
 from train.distributed import agree, held_rows, to_host
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy
-from train.rl.step import make_reference_score
+from train.rl.step import ReferenceScore, make_reference_score
 
-Score = Callable[..., tuple[jax.Array, jax.Array]]
 MIB = 2**20
 
 
-def make_reference_store(config: Config, model: Decoder, mesh: Mesh, rows: int | None) -> "ReferenceStore | None":
+def make_reference_store(plan: Plan, model: Decoder, mesh: Mesh, rows: int | None) -> "ReferenceStore | None":
     """Makes the store of a run, or returns None if the reference scores every batch.
 
     Args:
-      config: says whether the reference is constant, and how much memory the store may take.
+      plan: says whether the reference is constant, and how much memory the store may take.
       model: the decoder of the policy.
       mesh: of the update.
       rows: number of rows of the recording; None: completions come from elsewhere.
@@ -37,8 +33,8 @@ def make_reference_store(config: Config, model: Decoder, mesh: Mesh, rows: int |
     Raises:
       UserError: the recordings of two processes have different numbers of rows.
     """
-    source = config.rollout.source
-    if rows is None or not Plan.of(config).keeps_ref_log_probs or source.type != "file":
+    config, source = plan.config, plan.config.rollout.source
+    if rows is None or not plan.keeps_ref_log_probs or source.type != "file":
         return None
     agree("rollout.source", {"rows": rows})
     columns = config.data.max_completion_length
@@ -49,7 +45,7 @@ def make_reference_store(config: Config, model: Decoder, mesh: Mesh, rows: int |
             f"rows of {columns} tokens; the reference scores them again in every epoch"
         )
         return None
-    return ReferenceStore(make_reference_score(config, model, mesh), mesh, rows=rows, columns=columns)
+    return ReferenceStore(make_reference_score(plan, model, mesh), mesh, rows=rows, columns=columns)
 
 
 class ReferenceStore:
@@ -58,7 +54,7 @@ class ReferenceStore:
     With several processes each keeps all rows, since a row may come to the devices of another one in the next epoch.
     """
 
-    def __init__(self, score: Score, mesh: Mesh, *, rows: int, columns: int) -> None:
+    def __init__(self, score: ReferenceScore, mesh: Mesh, *, rows: int, columns: int) -> None:
         """Takes the program of `make_reference_score`, the mesh, and the numbers of rows and of completion columns."""
         self._score, self._mesh = score, mesh
         # The system gives zeros their memory when they are first written.
@@ -66,7 +62,7 @@ class ReferenceStore:
         self._scored = np.zeros(rows, bool)
         self._under_way: list[tuple[np.ndarray, jax.Array]] = []
 
-    def score(self, base: object, reference: ScoredPolicy | None, batch: Batch, rows: np.ndarray) -> jax.Array:
+    def score(self, base: object, reference: ScoredPolicy, batch: Batch, rows: np.ndarray) -> jax.Array:
         """Returns the log-probs [B, T] of a batch, whose rows have these numbers [B] in the recording.
 
         The reference scores the whole batch if one of its rows is new; does not wait for the devices then.

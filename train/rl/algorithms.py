@@ -20,7 +20,6 @@ from train.config.kl import ScheduledController
 from train.config.loss import Advantage, Loss
 from train.config.optim import CosineSchedule, LinearSchedule, Optim, WsdSchedule
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
-from train.config.schema import Config
 from train.config.signatures import Signature, load_function
 from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics
@@ -112,9 +111,9 @@ def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
     return {"clip_fraction": share}
 
 
-def make_controllers(config: Config) -> dict[str, kljax.Controller]:
+def make_controllers(plan: Plan) -> dict[str, kljax.Controller]:
     """Makes the controllers of the KL coefficients in use, by placement."""
-    return {name: _controller(getattr(config.kl, name)) for name in Plan.of(config).controllers}
+    return {name: _controller(getattr(plan.config.kl, name)) for name in plan.controllers}
 
 
 def _controller(term: Any) -> kljax.Controller:

@@ -14,7 +14,6 @@ import kljax
 from train.config.correction import Correction
 from train.config.loss import Loss
 from train.config.plan import Plan
-from train.config.schema import Config
 from train.config.signatures import Signature
 from train.rl import algorithms
 from train.rl.batch import Batch, required
@@ -24,13 +23,14 @@ Array = jax.Array
 Entry = tuple[Signature, Correction]
 
 
-def make_correction(config: Config) -> Callable[[Batch], tuple[Batch, Metrics]]:
+def make_correction(plan: Plan) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Makes `batch -> (batch, metrics)`, which adds the weights and the mask of the corrections to a rollout batch.
 
     The batch is scored, with advantages if there are any; without corrections it stays as it is. The metrics measure
     the mismatch.
     """
-    plan, buckets, longest = Plan.of(config), config.rollout.mismatch_by_position, config.data.max_completion_length
+    config = plan.config
+    buckets, longest = config.rollout.mismatch_by_position, config.data.max_completion_length
     entries = list(zip(plan.corrections, config.correction, strict=True))
 
     def correct(batch: Batch) -> tuple[Batch, Metrics]:

@@ -23,7 +23,7 @@ from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
-from train.rl.metrics import LargestToken, Metrics, single
+from train.rl.metrics import LargestToken, Metric, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
 
@@ -32,6 +32,7 @@ Tree = Any
 Coefficients = dict[str, Array]
 Controllers = dict[str, kljax.ControllerState]
 Preparation = Callable[[Batch, Controllers], tuple[Batch, Controllers, Metrics]]
+Control = Callable[[Controllers, Metric, Array], Controllers]
 Objective = Callable[..., tuple[Array, "LossMetrics"]]
 
 
@@ -114,7 +115,7 @@ def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Ba
     )
 
 
-def make_preparation(config: Config) -> Preparation:
+def make_preparation(plan: Plan) -> Preparation:
     """Makes `(batch, controller states) -> (batch, controller states, metrics)`, which adds constants to the batch.
 
     They are advantages, returns and corrections; a loss that reads no advantages has none. Every mean is over the whole
@@ -122,8 +123,8 @@ def make_preparation(config: Config) -> Preparation:
     updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes log-probs of the
     sampler for the old ones.
     """
-    plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
-    options, correct = config.advantage, make_correction(config)
+    controllers, correct = algorithms.make_controllers(plan), make_correction(plan)
+    loss, section, options = plan.config.loss, plan.config.kl, plan.config.advantage
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
@@ -146,7 +147,7 @@ def make_preparation(config: Config) -> Preparation:
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
         if options.scale_by_mean:
-            advantages = _scaled_by_mean(token_weights(plan, config.loss, batch), advantages)
+            advantages = _scaled_by_mean(token_weights(plan, loss, batch), advantages)
         if options.whiten:
             advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)
         if "advantage" in controllers:
@@ -168,7 +169,7 @@ def make_preparation(config: Config) -> Preparation:
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         batch, following, metrics = with_advantages(batch, states)
         batch, measured = correct(batch)
-        if config.loss.old_log_probs == "sampler":
+        if loss.old_log_probs == "sampler":
             batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
         return batch, following, metrics | measured
 
@@ -181,11 +182,11 @@ def _scaled_by_mean(weights: Array, advantages: Array) -> Array:
     return jnp.where(mean > 0, advantages / jnp.where(mean > 0, mean, 1), advantages)
 
 
-def make_control(config: Config) -> Callable[[Controllers, kljax.WeightedSum, Array], Controllers]:
+def make_control(plan: Plan) -> Control:
     """Makes `(controller states, KL of the loss, mask) -> controller states`, after the updates on a batch."""
-    controllers = algorithms.make_controllers(config)
+    controllers = algorithms.make_controllers(plan)
 
-    def control(states: Controllers, kl: kljax.WeightedSum, mask: Array) -> Controllers:
+    def control(states: Controllers, kl: Metric, mask: Array) -> Controllers:
         steered = controllers["loss"].update(states["loss"], kl.value(), mask.any(-1).sum())
         return states | {"loss": keep_unless(jnp.isfinite(kl.value()), steered, states["loss"])}
 
@@ -209,7 +210,7 @@ def _kl_shaped(plan: Plan, section: RewardKL, batch: Batch, coef: Array) -> tupl
     )
 
 
-def make_objective(config: Config, model: Decoder) -> Objective:
+def make_objective(plan: Plan, model: Decoder) -> Objective:
     """Makes the loss of one micro-batch, `sum_t weight_t * (w_t * policy + sum_k coef_k * term_k)_t`, with its metrics.
 
     The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections. A loss that
@@ -219,7 +220,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any. Gradient:
     to `trainable` only. Metrics are treated as constants.
     """
-    plan, section, kl = Plan.of(config), config.loss, config.kl
+    config, section, kl = plan.config, plan.config.loss, plan.config.kl
     entropy: Literal[True, "constant"] = True if plan.entropies else "constant"
     fixed: dict[str, Any] = {"temperature": config.temperature, "tile": tile(config.log_probs), "entropy": entropy}
     terms_of = functools.partial(_terms, plan=plan, section=section, kl=kl)

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.config.plan import Plan
-from train.config.schema import Config
 from train.distributed import to_host
 from train.models import Decoder
 from train.models.kernels import device_kind
@@ -121,15 +120,15 @@ class Cells:
         return groups.swapaxes(0, 1).reshape(micro_batches, self.shards, -1)
 
 
-def make_packer(config: Config, model: Decoder, mesh: Mesh) -> Packer | None:
+def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
     Only lengths come to the host, lengths of all rows in every process, so that all choose the same places.
     """
+    config, layout = plan.config, plan.layout
     if not config.optim.packing:
         return None
-    plan, prompt = Plan.of(config), config.data.max_prompt_length
-    layout = plan.layout
+    prompt = config.data.max_prompt_length
     scores = plan.scores_policy or plan.reference
     # Splash attention has segments, but no keys that several of them share.
     splash = model.config.attention != "xla" and device_kind().startswith("TPU")

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,41 @@ SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "value
 """The fields of a batch that scoring fills in; a rollout brings the others."""
 
 
-def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
+class ScoreProgram(Protocol):
+    """Fills in the fields of `SCORED` that are needed; `reference` is None where it is scored apart, or unused."""
+
+    def __call__(
+        self,
+        trainable: dict[str, Tree],
+        base: Tree,
+        reference: ScoredPolicy | None,
+        batch: Batch,
+        *,
+        rows: jax.Array | None = None,
+        packed: PackedRows | None = None,
+    ) -> Batch: ...
+
+
+class UpdateProgram(Protocol):
+    """Makes one update on the `rows` of a prepared batch; `ref_head` is the reference's, for the exact KL."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        base: Tree,
+        batch: Batch,
+        rows: jax.Array,
+        coefs: objectives.Coefficients,
+        *,
+        ref_head: kljax.Head | None = None,
+        packed: PackedRows | None = None,
+    ) -> tuple[TrainState, Metrics]: ...
+
+
+ReferenceScore = Callable[[Tree, ScoredPolicy, Batch], tuple[jax.Array, jax.Array]]
+
+
+def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
     """Compiles `(trainable, base, reference, batch) -> batch`, which fills in the fields of `SCORED` that are needed.
 
     On a mesh that splits a base which both policies share, they go through the layers in one pass. Old and reference
@@ -49,8 +83,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
-    plan, stats_of = Plan.of(config), _make_stats(config)
-    layout, score_parts = plan.layout, _score_parts(config.optim)
+    stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
 
     def score(
         trainable: dict[str, Tree],
@@ -103,14 +136,13 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     return jax.jit(traced_once(score, size_of=packed_size), out_shardings=batch_sharding(mesh))
 
 
-def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceScore:
     """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: log-probs of the reference alone, [B, T] float32.
 
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
     computed as in `make_score`, and treated as constants.
     """
-    layout, stats_of = Plan.of(config).layout, _make_stats(config)
-    score_parts = _score_parts(config.optim)
+    stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
 
     def score_reference(base: Tree, reference: ScoredPolicy, batch: Batch) -> tuple[jax.Array, jax.Array]:
         reference = reference.on_base(base)
@@ -130,8 +162,9 @@ def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[i
     return None if packed is None else packed.tokens.shape
 
 
-def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
+def _make_stats(plan: Plan) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
     """Makes the function that scores rows with a policy, `token_stats` at the temperature of the config."""
+    config = plan.config
     return functools.partial(token_stats, temperature=config.temperature, tile=objectives.tile(config.log_probs))
 
 
@@ -144,22 +177,22 @@ def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) 
     return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
 
 
-def make_prepare(config: Config, mesh: Mesh) -> Callable[..., Any]:
+def make_prepare(plan: Plan, mesh: Mesh) -> objectives.Preparation:
     """Compiles the part of the objective that needs the whole rollout batch."""
-    prepare = traced_once(objectives.make_preparation(config))
+    prepare = traced_once(objectives.make_preparation(plan))
     return jax.jit(prepare, out_shardings=(batch_sharding(mesh), replicated(mesh), replicated(mesh)))
 
 
-def make_control(config: Config, mesh: Mesh) -> Callable[..., objectives.Controllers] | None:
+def make_control(plan: Plan, mesh: Mesh) -> objectives.Control | None:
     """Compiles the step of the controller of the KL in the loss; None if that coefficient stays as it is."""
-    if not Plan.of(config).steers_loss:
+    if not plan.steers_loss:
         return None
-    return jax.jit(traced_once(objectives.make_control(config)), out_shardings=replicated(mesh))
+    return jax.jit(traced_once(objectives.make_control(plan)), out_shardings=replicated(mesh))
 
 
 def make_update(
-    config: Config, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
-) -> Callable[..., tuple[TrainState, Metrics]]:
+    plan: Plan, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
+) -> UpdateProgram:
     """Compiles `(state, base, batch, rows, coefficients, ref_head=None, packed=None) -> (state, metrics)`, one update.
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
@@ -170,10 +203,9 @@ def make_update(
     `skipped_updates` and the guard's part of the state count it. With `guard.action: skip` an update beyond a limit is
     skipped likewise; the limit is compared with the metrics of all its rows.
     """
-    objective = objectives.make_objective(config, model)
-    gradient = jax.value_and_grad(objective, has_aux=True)
+    config, guard = plan.config, plan.config.guard
+    gradient = jax.value_and_grad(objectives.make_objective(plan, model), has_aux=True)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
-    plan, guard = Plan.of(config), config.guard
     moves, group = plan.rows_move, plan.layout.group
 
     def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:

@@ -27,18 +27,18 @@ LOGITS = 4
 
 
 def make_layout(
-    config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation, *, memory: int | None
+    plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation, *, memory: int | None
 ) -> SamplingLayout:
     """Makes the layout that the config names, or chooses one.
 
     Args:
-      config: the config.
+      plan: the needs of the config.
       model: the decoder.
       mesh: of the update.
       optimizer: its moments take memory while the sampler runs.
       memory: bytes of a device; None: unknown.
     """
-    section, devices = config.rollout, mesh.size
+    config, section, devices = plan.config, plan.config.rollout, mesh.size
     sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
 
     def layout_of(tensor: int | None) -> SamplingLayout:
@@ -53,7 +53,7 @@ def make_layout(
         cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)
         return Option(tensor, layout_of(tensor).bytes, cache)
 
-    resident = _resident_bytes(config, model, mesh, optimizer)
+    resident = _resident_bytes(plan, model, mesh, optimizer)
     if section.in_place:
         choice = Choice(None, "rollout.in_place")
     elif section.mesh is not None:
@@ -97,15 +97,15 @@ def device_memory(mesh: Mesh) -> int | None:
     return None if None in sizes else min(sizes)
 
 
-def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
+def _resident_bytes(plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
     """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries."""
-    params = abstract_params(model, mesh)
+    config, params = plan.config, abstract_params(model, mesh)
     trained = params if config.lora is None else abstract_adapter(model, mesh)
     moments = abstract_optimizer_state(optimizer, trained, replicated(mesh), in_host=config.optim.host_memory)
     copies = config.rollout.policy_lag
     # An adapter that is switched off, or another one, has no weights of its own.
     separate = config.reference.source == "checkpoint" or config.lora is None
-    references = device_bytes(params) if Plan.of(config).reference and separate else 0
+    references = device_bytes(params) if plan.reference and separate else 0
     adapter = 0 if config.lora is None else device_bytes(trained)
     return device_bytes(params) + adapter + references + copies * device_bytes(trained) + device_bytes(moments)
 

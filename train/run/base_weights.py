@@ -169,7 +169,7 @@ def quantize_if_needed(model: Decoder, params: Tree) -> Tree:
     return params if model.config.quantization is None else quantise_params(params)
 
 
-def check_same_base(config: Config, continued: RunDirectory | None) -> ExpectedBase | None:
+def check_same_base(plan: Plan, continued: RunDirectory | None) -> ExpectedBase | None:
     """Compares the base of the adapter at `reference.path` with that of this run, before anything is written.
 
     An adapter fits every base of its shape, so shapes say nothing. Folders are compared by digest, everything else
@@ -184,8 +184,8 @@ def check_same_base(config: Config, continued: RunDirectory | None) -> ExpectedB
     Raises:
       UserError: the bases differ, naming both.
     """
-    section = config.reference
-    if not Plan.of(config).reference or section.source != "adapter" or is_peft(section.path):
+    config, section = plan.config, plan.config.reference
+    if not plan.reference or section.source != "adapter" or is_peft(section.path):
         return None
     run = run_directory_of(locate(section.path, "adapter")[0])
     if run is None or (continued is not None and is_recorded(continued.reference, config)):

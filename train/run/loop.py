@@ -9,7 +9,6 @@ import jax
 
 import kljax
 from train.config.errors import UserError
-from train.config.plan import Plan
 from train.context import RunContext
 from train.data.tasks.reward_function import RewardError
 from train.distributed import any_of, enter, run_together
@@ -21,14 +20,24 @@ from train.references import (
     make_reference_store,
     with_abstract_reference,
 )
+from train.references.follow import Follow
 from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.metrics import LargestToken, metric_values, single
-from train.rl.objective import coefficients
+from train.rl.objective import Control, Preparation, coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
-from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
+from train.rl.step import (
+    SCORED,
+    ScoreProgram,
+    UpdateProgram,
+    make_control,
+    make_prepare,
+    make_score,
+    make_update,
+    update_rows,
+)
 from train.rollouts.collect import Rollout, draw, judge_drawn
 from train.rollouts.jax_source import Sampler, make_sampler
 from train.rollouts.lag import next_past, sampling_policy
@@ -49,11 +58,11 @@ class Programs:
       store: scores the rows of a recording with a constant reference, each once; None: `score` runs the reference.
     """
 
-    score: Callable[..., Any]
-    prepare: Callable[..., Any]
-    update: Callable[..., Any]
-    control: Callable[..., Any] | None
-    follow: Callable[..., Any] | None
+    score: ScoreProgram
+    prepare: Preparation
+    update: UpdateProgram
+    control: Control | None
+    follow: Follow | None
     held_out: Sampler
     greedy: Sampler
     pack: Packer | None = None
@@ -62,19 +71,19 @@ class Programs:
     @classmethod
     def of(cls, context: RunContext, state: TrainState, source: Source | None = None) -> "Programs":
         """Compiles, lazily, the programs of a run for states of this layout; programs of a recording know its rows."""
-        config, model, mesh = context.config, context.model, context.mesh
-        following = with_abstract_reference(config, state).reference
+        config, plan, model, mesh = context.config, context.plan, context.model, context.mesh
+        following = with_abstract_reference(plan, state).reference
         recorded = source.row_count if isinstance(source, FileSource) else None
         return cls(
-            score=make_score(config, model, mesh),
-            prepare=make_prepare(config, mesh),
-            update=make_update(config, model, context.optimizer, _updated_part(state), mesh),
-            control=make_control(config, mesh),
+            score=make_score(plan, model, mesh),
+            prepare=make_prepare(plan, mesh),
+            update=make_update(plan, model, context.optimizer, _updated_part(state), mesh),
+            control=make_control(plan, mesh),
             follow=None if following is None else make_follow(config, following),
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
-            pack=make_packer(config, model, mesh),
-            store=make_reference_store(config, model, mesh, recorded),
+            pack=make_packer(plan, model, mesh),
+            store=make_reference_store(plan, model, mesh, recorded),
         )
 
 
@@ -92,8 +101,7 @@ def rl_step(
 
     `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token.
     """
-    config, base, clock = context.config, frozen.base, time.perf_counter()
-    plan = Plan.of(config)
+    config, plan, base, clock = context.config, context.plan, frozen.base, time.perf_counter()
     enter(step + 1, "rollout")
     run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
     drawn = draw(context, source, step)
@@ -153,9 +161,11 @@ def _score(
     if programs.store is None:
         return programs.score(state.trainable, base, reference, batch, **packing.score)
     rows = drawn.completions.recorded_rows
-    assert rows is not None  # only a recording has a store
+    # Only a recording has a store, with a reference.
+    assert reference is not None
+    assert rows is not None
     log_probs = programs.store.score(base, reference, batch, rows)
-    if Plan.of(context.config).scores_policy:
+    if context.plan.scores_policy:
         batch = programs.score(state.trainable, base, None, batch)
     return dataclasses.replace(batch, ref_log_probs=log_probs)
 

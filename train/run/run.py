@@ -122,8 +122,8 @@ def _prepare(
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
     steps = [] if continued is None else continued.steps()
-    saved = check_reference(config, context.model, context.mesh, steps)
-    expected = check_same_base(config, continued)
+    saved = check_reference(context.plan, context.model, context.mesh, steps)
+    expected = check_same_base(context.plan, continued)
     return open_source(context, continued=continued is not None), expected, saved
 
 
@@ -146,15 +146,15 @@ def _begin(
     config, model, mesh = context.config, context.model, context.mesh
     if continued and saved_base(directory.root) is not None:
         base = load_base(directory, model, mesh)
-        first = first_state(config, model, mesh, base, context.optimizer)
-        restored = checkpoints.restore_last(with_abstract_reference(config, first))
+        first = first_state(context.plan, model, mesh, base, context.optimizer)
+        restored = checkpoints.restore_last(with_abstract_reference(context.plan, first))
         state = first if restored is None else restored
         writer = _continue_records(directory, checkpoints, None if restored is None else int(state.step))
     else:
         with ExitStack() as unless_done:
             writer = unless_done.enter_context(closing(open_metrics(directory.root)))
             base = make_base(context, directory, bars=bars, writer=writer)
-            state = first_state(config, model, mesh, base, context.optimizer)
+            state = first_state(context.plan, model, mesh, base, context.optimizer)
             unless_done.pop_all()
     checkpoints.carry = lambda: {"metrics": writer.mark(), "references": saved_entries(directory.reference)}
     # Without LoRA the base weights are the trainable ones, which the update donates.
@@ -198,7 +198,7 @@ def _reinforce(
         watch.save(state, 0)
         watch.wait()
     frozen, state, before = start_reference(
-        context.config,
+        context.plan,
         context.model,
         context.mesh,
         state,

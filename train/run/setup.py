@@ -174,15 +174,16 @@ def load_initial_adapter(config: Config, model: Decoder, mesh: Mesh) -> Tree:
 
 
 def first_state(
-    config: Config, model: Decoder, mesh: Mesh, base: Tree, optimizer: optax.GradientTransformation
+    plan: Plan, model: Decoder, mesh: Mesh, base: Tree, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Makes the state before RL. Without LoRA the base weights become trainable; with LoRA they stay frozen."""
+    config = plan.config
     trainable: dict[str, Tree] = {"params": base}
     if config.lora is not None:
         trainable = {"adapter": load_initial_adapter(config, model, mesh)}
-    if Plan.of(config).value_head:
+    if plan.value_head:
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
-    controllers = make_controllers(config)
+    controllers = make_controllers(plan)
     state = initial_state(trainable, optimizer, controllers, replicated(mesh), in_host=config.optim.host_memory)
     return dataclasses.replace(state, past=initial_past(trainable, config.rollout.policy_lag))
 

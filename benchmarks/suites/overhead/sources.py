@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from benchmarks.harness.learner import Learner
 from benchmarks.harness.measure import Seconds
 from benchmarks.suites.overhead.problem import StepSizes, config_of, interleaved, learner_of
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.rollouts.open import open_source
 from train.run.loop import Programs, rl_step
@@ -41,7 +42,7 @@ class SourceSteps:
 
     def __init__(self, learner: Learner, config: Config, stack: contextlib.ExitStack) -> None:
         self.frozen, self.state, self.number = learner.frozen, jax.tree.map(jnp.copy, learner.state), 0
-        self.context = dataclasses.replace(learner.context, config=config)
+        self.context = dataclasses.replace(learner.context, plan=Plan.of(config))
         self.source = stack.enter_context(contextlib.closing(open_source(self.context)))
         self.programs = Programs.of(self.context, self.state, self.source)
 

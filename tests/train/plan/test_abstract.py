@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiny import config_of, mesh_of, model_of, state_of
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.plan.abstract import abstract_reference, abstract_state
 from train.plan.shapes import PUBLISHED
 from train.rl.host_memory import make_run_optimizer
@@ -43,14 +44,14 @@ def described(tree: Any) -> dict[str, tuple]:
 def test_planned_state_equals_the_state_of_a_run(name):
     config, mesh = config_of(*CASES[name]), mesh_of(2, 2, 1)
     optimizer = make_run_optimizer(config.optim)
-    state, base = abstract_state(config, model_of(config), optimizer, mesh)
+    state, base = abstract_state(Plan.of(config), model_of(config), optimizer, mesh)
     assert described(state) == described(state_of(config, optimizer, mesh))
     assert (base is None) == (config.lora is None)
 
 
 def test_arrays_of_the_state_are_counted_once():
     config, mesh = config_of("rollout.policy_lag=2"), mesh_of(2, 2, 1)
-    state, _ = abstract_state(config, model_of(config), make_run_optimizer(config.optim), mesh)
+    state, _ = abstract_state(Plan.of(config), model_of(config), make_run_optimizer(config.optim), mesh)
     assert state.past is not None
     weights = {id(x) for x in jax.tree.leaves(state.trainable)}
     past = [id(x) for x in jax.tree.leaves(state.past)]
@@ -62,8 +63,8 @@ def test_arrays_of_the_state_are_counted_once():
 def reference_of(*overrides: str) -> Any:
     config, mesh = config_of(*overrides), mesh_of(2, 2, 1)
     model = model_of(config)
-    state, _ = abstract_state(config, model, make_run_optimizer(config.optim), mesh)
-    return state, abstract_reference(config, model, mesh, state)
+    state, _ = abstract_state(Plan.of(config), model, make_run_optimizer(config.optim), mesh)
+    return state, abstract_reference(Plan.of(config), model, mesh, state)
 
 
 KL = "kl.loss.coef=0.1"
@@ -108,6 +109,6 @@ def test_a_teacher_has_the_shape_of_its_folder(tmp_path):
 def test_the_adapter_of_a_run_has_these_shapes():
     config, mesh = config_of("lora.rank=2"), mesh_of(2, 2, 1)
     model = model_of(config)
-    state, _ = abstract_state(config, model, make_run_optimizer(config.optim), mesh)
+    state, _ = abstract_state(Plan.of(config), model, make_run_optimizer(config.optim), mesh)
     drawn = init_adapter(model, jax.random.key(0), mesh)
     assert described(state.trainable["adapter"]) == described(drawn)

@@ -144,8 +144,8 @@ def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
 
 def prepared_batch(config: Config, batch: Batch) -> Batch:
     """The batch with advantages and token weights."""
-    states = {name: controller.init() for name, controller in make_controllers(config).items()}
-    prepared = objectives.make_preparation(config)(batch, states)[0]
+    states = {name: controller.init() for name, controller in make_controllers(Plan.of(config)).items()}
+    prepared = objectives.make_preparation(Plan.of(config))(batch, states)[0]
     return objectives.with_token_weights(Plan.of(config), config.loss, config.kl.loss, prepared)
 
 
@@ -172,7 +172,7 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
     head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
 
     def summed(config: Config, log_probs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        objective = objectives.make_objective(config, model)
+        objective = objectives.make_objective(Plan.of(config), model)
 
         def loss_of(log_probs: jax.Array, batch: Batch) -> jax.Array:
             return objective({"params": log_probs, "value_head": head}, None, batch, objectives.coefficients(config))[0]
@@ -200,9 +200,9 @@ def compiled_update(configs: Sequence[Config]) -> Iterator[Update]:
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for config in configs:
         copied = tiny.copied(params)
-        state = initial_state({"params": copied}, tiny.keep_gradient(), make_controllers(config), replicated)
-        prepared, _, _ = make_prepare(config, mesh)(full_batch(config.preset or ""), state.controllers)
-        step = make_update(config, model, tiny.keep_gradient(), state, mesh)
+        state = initial_state({"params": copied}, tiny.keep_gradient(), make_controllers(Plan.of(config)), replicated)
+        prepared, _, _ = make_prepare(Plan.of(config), mesh)(full_batch(config.preset or ""), state.controllers)
+        step = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh)
         after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
         yield float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests import tiny
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
 from train.models.config import LoraConfig
@@ -34,13 +35,13 @@ def model_of(policy: Path, lora: LoraConfig | None = None) -> Decoder:
 
 
 def check(config: Config, model: Decoder) -> SavedReference | None:
-    return check_reference(config, model, tiny.mesh_of(), [])
+    return check_reference(Plan.of(config), model, tiny.mesh_of(), [])
 
 
 def load(config: Config, model: Decoder) -> ScoredPolicy:
     path = config.model.path
     return load_reference(
-        config,
+        Plan.of(config),
         model,
         tiny.mesh_of(),
         saved=check(config, model),
@@ -62,7 +63,9 @@ def test_loading_takes_the_checked_reference_without_another_search(monkeypatch)
     assert (saved.format, saved.model) == ("folder", model_of(LLAMA))
     monkeypatch.setattr(find, "find_reference", None)
     monkeypatch.setattr(references_load, "find_reference", None)
-    loaded = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
+    loaded = load_reference(
+        Plan.of(config), model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None
+    )
     assert loaded.model == saved.model
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.models.int8 import dequantise_params, quantise_params
 from train.models.sharding import replicated
 from train.references import load_reference
@@ -37,7 +38,7 @@ def base() -> dict:
 @functools.cache
 def prepare():
     """Advantages and token weights, which no base is read for."""
-    return make_prepare(tiny.config_of(LORA, *NEEDED), tiny.mesh_of())
+    return make_prepare(Plan.of(tiny.config_of(LORA, *NEEDED)), tiny.mesh_of())
 
 
 def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dict, dict[str, float]]:
@@ -46,10 +47,10 @@ def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dic
     model = tiny.model_of(config)
     trainable = {"adapter": adapter_of(1)}
     reference = ScoredPolicy(model, kljax.Policy(None, None if other is None else adapter_of(other)))
-    scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
-    state = initial_state(trainable, tiny.keep_gradient(), make_controllers(config), replicated(mesh))
+    scored = make_score(Plan.of(config), model, mesh)(trainable, base, reference, tiny.rollout_batch())
+    state = initial_state(trainable, tiny.keep_gradient(), make_controllers(Plan.of(config)), replicated(mesh))
     batch, _, _ = prepare()(scored, state.controllers)
-    update = make_update(config, model, tiny.keep_gradient(), state, mesh)
+    update = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh)
     after, metrics = update(state, base, batch, jnp.arange(tiny.ROWS), coefficients(config))
     return scored, after.opt_state, {name: float(value.value()) for name, value in metrics.items()}
 
@@ -70,7 +71,9 @@ def test_scores_gradients_and_metrics_match_dequantised_weights(base, other):
 def test_every_reference_on_the_base_shares_it():
     config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
     model = tiny.model_of(config)
-    loaded = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
+    loaded = load_reference(
+        Plan.of(config), model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None
+    )
     assert loaded.shares_base
     assert loaded.policy.adapter is None
     assert loaded.model == model

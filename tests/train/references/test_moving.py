@@ -11,7 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.config.plan import follows_policy
+from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
 from train.models.sharding import replicated
 from train.references import current_reference, make_follow, start_following, with_abstract_reference
@@ -104,7 +104,7 @@ def test_abstract_moving_half_has_its_final_layout():
     config = config_of(EMA, "mesh.fsdp=4")
     mesh = tiny.mesh_of(1, 4, 1)
     state = tiny.state_of(config, optax.identity(), mesh)
-    position = with_abstract_reference(config, state).reference
+    position = with_abstract_reference(Plan.of(config), state).reference
     moving = start_following(config, ScoredPolicy(MODEL, kljax.Policy(None)), state.trainable)
 
     def layout(tree) -> list:
@@ -119,8 +119,8 @@ def test_abstract_moving_half_has_its_final_layout():
 def test_fixed_reference_has_no_moving_half(option):
     state = state_of("params", 1.0)
     assert not follows_policy(config_of(option))
-    assert with_abstract_reference(config_of(option), state) is state
-    assert with_abstract_reference(tiny.config_of(EMA), state) is state, "nothing needs one here"
+    assert with_abstract_reference(Plan.of(config_of(option)), state) is state
+    assert with_abstract_reference(Plan.of(tiny.config_of(EMA)), state) is state, "nothing needs one here"
     reference = ScoredPolicy(MODEL, kljax.Policy({"w": jnp.ones(3)}))
     assert current_reference(reference, state) is reference
     assert current_reference(None, state) is None

@@ -15,6 +15,7 @@ from tests.integration.command import assert_same_arrays, records, saved_arrays,
 from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
+from train.config.plan import Plan
 from train.models import Decoder
 from train.run.base_weights import ExpectedBase, SavedBase, check_same_base, record_folder
 from train.run.run import run
@@ -161,7 +162,7 @@ def test_base_on_disk_is_compared_before_writing(first, tmp_path):
         start(tmp_path, adapter_of(first), f"warm_start={{checkpoint: {other}}}")
     assert not (tmp_path / "run").exists()
     config = tiny.config_of(*LORA, adapter_of(first), f"warm_start={{checkpoint: {copied}}}", "seed=5")
-    assert check_same_base(config, None) is None
+    assert check_same_base(Plan.of(config), None) is None
 
 
 def test_adapter_without_run_says_nothing_about_its_base(first, tmp_path, capsys):
@@ -169,14 +170,14 @@ def test_adapter_without_run_says_nothing_about_its_base(first, tmp_path, capsys
     alone = Path(shutil.copytree(first / "checkpoints" / "1", tmp_path / "alone"))
     option = f"reference={{source: adapter, path: {alone}, monitor: true}}"
     config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option)
-    assert check_same_base(config, None) is None
+    assert check_same_base(Plan.of(config), None) is None
     # Nor does that of a run whose base was removed, which is said.
     run = tmp_path / "run"
     run.mkdir()
     shutil.copy(first / "config.yaml", run)
     moved = shutil.move(alone, run / "1")
     config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option.replace(str(alone), str(moved)))
-    assert check_same_base(config, None) is None
+    assert check_same_base(Plan.of(config), None) is None
     assert capsys.readouterr().err.startswith(f"warning: reference.path: the run {run} has no base any more")
 
 
@@ -193,7 +194,7 @@ def test_folders_are_the_same_base_by_their_weights(tmp_path):
     def compared(policy: Path, *more: str) -> ExpectedBase | None:
         options = (f"model={{path: {policy}}}", "warm_start={steps: 0}", "lora.rank=2", *more)
         return check_same_base(
-            tiny.config_of(*options, f"reference={{source: adapter, path: {run}/1, monitor: true}}"), None
+            Plan.of(tiny.config_of(*options, f"reference={{source: adapter, path: {run}/1, monitor: true}}")), None
         )
 
     for folder in folders:

@@ -8,6 +8,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
@@ -29,7 +30,7 @@ def setting(shape: tuple[int, int, int], *overrides: str):
     shardings = jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh))
     base = jax.tree.map(jax.device_put, tiny.host_params(), shardings)
     batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
-    return make_score(config, model, mesh), model, {"adapter": adapter_of(model, mesh, 1)}, base, batch
+    return make_score(Plan.of(config), model, mesh), model, {"adapter": adapter_of(model, mesh, 1)}, base, batch
 
 
 def test_the_base_is_one_argument_of_scoring():

@@ -12,6 +12,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Checkpoint, Config
 from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
 from train.rl.keys import purpose_key
@@ -63,8 +64,8 @@ def load(config: Config, root: Path) -> kljax.Policy | None:
         return restore_base(root / "base", abstract_params(model, mesh), "base")
 
     try:
-        saved = check_reference(config, model, mesh, checkpoints.steps())
-        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
+        saved = check_reference(Plan.of(config), model, mesh, checkpoints.steps())
+        loaded = load_reference(Plan.of(config), model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
     return None if loaded is None else loaded.policy
@@ -157,7 +158,7 @@ def test_missing_references_are_reported(runs, tmp_path):
 def test_step_without_a_checkpoint_is_refused_early(saved, there):
     def check(step: int) -> None:
         config = config_of(f"{{source: step, step: {step}}}")
-        check_reference(config, tiny.model_of(config), tiny.mesh_of(), saved)
+        check_reference(Plan.of(config), tiny.model_of(config), tiny.mesh_of(), saved)
 
     with pytest.raises(UserError, match=rf"^reference\.step: got 2, .* no such checkpoint; there are: {there}$"):
         check(2)

@@ -68,7 +68,7 @@ class Runs:
         self.frozen = FrozenWeights(None, ScoredPolicy(model, kljax.Policy(jax.tree.map(jnp.asarray, params))))
         with jax.set_mesh(self.context.mesh):
             self.programs = Programs.of(self.context, self.first, self.source)
-            self.scored = Counted(store.make_reference_score(self.config, model, self.context.mesh))
+            self.scored = Counted(store.make_reference_score(Plan.of(self.config), model, self.context.mesh))
 
     def fresh(self) -> Programs:
         """The programs with an empty store."""
@@ -116,7 +116,7 @@ def test_the_reference_scores_each_row_once(whole):
 
 def test_run_scoring_every_batch_has_equal_bits(runs, whole):
     states, metrics, _ = whole
-    program, referenced = make_score(runs.config, runs.context.model, runs.context.mesh), []
+    program, referenced = make_score(Plan.of(runs.config), runs.context.model, runs.context.mesh), []
 
     def score(trainable, base, reference, batch):
         referenced.append(reference is not None)
@@ -142,7 +142,7 @@ def test_resumed_run_scores_again_with_equal_bits(runs, whole):
 def test_no_program_scores_known_rows_without_policy_scores(runs):
     config = tiny.config_of(f"rollout.source={{type: file, path: {runs.config.rollout.source.path}}}", *TRAINED[:2])
     assert not Plan.of(config).scores_policy
-    context, programs = dataclasses.replace(runs.context, config=config), runs.fresh()
+    context, programs = dataclasses.replace(runs.context, plan=Plan.of(config)), runs.fresh()
 
     class PreparedError(Exception):
         """Ends a step."""
@@ -219,7 +219,7 @@ def test_cached_log_probs_have_the_program_sharding():
 def test_changeable_log_probs_are_not_cached(runs, options, kept):
     path = runs.config.rollout.source.path
     config = tiny.config_of(f"rollout.source={{type: file, path: {path}}}", "kl.loss.coef=0.1", *options)
-    made = make_reference_store(config, runs.context.model, runs.context.mesh, 4)
+    made = make_reference_store(Plan.of(config), runs.context.model, runs.context.mesh, 4)
     assert (made is not None) == kept
 
 
@@ -227,9 +227,9 @@ def test_oversized_recording_is_scored_in_every_epoch(runs, capsys):
     path = runs.config.rollout.source.path
     config = tiny.config_of(f"rollout.source={{type: file, path: {path}, max_reference_mib: 1}}", "kl.loss.coef=0.1")
     fits = 2**20 // (4 * tiny.NEW_TOKENS)
-    assert make_reference_store(config, runs.context.model, runs.context.mesh, fits) is not None
+    assert make_reference_store(Plan.of(config), runs.context.model, runs.context.mesh, fits) is not None
     assert capsys.readouterr().err == ""
-    assert make_reference_store(config, runs.context.model, runs.context.mesh, fits + 1) is None
+    assert make_reference_store(Plan.of(config), runs.context.model, runs.context.mesh, fits + 1) is None
     assert capsys.readouterr().err == (
         f"warning: rollout.source.max_reference_mib: got 1, expected at least 2 for {fits + 1} rows of 4 tokens; the "
         "reference scores them again in every epoch\n"

@@ -40,8 +40,8 @@ def distil(*overrides: str) -> Config:
 
 def load(config: Config) -> ScoredPolicy:
     model, mesh = tiny.model_of(config), tiny.mesh_of()
-    saved = check_reference(config, model, mesh, [])
-    return load_reference(config, model, mesh, saved=saved, read_base=lambda: None, checkpoints=None)
+    saved = check_reference(Plan.of(config), model, mesh, [])
+    return load_reference(Plan.of(config), model, mesh, saved=saved, read_base=lambda: None, checkpoints=None)
 
 
 def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
@@ -86,15 +86,15 @@ def test_distillation_is_exact_kl_to_another_shape():
     model, teacher = tiny.model_of(config), teacher_params()
     reference = ScoredPolicy(TEACHER, kljax.Policy(teacher))
     state = tiny.state_of(config, tiny.keep_gradient())
-    batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
+    batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
     assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 24)
     assert batch.ref_log_probs is None, "nothing reads them"
-    batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
+    batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)
     assert batch.advantages is None
     head, expected = reference_head(Plan.of(config), reference), values_and_gradients(tiny.host_params(), teacher)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):
         config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, tiny.keep_gradient())
-        update = make_update(config, model, tiny.keep_gradient(), state, mesh)
+        update = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh)
         after, metrics = update(state, None, batch, jnp.arange(tiny.ROWS), coefficients(config), ref_head=head)
         value, gradient = expected[direction]
         values = {key: float(metric.value()) for key, metric in metrics.items()}

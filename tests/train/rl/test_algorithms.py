@@ -150,10 +150,10 @@ PI = "{type: pi, target: 0.1, kp: 0.2, ki: 0.1}"
 def test_a_controller_steers_the_kl_of_its_placement() -> None:
     options = [f"kl.{name}={{coef: 0.3, controller: {PI}}}" for name in ("reward", "loss", "advantage")]
     config, batch = tiny.config_of(*options), batch_of()
-    controllers = make_controllers(config)
+    controllers = make_controllers(Plan.of(config))
     assert list(controllers) == ["reward", "loss", "advantage"]
     states = {name: controller.init() for name, controller in controllers.items()}
-    _, after, metrics = jax.jit(make_preparation(config))(batch, states)
+    _, after, metrics = jax.jit(make_preparation(Plan.of(config)))(batch, states)
     for name in ("reward", "advantage"):
         error = np.clip(float(metrics[f"kl_{name}"].value()) / 0.1 - 1, -1, 1)
         # Three roundings of numbers up to 0.3; at an error of -1 they are all that is left.
@@ -162,7 +162,7 @@ def test_a_controller_steers_the_kl_of_its_placement() -> None:
     assert float(metrics["kl_advantage_coef"].value()) == np.float32(0.3)
     assert float(after["loss"].coef) == np.float32(0.3), "the loss is measured in the updates"
     kl = kljax.WeightedSum(jnp.float32(3.0), jnp.float32(10.0))
-    after = jax.jit(make_control(config))(after, kl, batch.completion_mask)
+    after = jax.jit(make_control(Plan.of(config)))(after, kl, batch.completion_mask)
     np.testing.assert_allclose(after["loss"].coef, 0.3 + 0.2 * 1 + 0.1 * 1, rtol=1e-6)
     assert coefficients(config, after)["kl_loss"] is after["loss"].coef
     assert float(coefficients(config)["kl_loss"]) == np.float32(0.3)
@@ -171,7 +171,7 @@ def test_a_controller_steers_the_kl_of_its_placement() -> None:
 def test_a_scheduled_coefficient_follows_its_schedule() -> None:
     schedule = "{type: linear, end_value: 0.5, transition_steps: 4}"
     config = tiny.config_of(f"kl.loss={{controller: {{type: scheduled, schedule: {schedule}}}}}")
-    (controller,) = make_controllers(config).values()
+    (controller,) = make_controllers(Plan.of(config)).values()
     state, coefs = controller.init(), []
     for _ in range(6):
         coefs.append(float(state.coef))

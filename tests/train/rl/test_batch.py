@@ -221,7 +221,7 @@ def test_loss_gradient_and_metrics_ignore_padding():
     model, params = tiny.model_of(CONFIG), tiny.host_params()
     # Log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
-    gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(make_objective(Plan.of(CONFIG), model), has_aux=True))
 
     def results(batch: Batch):
         weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), CONFIG.loss, batch))
@@ -240,7 +240,7 @@ def test_loss_gradient_and_metrics_ignore_padding():
 def test_added_rows_belong_to_no_prompt(estimator):
     config = tiny.config_of(f"advantage.type={estimator}", "advantage.whiten=true")
     batch = tiny.rollout_batch()
-    prepare = make_preparation(config)
+    prepare = make_preparation(Plan.of(config))
     full, padded = jax.jit(lambda *batches: [prepare(item, {})[0] for item in batches])(batch, pad_rows(batch, 11))
     chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], full.advantages, rtol=1e-6, atol=1e-6)
     assert not padded.advantages[tiny.ROWS :].any()

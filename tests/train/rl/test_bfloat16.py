@@ -61,7 +61,7 @@ def weights_of(config):
 
 def trainable_of(config, base):
     """A new adapter, or the weights, in buffers that may be given away."""
-    state = first_state(config, tiny.model_of(config), tiny.mesh_of(), base, make_optimizer(config.optim))
+    state = first_state(Plan.of(config), tiny.model_of(config), tiny.mesh_of(), base, make_optimizer(config.optim))
     return tiny.copied(state)
 
 
@@ -93,8 +93,8 @@ def steps(case):
     config, mesh = config_of(case), tiny.mesh_of()
     model, base = tiny.model_of(config), weights_of(config)
     under = base if config.lora else None
-    score, prepare = make_score(config, model, mesh), make_prepare(config, mesh)
-    update = make_update(config, model, make_optimizer(config.optim), trainable_of(config, base), mesh)
+    score, prepare = make_score(Plan.of(config), model, mesh), make_prepare(Plan.of(config), mesh)
+    update = make_update(Plan.of(config), model, make_optimizer(config.optim), trainable_of(config, base), mesh)
 
     def step(by):
         state, before = trainable_of(config, base), trainable_of(config, base)
@@ -202,7 +202,7 @@ def test_an_unchanged_policy_is_exactly_its_base(steps):
 
 def gradient_of(config):
     """`(trainable, base) -> gradient` of the loss, compiled, on a batch in which no clip is near."""
-    objective = make_objective(config, tiny.model_of(config))
+    objective = make_objective(Plan.of(config), tiny.model_of(config))
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -6.0))
     # Without old log-probs they are the loss's own, and every ratio is 1.
     batch = dataclasses.replace(

@@ -12,6 +12,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.errors import ConfigError
+from train.config.plan import Plan
 from train.models import attention, kernels
 from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import splash_attention
@@ -47,14 +48,17 @@ def updated(mesh_shape, options=()):
         params, other = (
             tiny.placed(kljax.Policy(item), model, mesh) for item in (weights(), tiny.moved(weights(), 0.1))
         )
-        reference, state = ScoredPolicy(model, other), first_state(config, model, mesh, params.params, optimizer)
+        reference, state = (
+            ScoredPolicy(model, other),
+            first_state(Plan.of(config), model, mesh, params.params, optimizer),
+        )
         # Rows of 4 + 4 tokens: a column of prompts less than in other tests.
         batch = jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
-        batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
+        batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, reference, batch)
         scored = batch.ref_log_probs
-        batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
+        batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)
         (rows,) = update_rows(config, purpose_key(0, "rows"))
-        state, metrics = make_update(config, model, optimizer, state, mesh)(
+        state, metrics = make_update(Plan.of(config), model, optimizer, state, mesh)(
             state, None, batch, rows, coefficients(config)
         )
         return jax.device_get((scored, metrics["loss"], state.opt_state["params"]))

@@ -96,7 +96,7 @@ def corrected(*entries: str, options: tuple[str, ...] = ()):
     config = tiny.config_of(f"correction=[{', '.join(entries)}]", *options)
     batch = dataclasses.replace(batch_of(), returns=None)
     # Operation by operation: the entries have most of them in common, and compile no program each.
-    prepared, _, metrics = make_preparation(config)(batch, controllers_of(config))
+    prepared, _, metrics = make_preparation(Plan.of(config))(batch, controllers_of(config))
     return config, prepared, {name: float(metric.value()) for name, metric in metrics.items()}
 
 
@@ -171,7 +171,7 @@ def test_entry_sees_the_mask_of_earlier_entries():
 def objective_of(rejected_tokens: str):
     """The loss and gradient with corrections and a KL; which corrections is in the batch."""
     config = tiny.config_of(f"correction=[{REJECTING}]", f"loss.rejected_tokens={rejected_tokens}", "kl.loss.coef=0.3")
-    return config, jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+    return config, jax.jit(jax.value_and_grad(make_objective(Plan.of(config), MODEL), has_aux=True))
 
 
 @jax.jit
@@ -240,7 +240,7 @@ def test_micro_batches_do_not_change_the_correction():
         config, _ = objective_of("drop")
         config = config.model_copy(update={"optim": config.optim.model_copy(update={"micro_batches": parts})})
         state = tiny.state_of(config, tiny.keep_gradient())
-        update = make_update(config, MODEL, tiny.keep_gradient(), state, tiny.mesh_of())
+        update = make_update(Plan.of(config), MODEL, tiny.keep_gradient(), state, tiny.mesh_of())
         after, metrics = update(state, None, prepared, jnp.arange(tiny.ROWS), coefficients(config))
         results.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
     atol = 1e-6 * float(results[0][1]["grad_norm"])
@@ -250,7 +250,7 @@ def test_micro_batches_do_not_change_the_correction():
 def test_recorded_log_probs_can_be_the_old_policy():
     config = tiny.config_of("loss.old_log_probs=sampler", "optim.updates_per_batch=2")
     batch = dataclasses.replace(batch_of(), old_log_probs=None)
-    prepared, _, metrics = jax.jit(make_preparation(config))(batch, controllers_of(config))
+    prepared, _, metrics = jax.jit(make_preparation(Plan.of(config)))(batch, controllers_of(config))
     assert metrics == {}
     np.testing.assert_array_equal(prepared.old_log_probs, batch.rollout_log_probs)
     # A mask still compares the trainer's policy with the sampler's.

@@ -139,7 +139,7 @@ def test_choice_between_fused_and_unfused_programs(name: str, fused: bool, monke
         kljax, "token_loss_from_hidden", lambda **given: calls.append(given) or loss_from_hidden(**given)
     )
     config = tiny.config_of(loss_option(name), TILE)
-    function = objective.make_objective(config, tiny.model_of(config))
+    function = objective.make_objective(Plan.of(config), tiny.model_of(config))
     trainable = {"params": tiny.host_params()}
     jax.eval_shape(function, trainable, None, batch_of(), objective.coefficients(config))
     assert [arguments["token_chunk"] for arguments in calls] == ([5] if fused else [])

@@ -11,6 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
@@ -33,7 +34,7 @@ def prepared() -> Batch:
 @pytest.fixture(scope="module")
 def update():
     optimizer = make_optimizer(CONFIG.optim)
-    return make_update(CONFIG, MODEL, optimizer, tiny.state_of(CONFIG, optimizer), tiny.mesh_of())
+    return make_update(Plan.of(CONFIG), MODEL, optimizer, tiny.state_of(CONFIG, optimizer), tiny.mesh_of())
 
 
 def apply(update, batch, state):
@@ -82,7 +83,7 @@ def test_update_beyond_a_limit_is_skipped_by_means():
     config = tiny.config_of("guard.action=skip", "reference.monitor=true", "optim.micro_batches=2")
     optimizer = make_optimizer(config.optim)
     state = tiny.state_of(config, optimizer)
-    update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
+    update = make_update(Plan.of(config), MODEL, optimizer, state, tiny.mesh_of())
     row, column, before = 3, 6, jax.device_get((state.trainable, state.opt_state))
 
     def with_reference(log_prob):
@@ -158,7 +159,7 @@ def test_first_non_finite_leaf_is_found():
 
 def test_controller_ignores_a_nan_kl():
     config = tiny.config_of("kl.loss={coef: 0.1, controller: {type: adaptive, target: 0.1, horizon: 100}}")
-    control = jax.jit(make_control(config))
+    control = jax.jit(make_control(Plan.of(config)))
     states = {"loss": kljax.adaptive_kl(0.1, target=0.1, horizon=100).init()}
     mask = prepared().completion_mask
     after = control(states, kljax.WeightedSum(jnp.float32(jnp.nan), jnp.float32(1)), mask)

@@ -11,6 +11,7 @@ import pytest
 
 from tests import tiny
 from train.config.errors import ConfigError
+from train.config.plan import Plan
 from train.models.sharding import make_mesh
 from train.rl.batch import row_count
 from train.rl.host_memory import make_run_optimizer
@@ -33,8 +34,8 @@ def programs_of(*overrides: str):
     config = tiny.config_of("mesh={fsdp: 2, tensor: 1}", "advantage=reinforce_plus_plus", *overrides)
     mesh, model, optimizer = make_mesh(1, 2, 1), tiny.model_of(config), make_run_optimizer(config.optim)
     state = tiny.state_of(config, optimizer, mesh)
-    update = make_update(config, model, optimizer, state, mesh)
-    return config, mesh, state, make_score(config, model, mesh), make_prepare(config, mesh), update
+    update = make_update(Plan.of(config), model, optimizer, state, mesh)
+    return config, mesh, state, make_score(Plan.of(config), model, mesh), make_prepare(Plan.of(config), mesh), update
 
 
 def trained(*overrides: str, updates: int = 3, spoil: bool = False):

@@ -98,15 +98,15 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     """Scoring and update."""
     config, model, params = setting(kind, mesh)
     optimizer = make_optimizer(config.optim)
-    state = first_state(config, model, mesh, params, optimizer)
+    state = first_state(Plan.of(config), model, mesh, params, optimizer)
     base = params if config.lora is not None else None
     reference, batch = ScoredPolicy(model, kljax.Policy(params)), rollout_batch(mesh)
-    score = step.make_score(config, model, mesh).lower(state.trainable, base, reference, batch)
+    score = step.make_score(Plan.of(config), model, mesh).lower(state.trainable, base, reference, batch)
     scored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), score.out_info
     )
     full = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=batch_sharding(mesh))
-    update = step.make_update(config, model, optimizer, state, mesh).lower(
+    update = step.make_update(Plan.of(config), model, optimizer, state, mesh).lower(
         state,
         base,
         dataclasses.replace(scored, advantages=full),

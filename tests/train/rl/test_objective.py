@@ -71,7 +71,7 @@ def hidden_states_of(scored: ScoredPolicy, _: Sequences) -> jax.Array:
 @functools.cache
 def compiled_objective(config, plan: Plan, with_gradient: bool, decoder: bool):
     """The objective of a config, whose plan a test may change, compiled once; `decoder` is part of the key."""
-    objective = make_objective(config, MODEL)
+    objective = make_objective(Plan.of(config), MODEL)
     return jax.jit(jax.value_and_grad(objective, has_aux=True) if with_gradient else objective)
 
 
@@ -236,7 +236,7 @@ def test_exact_kl_of_the_loss():
         mine, expected = distributions(params, batch), distributions(other, batch)
         return (jnp.exp(mine) * (mine - expected)).sum(-1)[mask].mean()
 
-    objective = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+    objective = jax.jit(jax.value_and_grad(make_objective(Plan.of(config), MODEL), has_aux=True))
     (loss, metrics), gradient = objective(*arguments, coefs, stored_head(MODEL, other))
     metrics = metrics.of_update()
     (without, _), rest = objective(*arguments, coefs | {"kl_loss": jnp.float32(0)}, stored_head(MODEL, other))
@@ -251,7 +251,7 @@ def test_exact_kl_of_the_loss():
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(slope)) > 1e-2 * largest
     chex.assert_trees_all_close(change, slope, rtol=0, atol=2e-6 * largest)
     with pytest.raises(ValueError, match="ref_head: got None"):
-        make_objective(config, MODEL)(*arguments, coefs)
+        make_objective(Plan.of(config), MODEL)(*arguments, coefs)
 
 
 @pytest.mark.parametrize("name", ["cispo", "gspo", "ppo"])
@@ -290,12 +290,12 @@ def test_token_weights_follow_the_config(mode):
 
 
 def controllers_of(config):
-    return {name: controller.init() for name, controller in make_controllers(config).items()}
+    return {name: controller.init() for name, controller in make_controllers(Plan.of(config)).items()}
 
 
 def prepared(config, batch: Batch):
     """Operation by operation: the configs here have most of them in common, and compile no program each."""
-    return make_preparation(config)(batch, controllers_of(config))
+    return make_preparation(Plan.of(config))(batch, controllers_of(config))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "seq_mean_token_sum_norm"])
@@ -372,7 +372,7 @@ def test_raw_kl_drives_the_controller_after_shaping():
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     kl = np.where(mask, x["old_log_probs"] - x["ref_log_probs"], 0)
     state = {"reward": kljax.ControllerState(jnp.float32(0.4))}
-    result, _, metrics = make_preparation(config)(batch, state)
+    result, _, metrics = make_preparation(Plan.of(config))(batch, state)
     np.testing.assert_allclose(metrics["kl_reward"].value(), kl.sum() / mask.sum(), rtol=1e-5)
     assert float(metrics["kl_coef"].value()) == np.float32(0.4), "the coefficient that was used, not the next one"
     rewards = -0.4 * kl

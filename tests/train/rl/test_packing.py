@@ -171,14 +171,14 @@ LENGTHS = Lengths(np.array([5, 5, 3, 3, 1, 1, 4, 4]), np.array([12, 1, 2, 4, 0, 
 def gradient_of(options: tuple[str, ...]):
     """Config, and the compiled value, metrics and gradient of an objective: of padded rows, and of packed ones."""
     config = config_of(*options)
-    objective = make_objective(config, tiny.model_of(config))
+    objective = make_objective(Plan.of(config), tiny.model_of(config))
     return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
 def placed(config, batch: Batch, **changes) -> PackedRows:
     """The places of all rows in one cell."""
     optim = config.optim.model_copy(update={"packing": True, **changes})
-    packer = make_packer(config.model_copy(update={"optim": optim}), tiny.model_of(config), tiny.mesh_of())
+    packer = make_packer(Plan.of(config.model_copy(update={"optim": optim})), tiny.model_of(config), tiny.mesh_of())
     ((_, packed),) = packer(batch, [np.arange(tiny.ROWS)]).updates
     return jax.tree.map(lambda x: x[0], packed)
 
@@ -237,7 +237,7 @@ def start_of(options: tuple[str, ...], shape: tuple[int, int, int]):
         # An adapter that starts at zero would hide errors.
         first.trainable["adapter"] = jax.tree.map(lambda x: x + 0.1, first.trainable["adapter"])
         base = tiny.placed(kljax.Policy(tiny.host_params()), tiny.model_of(config), mesh).params
-    return first, base, make_prepare(config, mesh)
+    return first, base, make_prepare(Plan.of(config), mesh)
 
 
 def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool):
@@ -251,10 +251,10 @@ def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool
         batch = jax.device_put(rollout_batch(TWICE_LENGTHS), batch_sharding(mesh))
         # A draw whose two updates need one number of packed rows, and so one program.
         updates = update_rows(config, purpose_key(6, "rows", 0))
-        packer = make_packer(config, model, mesh)
+        packer = make_packer(Plan.of(config), model, mesh)
         places = StepPacking.off(updates) if packer is None else packer(batch, updates)
-        update = make_update(config, model, tiny.keep_gradient(), first, mesh)
-        batch = make_score(config, model, mesh)(first.trainable, base, reference, batch, **places.score)
+        update = make_update(Plan.of(config), model, tiny.keep_gradient(), first, mesh)
+        batch = make_score(Plan.of(config), model, mesh)(first.trainable, base, reference, batch, **places.score)
         prepared, _, _ = prepare(batch, first.controllers)
         collected = []
         for rows, packed in places.updates:
@@ -315,7 +315,7 @@ def test_batches_of_many_lengths_need_few_programs():
     """The program is traced for a number of packed rows, or for padded rows, and never twice for one."""
     config = config_of("optim.packing=true", "optim.updates_per_batch=2", "optim.micro_batches=4",
                        "rollout={prompts_per_step: 32, samples_per_prompt: 4}")  # fmt: skip
-    packer, rng = make_packer(config, tiny.model_of(config), tiny.mesh_of()), np.random.default_rng(0)
+    packer, rng = make_packer(Plan.of(config), tiny.model_of(config), tiny.mesh_of()), np.random.default_rng(0)
     updates, traced = [np.arange(64), np.arange(64, 128)], []
 
     @jax.jit

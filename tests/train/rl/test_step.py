@@ -72,7 +72,7 @@ def test_micro_batches_and_shared_prompts_change_nothing(settings, in_x64, toler
         for options in settings:
             config = tiny.config_of(*OFF_POLICY, *options)
             assert Layout.of(config).group == (1 if ALONE in options else tiny.SAMPLES)
-            update = make_update(config, tiny.model_of(config), tiny.keep_gradient(), start, tiny.mesh_of())
+            update = make_update(Plan.of(config), tiny.model_of(config), tiny.keep_gradient(), start, tiny.mesh_of())
             after, metrics = update(tiny.copied(start), None, data, ALL_ROWS, coefficients(config))
             results.append(jax.device_get((after.opt_state, {name: m.value() for name, m in metrics.items()})))
     gradient, metrics = results[0]
@@ -92,7 +92,7 @@ def test_shared_prompts_reduce_the_tokens_of_the_model():
         config = tiny.config_of(*OFF_POLICY, *options)
         batch = with_token_weights(Plan.of(config), config.loss, config.kl.loss, off_policy_batch())
         trainable = tiny.state_of(config, tiny.keep_gradient()).trainable
-        objective = jax.jit(make_objective(config, tiny.model_of(config)))
+        objective = jax.jit(make_objective(Plan.of(config), tiny.model_of(config)))
         flops[options] = objective.lower(trainable, None, batch, coefficients(config)).cost_analysis()["flops"]
     shared, alone = flops.values()
     # Of 9 columns, 5 are the prompt, which two rows share: 6.5 are left; the head's share of the work stays.
@@ -112,7 +112,7 @@ def looped():
     optimizer, model = make_optimizer(LOOP.optim), tiny.model_of(LOOP)
     state = tiny.state_of(LOOP, optimizer)
     batch = jax.device_put(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)), batch_sharding(tiny.mesh_of()))
-    return state, batch, make_update(LOOP, model, optimizer, state, tiny.mesh_of())
+    return state, batch, make_update(Plan.of(LOOP), model, optimizer, state, tiny.mesh_of())
 
 
 def test_step_donates_compiles_once_and_stays_on_device(looped):
@@ -163,8 +163,8 @@ def exact_programs(config, shape):
     """First state, score, preparation and update with the exact KL, on a mesh of this shape."""
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     state = tiny.state_of(config, tiny.keep_gradient(), mesh)
-    update = make_update(config, model, tiny.keep_gradient(), state, mesh)
-    return state, make_score(config, model, mesh), make_prepare(config, mesh), update
+    update = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh)
+    return state, make_score(Plan.of(config), model, mesh), make_prepare(Plan.of(config), mesh), update
 
 
 def exact_update(config, shape, reference):
@@ -268,7 +268,7 @@ def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
 def test_unneeded_scores_are_not_computed(needed, updates):
     """The log-probs of a reference without a term; those of a policy whose only update computes them itself."""
     config = tiny.config_of(f"kl.loss.coef={0.1 if needed else 0.0}", f"optim.updates_per_batch={updates}")
-    score = make_score(config, tiny.model_of(config), tiny.mesh_of())
+    score = make_score(Plan.of(config), tiny.model_of(config), tiny.mesh_of())
     reference = moved_reference() if needed else None
     arguments = ({"params": tiny.host_params()}, None, reference, tiny.rollout_batch())
     assert model_applications(jax.make_jaxpr(score)(*arguments).jaxpr) == needed + (updates > 1)
@@ -285,7 +285,7 @@ def scored(*options: str) -> Batch:
     """The tiny batch with everything that is scored."""
     config = tiny.config_of(*SCORED, *options)
     state = tiny.state_of(config, optax.identity())
-    score = make_score(config, tiny.model_of(config), tiny.mesh_of())
+    score = make_score(Plan.of(config), tiny.model_of(config), tiny.mesh_of())
     return jax.device_get(score(state.trainable, None, moved_reference(), tiny.rollout_batch()))
 
 
@@ -408,7 +408,7 @@ def test_kept_tokens_renormalise_every_policy():
     batch = collect(context, source, 0).batch
     mask = np.asarray(batch.completion_mask)
     assert ((np.asarray(batch.fields["kept_ids"])[mask] >= 0).sum(-1) > 1).any()
-    scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
+    scored = make_score(Plan.of(config), MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
     hidden = jax.jit(hidden_states)(
         ScoredPolicy(MODEL, moved_reference().policy), Sequences(batch.tokens, batch.token_mask)
@@ -418,8 +418,8 @@ def test_kept_tokens_renormalise_every_policy():
         before, ids = logits[row, column - 1], np.asarray(batch.fields["kept_ids"][row, column])
         expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
         np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
-    prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controllers)
-    update = make_update(config, MODEL, tiny.keep_gradient(), state, tiny.mesh_of())
+    prepared, _, _ = make_prepare(Plan.of(config), tiny.mesh_of())(scored, state.controllers)
+    update = make_update(Plan.of(config), MODEL, tiny.keep_gradient(), state, tiny.mesh_of())
     _, metrics = update(state, None, prepared, ALL_ROWS[: tiny.ROWS // 2], coefficients(config))
     assert float(metrics["rollout_log_prob_error"].value()) < 2e-5
     assert abs(float(metrics["ppo_kl"].value())) < 1e-6

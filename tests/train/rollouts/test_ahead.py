@@ -13,6 +13,7 @@ from tests import tiny
 from tests.train.rollouts.conftest import FROZEN, OPTIONS
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Checkpoint
 from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
@@ -81,7 +82,7 @@ def go_on(steps, tmp_path, monkeypatch):
 
         with serving(server) as url, jax.set_mesh(steps.context.mesh):
             config = tiny.config_of(*OPTIONS, *AHEAD, SOURCE.format(url), f"steps={count}", *options)
-            context = dataclasses.replace(steps.context, config=config, **dict(changes))
+            context = dataclasses.replace(steps.context, plan=Plan.of(config), **dict(changes))
             checkpoints = RunCheckpoints(tmp_path / name, config.checkpoint)
             first = steps.first(0)
             with closing(open_source(context)) as source, closing(checkpoints):

@@ -3,6 +3,7 @@
 import pytest
 
 from train.config.load import parse
+from train.config.plan import Plan
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
 from train.rl.algorithms import make_optimizer
@@ -64,7 +65,7 @@ RAW = {
 
 def layout_of(memory: int | None, **rollout):
     config = parse({**RAW, "rollout": {**RAW["rollout"], **rollout}})[0]
-    return make_layout(config, Decoder(SHAPE), make_mesh(1, 8, 1), make_optimizer(config.optim), memory=memory)
+    return make_layout(Plan.of(config), Decoder(SHAPE), make_mesh(1, 8, 1), make_optimizer(config.optim), memory=memory)
 
 
 def test_run_reports_its_layout_and_the_reason():

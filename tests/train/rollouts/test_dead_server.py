@@ -12,6 +12,7 @@ from tests import tiny
 from tests.train.rollouts.conftest import FROZEN, OPTIONS
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
@@ -46,7 +47,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
     writer = Records()
     with serving(server) as url, jax.set_mesh(steps.context.mesh):
         config = tiny.config_of(*OPTIONS, *rare, source.format(url), *options)
-        context = dataclasses.replace(steps.context, config=config)
+        context = dataclasses.replace(steps.context, plan=Plan.of(config))
         checkpoints = RunCheckpoints(directory, config.checkpoint)
         first = steps.first(0)
         with closing(open_source(context)) as answers, closing(checkpoints):

@@ -12,7 +12,7 @@ import pytest
 
 from tests import tiny
 from train.config.errors import UserError
-from train.config.plan import Layout
+from train.config.plan import Layout, Plan
 from train.distributed import RowSplit
 from train.models.packing import pack, pack_rows, unpack
 from train.models.sharding import make_mesh
@@ -147,14 +147,14 @@ def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
     monkeypatch.setattr(objectives, "make_objective", lambda *both: counting(config, make_objective(*both), compared))
     with jax.set_mesh(mesh):
         params = tiny.placed(policy_of({"params": tiny.drawn(model, jax.random.key(0))}, None), model, mesh).params
-        state = tiny.first_state(config, model, mesh, params, tiny.keep_gradient())
+        state = tiny.first_state(Plan.of(config), model, mesh, params, tiny.keep_gradient())
         batch = collect(context, open_source(context), 0).batch
         check_values(batch)
-        updates, packer = update_rows(config, purpose_key(0, "rows", 0)), make_packer(config, model, mesh)
+        updates, packer = update_rows(config, purpose_key(0, "rows", 0)), make_packer(Plan.of(config), model, mesh)
         packing = StepPacking.off(updates) if packer is None else packer(batch, updates)
-        batch = make_score(config, model, mesh)(state.trainable, None, None, batch, **packing.score)
-        batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
-        update, filled = make_update(config, model, tiny.keep_gradient(), state, mesh), 0
+        batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, None, batch, **packing.score)
+        batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)
+        update, filled = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh), 0
         for rows, packed in packing.updates:
             _, metrics = update(tiny.copied(state), None, batch, rows, objectives.coefficients(config), packed=packed)
             assert metrics["wrong"].value() == 0

@@ -71,8 +71,8 @@ def test_completions_of_vllm_are_weighted_by_default():
     (entry,) = context.config.correction
     assert (entry.type, entry.max_weight) == ("truncated_importance_weights", 2.0)
     rollout = tiny.rollout_of(context, completions)
-    score = make_score(context.config, context.model, context.mesh)
-    prepare, mask = jax.jit(make_preparation(context.config)), np.asarray(rollout.batch.completion_mask)
+    score = make_score(context.plan, context.model, context.mesh)
+    prepare, mask = jax.jit(make_preparation(context.plan)), np.asarray(rollout.batch.completion_mask)
     collected = {}
     with jax.set_mesh(context.mesh):
         for name, policy in (("own", completions_of_lora), ("other", other)):

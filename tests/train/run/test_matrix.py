@@ -195,16 +195,16 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
     plan, parts = Plan.of(config), config.optim.updates_per_batch * config.optim.micro_batches
     read = parts, Layout.of(config), *(getattr(plan, name) for name in SCORE_READS)
     if read not in scores:
-        scores[read] = make_score(config, model, mesh)
+        scores[read] = make_score(Plan.of(config), model, mesh)
     return Programs(
         score=scores[read],
-        prepare=make_prepare(config, mesh),
-        update=make_update(config, model, context.optimizer, loop._updated_part(state), mesh),
-        control=make_control(config, mesh),
+        prepare=make_prepare(Plan.of(config), mesh),
+        update=make_update(Plan.of(config), model, context.optimizer, loop._updated_part(state), mesh),
+        control=make_control(Plan.of(config), mesh),
         follow=None,
         held_out=None,
         greedy=None,
-        pack=make_packer(config, model, mesh),
+        pack=make_packer(Plan.of(config), model, mesh),
     )
 
 
@@ -217,7 +217,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
     params = init_params(context.model, jax.random.key(0), context.mesh)
     frozen = FrozenWeights(None, ScoredPolicy(context.model, kljax.Policy(tiny.moved(params, 0.05))))
     with jax.set_mesh(context.mesh):
-        state = first_state(config, context.model, context.mesh, tiny.copied(params), context.optimizer)
+        state = first_state(Plan.of(config), context.model, context.mesh, tiny.copied(params), context.optimizer)
         programs = programs_of(context, state, scores)
         state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=0)
         assert np.isfinite([*values.values()]).all(), values
@@ -225,7 +225,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
         if directory is not None:
             checkpoints = RunCheckpoints(directory, Checkpoint(every=1, keep=1))
             checkpoints.save(state, 1)
-            restored = checkpoints.restore_last(with_abstract_reference(config, state))
+            restored = checkpoints.restore_last(with_abstract_reference(Plan.of(config), state))
             checkpoints.close()
             after, again, _ = rl_step(context, programs, RecordedRun(), frozen, restored, step=1)
         state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=1)

@@ -12,7 +12,6 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.plan import Plan
 from train.config.rollout import FileSourceSection
 from train.context import RunContext
 from train.data.padding import pad_rows
@@ -194,7 +193,7 @@ class FileSource:
         if scan.too_long:
             total = scan.too_long + len(scan.groups)
             _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
-        if "log_probs" not in (scan.sizes or {}) and Plan.of(self._context.config).rollout_log_probs:
+        if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
                 "correction, or a ratio to the policy that sampled)"
