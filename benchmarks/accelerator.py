@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     until = time.monotonic()
     for part in parts:
         # From the planned end of the part before: time that it left is kept.
-        until += options.budget_seconds * part.share / sum(one.share for one in parts)
+        until += options.budget_seconds * part.share / sum(other.share for other in parts)
         runner = Runner(part, tiny, until)
         fields["parts"][part.title] = runner.measure()
         versions |= runner.versions

@@ -4,7 +4,7 @@
     python -m benchmarks.head --torch-env ENV --json PATH --markdown PATH
     python -m benchmarks.head --torch-env ENV --device gpu --dtype bf16 --size 16384x4096x151936
 
-Before the command times a contender, it compares its loss and gradients with those of the naive form; it fails if they
+Before the command times a contender, it compares its loss and gradients with the naive form's; it fails if they
 differ. All contenders run in the same rounds, PyTorch's in a second process. Temporary memory is the one that JAX's
 compiler assigns. Peak memory is the growth of the resident set of a fresh process during one run (on a GPU, of the
 memory that PyTorch allocates), less the gradients. A missed target does not fail the command.

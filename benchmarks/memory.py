@@ -87,11 +87,11 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
     """Yields the phases of a run, each a function to call before the next is taken."""
     files = (f"model.path={folder}", f"data.train={folder}/problems.jsonl", f"data.eval={folder}/problems.jsonl")
     config = load(CONFIG, [*SMALL, *files, *overrides]).config
-    context, kept = make_context(config), dict[str, Any]()
+    context, arrays = make_context(config), dict[str, Any]()
     model, mesh, none = context.model, context.mesh, cast(Any, None)
 
     def keep(**values: Any) -> Any:
-        kept.update(values)
+        arrays.update(values)
         return jax.block_until_ready(jax.tree.leaves(values))
 
     def read() -> None:
@@ -101,28 +101,28 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:
-        source.update(*sampling_policy(kept["state"], kept["base"]))
+        source.update(*sampling_policy(arrays["state"], arrays["base"]))
         keep(batch=collect(context, source, 0).batch)
 
     def score() -> None:
-        keep(batch=programs.score(kept["state"].trainable, kept["base"], kept["reference"], kept["batch"]))
+        keep(batch=programs.score(arrays["state"].trainable, arrays["base"], arrays["reference"], arrays["batch"]))
 
     def prepare() -> None:
-        batch, controllers, _ = programs.prepare(kept["batch"], kept["state"].controllers)
+        batch, controllers, _ = programs.prepare(arrays["batch"], arrays["state"].controllers)
         keep(batch=batch, controllers=controllers)
 
     def update() -> None:
         (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
-        coefs, head = coefficients(config, kept["controllers"]), reference_head(Plan.of(config), kept["reference"])
-        keep(state=programs.update(kept["state"], kept["base"], kept["batch"], rows, coefs, ref_head=head)[0])
+        coefs, head = coefficients(config, arrays["controllers"]), reference_head(Plan.of(config), arrays["reference"])
+        keep(state=programs.update(arrays["state"], arrays["base"], arrays["batch"], rows, coefs, ref_head=head)[0])
 
     def evaluate_once() -> None:
-        policy = policy_of(kept["state"].trainable, kept["base"])
+        policy = policy_of(arrays["state"].trainable, arrays["base"])
         evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
 
     with jax.set_mesh(mesh):
         yield "load", read
-        source, programs = open_source(context, continued=False), Programs.of(context, kept["state"])
+        source, programs = open_source(context, continued=False), Programs.of(context, arrays["state"])
         yield from {"sample": sample, "score": score, "prepare": prepare, "update": update}.items()
         yield "evaluate", evaluate_once
 

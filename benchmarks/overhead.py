@@ -52,27 +52,29 @@ def report(fields: Mapping[str, Any]) -> Report:
     how += [f"a state of {fields['bytes'] / 1e6:.1f} MB", f"medians of {fields['rounds']} interleaved rounds"]
     # The mean seconds of each kind of step for each round: wall, CPU, and in writing.
     means = [
-        {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in one.items()} for one in fields["steps"]
+        {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in seconds.items()}
+        for seconds in fields["steps"]
     ]
     rows, over = [], dict[str, tuple[float, float, float]]()
     for kind, title in TITLES.items():
         # Over the plain steps of the round; the time in writing, over the rest of the step.
         over[kind] = (
-            median(one[kind][0] / one["plain"][0] for one in means),
-            median(one[kind][1] / one["plain"][1] for one in means),
-            1 + median(one[kind][2] / (one[kind][0] - one[kind][2]) for one in means),
+            median(seconds[kind][0] / seconds["plain"][0] for seconds in means),
+            median(seconds[kind][1] / seconds["plain"][1] for seconds in means),
+            1 + median(seconds[kind][2] / (seconds[kind][0] - seconds[kind][2]) for seconds in means),
         )
-        wall, cpu, writing = (median(one[kind][clock] for one in means) for clock in range(3))
+        wall, cpu, writing = (median(seconds[kind][clock] for seconds in means) for clock in range(3))
         rows.append([title, wall, over[kind][0], cpu, over[kind][1], writing])
     rounds, of_server = fields["server"], dict[str, float]()
     served: list[list[Any]] = [
-        [f"the {part} alone", median(one["ahead: 0"][part] for one in rounds), None] for part in ("answer", "update")
+        [f"the {part} alone", median(seconds["ahead: 0"][part] for seconds in rounds), None]
+        for part in ("answer", "update")
     ]
     for name in sources.AHEAD:
         # Over the longer of answer and update, which are parts of the steps of the round that wait for each other.
-        longer = [max(one["ahead: 0"]["answer"], one["ahead: 0"]["update"]) for one in rounds]
-        of_server[name] = median(one[name]["step"] / most for one, most in zip(rounds, longer, strict=True))
-        served.append([f"a step with `{name}`", median(one[name]["step"] for one in rounds), of_server[name]])
+        longer = [max(seconds["ahead: 0"]["answer"], seconds["ahead: 0"]["update"]) for seconds in rounds]
+        of_server[name] = median(seconds[name]["step"] / most for seconds, most in zip(rounds, longer, strict=True))
+        served.append([f"a step with `{name}`", median(seconds[name]["step"] for seconds in rounds), of_server[name]])
     # The loop's own time in writing is compared, which other programs on the machine prolong as they prolong the step;
     # the other value is that of the wall time of whole steps.
     checks = [
@@ -90,8 +92,8 @@ def _recorded_rows(rounds: list[dict[str, Any]]) -> list[list[Any]]:
         for name in (once, every):
             rows.append([name])
             for clock in range(2):
-                rows[-1].append(median(one[name][clock] for one in rounds))
-                rows[-1].append(median(one[name][clock] / one[every][clock] for one in rounds))
+                rows[-1].append(median(seconds[name][clock] for seconds in rounds))
+                rows[-1].append(median(seconds[name][clock] / seconds[every][clock] for seconds in rounds))
     return rows
 
 

@@ -31,11 +31,10 @@ from typing import Any, NamedTuple
 from benchmarks.harness import cli, instructions, machine
 from benchmarks.harness.process import ROOT
 from benchmarks.harness.report import Report, table
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
-KLS = ("kl_reference_exact", "kl_reference")
-"""Metrics of the KL to the reference: over the whole vocabulary at every token; the estimate that others record."""
 
 # Targets of every run of the quickstart: points gained, percent at the end, points under the best evaluation before,
 # and nats per token of the KL to the reference in any step.
@@ -153,8 +152,8 @@ def read_records(directory: pathlib.Path, phase: str | None = None) -> list[dict
 
 def kl_of(record: Mapping[str, Any]) -> float | None:
     """Returns the KL to the reference of a step: the exact one if it is there, infinite if it was not finite."""
-    found = [math.inf if record[name] is None else record[name] for name in KLS if name in record]
-    return found[0] if found else None
+    values = [record[name] for name in (KL_EXACT, KL_ESTIMATE) if name in record]
+    return None if not values else math.inf if values[0] is None else values[0]
 
 
 def run_trainer(
@@ -169,10 +168,10 @@ def run_trainer(
         unfinished = directory.exists()
         names = (f"name={directory.name}", f"output={directory.parent}", *(["--resume"] if unfinished else []))
         command = [sys.executable, "-m", "train", config, f"seed={case.seed}", *overrides, *names]
-        own = {"XLA_FLAGS": xla_flags(case.isa, alone=alone)}
-        own["JAX_COMPILATION_CACHE_DIR"] = str(directory.parent / "compiled")
+        settings = {"XLA_FLAGS": xla_flags(case.isa, alone=alone)}
+        settings["JAX_COMPILATION_CACHE_DIR"] = str(directory.parent / "compiled")
         log = None if alone else directory.parent / f"{directory.name}.log"
-        cost = _run_command(command, {**os.environ, **own}, log)
+        cost = _run_command(command, {**os.environ, **settings}, log)
         if not unfinished:
             (directory / COST).write_text(json.dumps(cost))
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
@@ -191,7 +190,7 @@ def xla_flags(isa: str | None, *, alone: bool) -> str:
 
 
 def _run_command(command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path | None) -> dict[str, float]:
-    """Runs a command to its end, with its output in `log`; returns its seconds and those of the CPU."""
+    """Runs a command to its end, with its output in `log`; returns its seconds and CPU seconds."""
     shown = f"$ XLA_FLAGS='{environment['XLA_FLAGS']}' python {' '.join(command[1:])}"
     print(shown + (f" > {log}" if log else ""), file=sys.stderr, flush=True)
     began = time.perf_counter()
@@ -319,7 +318,7 @@ def draw_fooled(output: pathlib.Path, case: SeedCase, path: pathlib.Path) -> Non
     panels = (
         Panel("reward", "Trained: passes the verifier", "share of the rollouts"),
         Panel("accuracy", "Not trained: exactly the answer, held out", "%", "eval"),
-        Panel(KLS[0], "KL(policy || reference)", "nats per token", log=True, instead=KLS[1]),
+        Panel(KL_EXACT, "KL(policy || reference)", "nats per token", log=True, instead=KL_ESTIMATE),
         Panel("entropy", "Entropy of the policy", "nats per token"),
     )
     runs = {

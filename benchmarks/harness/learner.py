@@ -50,7 +50,7 @@ class Learner:
 
     @classmethod
     def of(cls, context: RunContext, params: Any) -> "Learner":
-        """Starts at the weights before RL, which are those of the reference too."""
+        """Starts at the weights before RL, which are the reference's too."""
         config, model = context.config, context.model
         # An update donates the weights that it trains.
         first, base = (jax.tree.map(jnp.copy, params), None) if config.lora is None else (params, params)

@@ -37,17 +37,17 @@ class Report:
 
     def paragraphs(self) -> list[str]:
         """Returns conditions, parts and targets."""
-        found, how = list[str](), list(self.how)
+        paragraphs, how = list[str](), list(self.how)
         if machine := self.fields.get("machine"):
-            place = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
+            details = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
             versions = ", ".join(f"{name} {version}" for name, version in self.fields["versions"].items())
-            found.append(f"{machine['date']} on {place}; {versions}.")
+            paragraphs.append(f"{machine['date']} on {details}; {versions}.")
         if "load" in self.fields:
             how.append("load of the machine before and after {} and {}".format(*self.fields["load"]))
-        found += [f"{', '.join(how)}."] if how else []
+        paragraphs += [f"{', '.join(how)}."] if how else []
         for part in self.parts:
-            found += [part] if isinstance(part, str) else part.paragraphs()
-        return [*found, *([targets(self.checks, self.other)] if self.checks else [])]
+            paragraphs += [part] if isinstance(part, str) else part.paragraphs()
+        return [*paragraphs, *([targets(self.checks, self.other)] if self.checks else [])]
 
 
 def table(columns: Iterable[Column], rows: Iterable[Sequence[Any]]) -> str:

@@ -100,20 +100,24 @@ class Target:
     def check(self, title: str, results: Mapping[str, ContenderResult], *, large: bool = False) -> "Check":
         """Compares the results of the two contenders."""
         limit = self.large_limit if large and self.large_limit is not None else self.limit
-        ours, theirs = results.get(self.name), results.get(self.against)
+        result, other_result = results.get(self.name), results.get(self.against)
         missing, value, other = "not measured", None, None
-        if ours is None or theirs is None:
+        if result is None or other_result is None:
             missing = "not measured: not among the contenders"
-        elif ours.problem or theirs.problem:
+        elif result.problem or other_result.problem:
             missing = "not measured, see above"
         elif self.measure == "temporary":
-            value = ratio(ours.temp_bytes, theirs.temp_bytes)
+            value = ratio(result.temp_bytes, other_result.temp_bytes)
         elif self.measure == "peak":
-            value = ratio(ours.peak_bytes.get(self.part), theirs.peak_bytes.get(self.part))
+            value = ratio(result.peak_bytes.get(self.part), other_result.peak_bytes.get(self.part))
         elif self.measure == "time":
-            value, other = (ratio(ours.best(clock, self.part), theirs.best(clock, self.part)) for clock in CLOCKS)
+            value, other = (
+                ratio(result.best(clock, self.part), other_result.best(clock, self.part)) for clock in CLOCKS
+            )
         else:
-            other, value = (ratio(theirs.best(clock, self.part), ours.best(clock, self.part)) for clock in CLOCKS)
+            other, value = (
+                ratio(other_result.best(clock, self.part), result.best(clock, self.part)) for clock in CLOCKS
+            )
         unit = "1/" if self.measure == "temporary" else ""
         return Check(title, limit, value, other, at_least=self.measure == "speed", unit=unit, missing=missing)
 

@@ -10,12 +10,13 @@ import pytest
 
 from benchmarks import quickstart
 from train.data.tasks import arithmetic
+from train.rl.kl_metrics import KL_EXACT
 
 
 def run(seed=0, *, before=50.0, after=95.0, label="quickstart", **more):
     first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
     last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
-    step = {quickstart.KLS[0]: 0.2, "entropy": 0.1}
+    step = {KL_EXACT: 0.2, "entropy": 0.1}
     return quickstart.FinishedRun(label, seed, first, last, step, 100.0, 160.0, **{"drop": 1.0, "max_kl": 0.3} | more)
 
 
@@ -23,7 +24,7 @@ def write_run(directory, *, accuracies=(50.0, 95.0), kls=(0.1,)):
     """Writes a finished run."""
     directory.mkdir()
     records = [{"phase": "warm_start", "step": 1, "loss": 2.0}]
-    records += [{"phase": "train", "step": step + 1, quickstart.KLS[0]: kl} for step, kl in enumerate(kls)]
+    records += [{"phase": "train", "step": step + 1, KL_EXACT: kl} for step, kl in enumerate(kls)]
     records += [
         {"phase": "eval", "step": 50 * number, "accuracy": accuracy, "accuracy_greedy": 90.0}
         for number, accuracy in enumerate(accuracies)

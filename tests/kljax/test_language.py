@@ -28,8 +28,6 @@ NAMES = {
 }
 # As local variables and as names of files these say as little.
 LOCAL_NAMES = NAMES | {"kept", "ours", "theirs"}
-# Not yet renamed.
-EXEMPT = "benchmarks/"
 # A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
 RELATIVE = {"that", "which", "what", "whose", "those", "who"}
 WORDS_OF_A_TEST = 8
@@ -102,10 +100,7 @@ def local_names(node: ast.AST, local: bool = False) -> Iterator[ast.Name]:
         yield from local_names(child, inside or isinstance(child, (Function, ast.comprehension, ast.NamedExpr)))
 
 
-RENAMED = [path for path in [*SOURCES, *TESTS] if not relative(path).startswith(EXEMPT)]
-
-
-@pytest.mark.parametrize("path", RENAMED, ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=relative)
 def test_local_variables_say_the_type_of_thing(path: pathlib.Path) -> None:
     assert path.stem.removeprefix("test_").strip("_") not in LOCAL_NAMES
     for name in local_names(ast.parse(path.read_text())):
@@ -131,7 +126,7 @@ def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
             assert len(line) <= LIMIT, f"{relative(path)}:{number} is {len(line)} wide"
 
 
-@pytest.mark.parametrize("path", [path for path in RENAMED if path in SOURCES], ids=relative)
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_docstrings_name_the_noun(path: pathlib.Path) -> None:
     for name, text in docstrings(path):
         assert not re.search(r"\bthose\b", text), f"{name}: 'those'; write the noun"

@@ -6,6 +6,8 @@ import pathlib
 
 import pytest
 
+from train.rl.kl_metrics import KL_METRICS, largest_of
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -93,6 +95,13 @@ def test_plan_of_a_run_is_derived_once() -> None:
     """With its context; everything below takes it. The checks of a config, and its explanation, have no run."""
     derived = [name for name in MODULES if "Plan.of(" in MODULES[name].read_text() and folder_of(name) != "config"]
     assert derived == ["train.context"]
+
+
+def test_names_of_the_kl_metrics_stand_once() -> None:
+    names = {*KL_METRICS, *map(largest_of, KL_METRICS)}
+    for module, path in MODULES.items():
+        texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert module == "train.rl.kl_metrics" or not names & texts, module
 
 
 def test_a_config_loads_without_jax() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import kljax
 from train.config.schema import Guard
+from train.rl.kl_metrics import KL_METRICS, largest_of
 
 SHARE = "updates_beyond_limit"
 """The metric of `guard.action: skip`: the share of a step's updates that were skipped beyond a limit."""
@@ -132,11 +133,10 @@ class Limit(NamedTuple):
 
 def limits(guard: Guard) -> Iterator[Limit]:
     """Yields the limits that are set."""
-    kls = ("kl_reference", "kl_reference_exact")
     if guard.max_kl is not None:
-        yield Limit("guard.max_kl", kls, "the KL to the reference", guard.max_kl)
+        yield Limit("guard.max_kl", KL_METRICS, "the KL to the reference", guard.max_kl)
     if guard.max_token_kl is not None:
-        metrics = tuple(f"{name}_max" for name in kls)
+        metrics = tuple(map(largest_of, KL_METRICS))
         yield Limit("guard.max_token_kl", metrics, "the KL to the reference at one token", guard.max_token_kl)
     if guard.min_entropy is not None:
         yield Limit("guard.min_entropy", ("entropy",), "the entropy", guard.min_entropy, least=True)

@@ -23,6 +23,7 @@ from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.rl.metrics import LargestToken, Metric, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
@@ -369,14 +370,14 @@ def _token_metrics(loss: Loss, term: LossKL, stats: kljax.TokenStats, batch: Bat
         LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob, ref_log_probs=batch.ref_log_probs
     )
     if batch.ref_log_probs is not None:
-        metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, batch.ref_log_probs, mask)
+        metrics[KL_ESTIMATE] = kljax.reference_kl(stats.log_prob, batch.ref_log_probs, mask)
         estimates = kljax.estimate_kl(stats.log_prob, batch.ref_log_probs, mask, estimator="k3")
-        metrics["kl_reference_max"] = largest(estimates)
+        metrics[largest_of(KL_ESTIMATE)] = largest(estimates)
     if stats.kl is not None:
         forward = term.direction == "forward"
-        metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
+        metrics["kl_reference_forward" if forward else KL_EXACT] = kljax.WeightedSum.of(stats.kl, mask)
         if not forward:
-            metrics["kl_reference_exact_max"] = largest(stats.kl)
+            metrics[largest_of(KL_EXACT)] = largest(stats.kl)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
         if loss.old_log_probs == "trainer":

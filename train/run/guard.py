@@ -17,6 +17,7 @@ from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.distributed import on_leader, place_whole, to_host
 from train.rl.batch import Batch, present_arrays
+from train.rl.kl_metrics import KL_ESTIMATE, KL_METRICS, largest_of
 from train.rl.metrics import SHARE, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import RunCheckpoints
@@ -192,7 +193,7 @@ class StepGuard:
                 return None
             # The mean of a step may be within a limit that one of its updates has left.
             fields = " or ".join(limit.field for limit in limits(self._guard))
-            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, "kl_reference_max" in values)]
+            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, largest_of(KL_ESTIMATE) in values)]
         return max(exceeded, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
@@ -247,7 +248,7 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) ->
 
     Every process of a run calls it, as the rows of a batch may be spread over them.
     """
-    token = next((tokens[name] for name in ("kl_reference_max", "kl_reference_exact_max") if name in tokens), None)
+    token = next((tokens[name] for name in map(largest_of, KL_METRICS) if name in tokens), None)
     if token is None or not token.largest > -math.inf:
         return ""
     row, column = int(token.row), int(token.column)

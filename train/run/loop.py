@@ -23,6 +23,7 @@ from train.references import (
 from train.references.follow import Follow
 from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, metric_values, single
 from train.rl.objective import Control, Preparation, coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
@@ -254,8 +255,8 @@ def train(
 def _note(values: dict[str, float]) -> str:
     shown = {
         "reward": "reward {:.3f}",
-        "kl_reference": "KL {:.4f}",
-        "kl_reference_exact": "exact KL {:.4f}",
+        KL_ESTIMATE: "KL {:.4f}",
+        KL_EXACT: "exact KL {:.4f}",
         "entropy": "entropy {:.3f}",
     }
     return "  ".join(text.format(values[name]) for name, text in shown.items() if name in values)

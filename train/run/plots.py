@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.run.metrics import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ PANELS = (
     Panel("accuracy", "Accuracy, held out", "%", "eval"),
     Panel("entropy", "Entropy of the policy", "nats per token"),
     Panel(
-        *("kl_reference", "KL to the reference: KL(policy || reference)", "nats per token"),
+        *(KL_ESTIMATE, "KL to the reference: KL(policy || reference)", "nats per token"),
         log=True,
-        instead="kl_reference_exact",
+        instead=KL_EXACT,
     ),
     Panel(
-        *("kl_reference_max", "KL to the reference, largest of a token", "nats"),
+        *(largest_of(KL_ESTIMATE), "KL to the reference, largest of a token", "nats"),
         log=True,
-        instead="kl_reference_exact_max",
+        instead=largest_of(KL_EXACT),
     ),
     Panel("rollout_kl", "Rollout KL: trainer against sampler", "nats per token", log=True),
 )

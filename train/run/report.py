@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from train.distributed import is_leader
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.weights.files import write_text_atomic
 
 # `advance(note)` counts one step; `start(label, total, done)` opens a bar and returns its `advance`.
@@ -24,8 +25,8 @@ Start = Callable[[str, int, int], Advance]
 ROWS = (
     ("accuracy", "held-out accuracy, sampled (%)", ".1f"),
     ("accuracy_greedy", "held-out accuracy, greedy (%)", ".1f"),
-    ("kl_reference", "KL(policy || reference) (nats/token)", ".4g"),
-    ("kl_reference_exact", "exact KL(policy || reference) (nats/token)", ".4g"),
+    (KL_ESTIMATE, "KL(policy || reference) (nats/token)", ".4g"),
+    (KL_EXACT, "exact KL(policy || reference) (nats/token)", ".4g"),
     ("rollout_kl", "rollout KL (nats/token)", ".2e"),
 )
 

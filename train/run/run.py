@@ -24,6 +24,7 @@ from train.references import (
     start_reference,
     with_abstract_reference,
 )
+from train.rl.kl_metrics import KL_METRICS
 from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_source
 from train.rollouts.server import AheadSource
@@ -51,7 +52,7 @@ from train.weights.orbax import RunCheckpoints, carried_with
 
 Tree = Any
 ACCURACIES = ("accuracy", "accuracy_greedy")
-KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
+KLS = (*KL_METRICS, "rollout_kl")
 
 
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
@@ -243,9 +244,7 @@ def _summary(before: dict[str, float], after: dict[str, float], steps: int, seco
     return {
         **{f"{name}_before": before.get(name) for name in ACCURACIES},
         **{f"{name}_after": after.get(name) for name in ACCURACIES},
-        "kl_reference": after.get("kl_reference"),
-        "kl_reference_exact": after.get("kl_reference_exact"),
-        "rollout_kl": after.get("rollout_kl"),
+        **{name: after.get(name) for name in KLS},
         "steps": steps,
         "seconds": round(seconds, 1),
     }

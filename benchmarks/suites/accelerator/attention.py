@@ -59,14 +59,14 @@ class AttentionContender:
         mask = causal_mask(jnp.ones((shape.rows, shape.tokens), bool), shape.window)
         kernel = choose_kernel(arrays[0], arrays[1], None)
         masks = {"XLA": dataclasses.replace(mask, segments=None)} | ({kernel: mask} if kernel else {})
-        programs = {name: _compiled(one, shape.window is not None, arrays) for name, one in masks.items()}
-        found = race_programs({name: run for name, (run, _) in programs.items()}, ROUNDS)
+        programs = {name: _compiled(chosen, shape.window is not None, arrays) for name, chosen in masks.items()}
+        results = race_programs({name: run for name, (run, _) in programs.items()}, ROUNDS)
         row: dict[str, Any] = {"name": of, "kernel": kernel or "none here"}
         for column, name in (("xla", "XLA"), ("own", kernel)):
             if name is not None:
-                if found[name].problem is not None:
-                    row["problem"] = f"{name}: {found[name].problem}"
-                best = found[name].best("wall")
+                if results[name].problem is not None:
+                    row["problem"] = f"{name}: {results[name].problem}"
+                best = results[name].best("wall")
                 row |= {f"{column}_ms": best and 1e3 * best, f"{column}_bytes": programs[name][1]}
         row["speed"] = ratio(row.get("xla_ms"), row.get("own_ms"))
         if row["speed"] is not None and kernel is not None:

@@ -14,34 +14,37 @@ GIVEN = ("jax", "jaxlib", "numpy")
 
 
 def missing() -> list[str]:
-    """Lists packages as lines of a requirements file: those of the trainer and its tests, and what they need.
+    """Lists packages as lines of a requirements file: for the trainer and its tests, with their dependencies.
 
-    A package of the project that is older than it asks for is listed as well; of the others, those that are not
-    installed.
+    A package of the project is listed if it is missing or older than required, any other one if it is missing.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["train"]]
-    asked = {re.split(r"[<>=\[;! ]", line, maxsplit=1)[0]: line for line in wanted}
+    required = {re.split(r"[<>=\[;! ]", line, maxsplit=1)[0]: line for line in wanted}
     packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     # The entry of each package that is meant for this Python.
-    locked = {one["name"]: one for one in packages if any(map(_applies, one.get("resolution-markers", [None])))}
-    found, ahead = dict[str, str](), [*asked, *TESTS]
+    locked = {
+        package["name"]: package
+        for package in packages
+        if any(map(_applies, package.get("resolution-markers", [None])))
+    }
+    lines, ahead = dict[str, str](), [*required, *TESTS]
     while ahead:
         name = ahead.pop()
-        installed, least = _installed(name), asked.get(name, "").partition(">=")[2].partition(";")[0]
-        if name in found or (installed is not None and installed >= _numbers(least)):
+        installed, least = _installed(name), required.get(name, "").partition(">=")[2].partition(";")[0]
+        if name in lines or (installed is not None and installed >= _numbers(least)):
             continue
         if name in GIVEN:
-            found |= {name: asked[name]} if name in asked else {}
+            lines |= {name: required[name]} if name in required else {}
         elif name in locked:
-            found[name] = f"{name}=={locked[name]['version']}"
+            lines[name] = f"{name}=={locked[name]['version']}"
             needed = locked[name].get("dependencies", []) if installed is None else []
-            ahead += [one["name"] for one in needed if _applies(one.get("marker"))]
-    return [found[name] for name in sorted(found)]
+            ahead += [dependency["name"] for dependency in needed if _applies(dependency.get("marker"))]
+    return [lines[name] for name in sorted(lines)]
 
 
 def _applies(marker: str | None) -> bool:
-    """Tells whether a marker of the lock file holds here; where `packaging` is missing, every one is taken to."""
+    """Tells whether a marker of the lock file holds here; where `packaging` is missing, all of them are taken to."""
     if marker is None or importlib.util.find_spec("packaging") is None:
         return True
     from packaging.markers import Marker

@@ -143,11 +143,11 @@ class Runner:
         try:
             if new:
                 remote.ask(do="load", **self.part.load(self.tiny))
-            found: list[Row] = remote.ask(do="rows", of=request, seconds=0.7 * seconds)
+            rows: list[Row] = remote.ask(do="rows", of=request, seconds=0.7 * seconds)
             self.versions |= remote.ask(do="versions")
         except RemoteError as error:
             late = f"took longer than {seconds:.0f} s" if time.monotonic() >= until else None
             return [{"name": request, "problem": late or " ".join(str(error).split())[-500:]}]
         finally:
             timer.cancel()
-        return found
+        return rows

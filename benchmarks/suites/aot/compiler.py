@@ -27,7 +27,7 @@ HOW = "make .venv-aot/.ready"
 def installed(directory: pathlib.Path) -> dict[str, str]:
     """Returns the installed versions of JAX and the compilers in an environment."""
     packages = [str(path) for path in directory.glob("lib/python*/site-packages")]
-    have = {found.name: found.version for found in metadata.distributions(path=packages)}
+    have = {package.name: package.version for package in metadata.distributions(path=packages)}
     return {name: have[name] for name in ("jax", "jaxlib", *PACKAGES.values()) if name in have}
 
 
@@ -64,10 +64,10 @@ def plan(order: Order) -> CompiledPlan:
     return CompiledPlan(
         temp_bytes=compiled.temporary,
         seconds=None if hertz is None else hlo.estimated_cycles(module) / hertz,
-        collective_bytes=round(sum(one.total for one in moved)),
-        collective_executions=round(sum(one.executions for one in moved)),
-        collectives=[dataclasses.asdict(one) for one in moved],
-        largest_buffers=[one._asdict() for one in largest_buffers(compiled.assignment)],
+        collective_bytes=round(sum(collective.total for collective in moved)),
+        collective_executions=round(sum(collective.executions for collective in moved)),
+        collectives=[dataclasses.asdict(collective) for collective in moved],
+        largest_buffers=[buffer._asdict() for buffer in largest_buffers(compiled.assignment)],
         compile_seconds=round(compiled.seconds, 1),
     )
 

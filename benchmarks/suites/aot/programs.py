@@ -55,8 +55,10 @@ def build(name: str, mesh: Mesh, problem: HeadSizes, tile: kljax.Tile | None = N
         "kljax": functools.partial(tiled, sharding=sharding, tile=tile),
         "tunix": functools.partial(tunix_chunk, rows=problem.rows * devices, columns=problem.chunk // problem.rows),
     }
-    tokens, head, whole = (NamedSharding(mesh, spec) for spec in (TOKENS, HEAD, P()))
-    outputs = {"forward": (whole, tokens, tokens), "frozen": (whole, tokens)}.get(kind, (whole, tokens, head))
+    tokens, head, replicated = (NamedSharding(mesh, spec) for spec in (TOKENS, HEAD, P()))
+    outputs = {"forward": (replicated, tokens, tokens), "frozen": (replicated, tokens)}.get(
+        kind, (replicated, tokens, head)
+    )
     return Program(of_kind(stats[contender], kind), _arguments(problem, devices, tokens, head), outputs)
 
 

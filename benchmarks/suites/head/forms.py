@@ -35,7 +35,7 @@ class Form:
     Attributes:
       group: key of `GROUPS`.
       framework: of its process, "jax" or "torch".
-      matmuls: number of matmuls of `2NDV` operations, with those that the backward pass recomputes.
+      matmuls: number of matmuls of `2NDV` operations, the recomputed ones of the backward pass included.
     """
 
     name: str

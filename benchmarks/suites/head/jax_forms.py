@@ -176,10 +176,10 @@ def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, .
     contender, _, kind = name.partition("_")
     if contender == "tunix":
         return of_kind({"full": tunix_full, "chunk": tunix_chunk}[kind], "")
-    ours: dict[str, Any] = {"tile": None if tile is None else kljax.Tile(*tile), "masked": kind == "half"}
+    options: dict[str, Any] = {"tile": None if tile is None else kljax.Tile(*tile), "masked": kind == "half"}
     if contender == "fused":
-        return gradient_of(functools.partial(fused, **(ours | OPTIONS_OF.get(kind, {}))), kind)
-    known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": functools.partial(tiled, **ours)}
+        return gradient_of(functools.partial(fused, **(options | OPTIONS_OF.get(kind, {}))), kind)
+    known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": functools.partial(tiled, **options)}
     return of_kind(known[contender], kind)
 
 

@@ -1,4 +1,4 @@
-"""Rates of the machine, of the matmuls of a tile alone and of a copy, and those that kljax reaches."""
+"""Rates of the machine, of the matmuls of a tile alone and of a copy, and the rates that kljax reaches."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Rates:
 
 
 def rates_of(size: Size, options: HeadOptions, kind: str, seconds: Mapping[str, float], ours: float | None) -> Rates:
-    """Computes the rates from the seconds of each of `RATES`, and those of kljax's value and gradients or None."""
+    """Computes the rates from the seconds of each of `RATES`, and of kljax's value and gradients or None."""
     tile = tile_of(size, options, kind)
     flops, itemsize = 2 * REPEATS * tile[0] * tile[1] * size.width, 2 if options.dtype == "bf16" else 4
     return Rates(

@@ -69,7 +69,7 @@ def race_forms(
     compared: Size | None = None,
     fresh: bool = True,
 ) -> tuple[Measured, dict[str, str]]:
-    """Races the forms of a device, those of JAX in this process; returns the versions of the libraries too.
+    """Races the forms of a device, JAX's in this process; returns the versions of the libraries too.
 
     Args:
       names: of the forms; None takes all.
@@ -114,9 +114,9 @@ def race_forms(
         contenders.processes |= dict.fromkeys(rates, "jax")
         race(rates | contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
     seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
-    ours = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
+    seconds_of_kljax = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
     kind = jax.devices(shared.device)[0].device_kind
-    return Measured(size, contenders.results, rates_of(size, shared, kind, seconds, ours)), versions
+    return Measured(size, contenders.results, rates_of(size, shared, kind, seconds, seconds_of_kljax)), versions
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def started(framework: str, arguments: Mapping[str, Any], python: pathlib.Path |
 
 
 def compare(contenders: Contenders, forms: Mapping[str, Form], directory: str) -> None:
-    """Compares the loss and the gradients of every form with those of its baseline."""
+    """Compares the loss and the gradients of every form with its baseline's."""
     for name in dict.fromkeys(form.baseline for form in forms.values()):
         with noted(contenders.results[name]):
             contenders.ask(name, "save", name=name, directory=directory)
@@ -137,30 +137,30 @@ def compare(contenders: Contenders, forms: Mapping[str, Form], directory: str) -
         if contenders.results[baseline].problem is None:
             log(f"compares {name}")
             with noted(result):
-                found = contenders.ask(name, "compare", name=name, directory=directory, baseline=baseline)
-                result.loss, result.differences = found["loss"], found["differences"]
+                compared = contenders.ask(name, "compare", name=name, directory=directory, baseline=baseline)
+                result.loss, result.differences = compared["loss"], compared["differences"]
 
 
 def checks(measured: Measured, device: str) -> list[Check]:
     """Compares the results of a size with the targets."""
     large = measured.size.vocab >= LARGE_VOCAB
-    found = [
+    bounded = [
         target.check(title(target), measured.results, large=large)
         for target in TARGETS[device]
         if target.name in measured.results
     ]
     part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
-    return [*found, Check(RATE_TITLE, RATE[device], part, at_least=True, unit="%")]
+    return [*bounded, Check(RATE_TITLE, RATE[device], part, at_least=True, unit="%")]
 
 
 def title(target: Target) -> str:
     """Describes a target."""
     kinds = {"half": "half masked", "frozen": "frozen head", "lora": "frozen head, entropy", "kl": "exact KL"}
     kind = kinds.get(target.name.partition("_")[2])
-    own = TITLES[target.name] if kind is None else f"{TITLES[target.name]}, {kind}"
+    subject = TITLES[target.name] if kind is None else f"{TITLES[target.name]}, {kind}"
     without = target.name.endswith("_kl") and target.against == target.name.removesuffix("_kl")
-    against = f"{TITLES[target.against]} without it" if without else TITLES[target.against]
-    return f"{'memory' if target.measure == 'temporary' else target.measure}: {own}, over {against}"
+    other = f"{TITLES[target.against]} without it" if without else TITLES[target.against]
+    return f"{'memory' if target.measure == 'temporary' else target.measure}: {subject}, over {other}"
 
 
 def report(fields: Mapping[str, Any]) -> Report:
@@ -172,7 +172,7 @@ def report(fields: Mapping[str, Any]) -> Report:
         f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
     ]
     tolerances, parts, failures = tolerances_of(shared), list[Report](), list[str]()
-    for measured in (Measured.read(one, Size, Rates) for one in fields["sizes"]):
+    for measured in (Measured.read(size, Size, Rates) for size in fields["sizes"]):
         size, meant = measured.size, f"The targets below are meant for {' and '.join(map(str, SIZES))}."
         paragraphs = [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
         for group, text in GROUPS.items():

@@ -57,10 +57,10 @@ def load_releases(releases: pathlib.Path) -> dict[str, Any]:
 
 def load_installed() -> dict[str, Any]:
     """Imports Liger's operation if this environment has it, as on a machine without network."""
-    found = importlib.util.find_spec("liger_kernel")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("liger_kernel")
+    if spec is None or not spec.submodule_search_locations:
         return {}
-    _bare(pathlib.Path(found.submodule_search_locations[0]).parent, "liger_kernel.chunked_loss")
+    _bare(pathlib.Path(spec.submodule_search_locations[0]).parent, "liger_kernel.chunked_loss")
     module = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
     return {"liger": module.LigerFusedLinearGRPOLoss}
 

@@ -52,7 +52,7 @@ def params_of(work: ModelWork, weights: Mapping[str, np.ndarray]) -> Any:
         return np.stack(matrices) if mapping.stacked else matrices[0]
 
     model = model_of(work)
-    return jax.tree.unflatten(jax.tree.structure(layout(model)), [leaf(one) for one in leaf_mappings(model)])
+    return jax.tree.unflatten(jax.tree.structure(layout(model)), [leaf(mapping) for mapping in leaf_mappings(model)])
 
 
 class KljaxContender(ModelContender):

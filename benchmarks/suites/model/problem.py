@@ -103,7 +103,7 @@ def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 class ModelContender:
-    """Answers the requests about one model: "versions" and those below, most of which a subclass computes."""
+    """Answers the requests about one model: "versions" and the methods below, most of which a subclass computes."""
 
     def __init__(self, work: dict[str, Any], directory: str) -> None:
         self.work = ModelWork(**work)

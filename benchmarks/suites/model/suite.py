@@ -121,12 +121,12 @@ def _race(work: ModelWork, options: argparse.Namespace, part: str) -> tuple[Meas
 
 def checks(measured: Measured, part: str) -> list[Check]:
     """Compares the results of a model with the targets."""
-    found = []
+    bounded = []
     for target in TARGETS[part]:
         kind, unit = ("peak memory", "") if target.measure == "peak" else ("speed", ", in CPU seconds")
         title = f"{PARTS[target.part][0].lower()}: {kind} of kljax over {TITLES[target.against]}{unit}"
-        found.append(target.check(title + instructions.title(measured.size.isa), measured.results))
-    return found
+        bounded.append(target.check(title + instructions.title(measured.size.isa), measured.results))
+    return bounded
 
 
 def report(fields: Mapping[str, Any], part: str, sections: Sequence[str | Report] = ()) -> Report:
@@ -156,14 +156,14 @@ def report(fields: Mapping[str, Any], part: str, sections: Sequence[str | Report
 
 
 def _rows(measured: Measured, part: str, compared: Sequence[str]) -> Iterator[list[Any]]:
-    ours, work = measured.results["kljax"], measured.size
+    baseline, work = measured.results["kljax"], measured.size
     tokens = work.rows * (work.completion_length if part == "rollout" else work.length)
     for _, result in measurable(measured.results):
         if result.best("wall", part) is not None:
             row: list[Any] = [TITLES[result.name] + instructions.title(work.isa)]
             for clock in ("wall", "cpu"):
                 seconds = result.best(clock, part)
-                faster = None if result is ours else ratio(seconds, ours.best(clock, part))
+                faster = None if result is baseline else ratio(seconds, baseline.best(clock, part))
                 row += [seconds, ratio(tokens, seconds), faster]
             row += [] if part == ALL else [result.peak_bytes.get(part)]
             yield [*row, *(result.differences.get(name) for name in compared)]
@@ -201,14 +201,14 @@ def process(
 
 
 def compare_log_probs(contenders: Contenders, directory: pathlib.Path) -> None:
-    """Compares the log-probs of the same sequences with those of kljax."""
+    """Compares the log-probs of the same sequences with kljax's."""
     log("compares log-probs")
     for name, result in measurable(contenders.results):
         with noted(result):
             contenders.ask(name, "score", path=str(directory / f"{name}.npy"))
             if name != "kljax":
-                theirs, ours = (np.load(directory / f"{one}.npy") for one in (name, "kljax"))
-                result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
+                log_probs, expected = (np.load(directory / f"{writer}.npy") for writer in (name, "kljax"))
+                result.differences["log-probs"] = float(np.max(np.abs(log_probs - expected)))
 
 
 def compare_updates(contenders: Contenders, directory: pathlib.Path) -> None:

@@ -33,7 +33,7 @@ class IdTokenizer:
         return [int(word) for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
-        return " ".join(str(one) for one in ids)
+        return " ".join(str(number) for number in ids)
 
     def bos_id(self) -> int:
         return 0  # none, for Tunix
@@ -62,9 +62,9 @@ def model_of(work: ModelWork, weights: dict[str, np.ndarray]) -> qwen3.Qwen3:
     model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
 
     def put(variable: Any, name: str, transposed: bool = True) -> None:
-        found = weights[f"model.{name}.weight"]
-        found = found.T if transposed and found.ndim == 2 else found
-        variable.value = jnp.asarray(found.reshape(variable.value.shape))
+        array = weights[f"model.{name}.weight"]
+        array = array.T if transposed and array.ndim == 2 else array
+        variable.value = jnp.asarray(array.reshape(variable.value.shape))
 
     put(model.embedder.input_embedding, "embed_tokens", transposed=False)
     put(model.final_norm.w, "norm")
@@ -155,20 +155,20 @@ class TunixContender(ModelContender):
     def learn(self, path: str) -> None:
         """Does the first update of a new learner, and writes its batch and the log-probs of the sequences after it."""
         self._train = self._learner()
-        found: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         update = self.cluster.update_actor
 
         def keep(examples: list[Any], *arguments: Any) -> Any:
             (example,) = examples
-            found["tokens"] = np.concatenate([example.prompt_ids, example.completion_ids], axis=1)
-            found["advantages"] = np.asarray(example.advantages)
+            recorded["tokens"] = np.concatenate([example.prompt_ids, example.completion_ids], axis=1)
+            recorded["advantages"] = np.asarray(example.advantages)
             return update(examples, *arguments)
 
         self.cluster.update_actor = keep
         self.step(Clock())
         self.cluster.update_actor = update
-        found["score"] = self.log_probs()
-        np.savez(path, **found)
+        recorded["score"] = self.log_probs()
+        np.savez(path, **recorded)
 
     def versions(self) -> dict[str, str]:
         return {"google-tunix": importlib.metadata.version("google-tunix"), "jax (Tunix)": jax.__version__}

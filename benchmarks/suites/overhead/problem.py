@@ -52,7 +52,7 @@ def learner_of(config: Config) -> Learner:
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Value]], rounds: int) -> Iterator[dict[str, Value]]:
-    """Yields the results of each round by contender; those of the first, which compiles, come before the others."""
+    """Yields the results of each round by contender; the first round, which compiles, comes first."""
     for number in range(rounds + 1):
         yield {name: run() for name, run in contenders.items()}
         log(f"round {number} of {rounds}")

@@ -1,4 +1,4 @@
-"""Steps with completions from elsewhere: recorded ones after their first epoch, and those of a server."""
+"""Steps with completions from elsewhere: recorded ones after their first epoch, and a server's."""
 
 import contextlib
 import dataclasses
@@ -24,9 +24,9 @@ from train.rollouts.open import open_source
 from train.run.loop import Programs, rl_step
 
 RECORDED = {
-    f"{updates} update{'s' if updates > 1 else ''} on a batch, {kept}": (updates, mib)
+    f"{updates} update{'s' if updates > 1 else ''} on a batch, {scored}": (updates, mib)
     for updates in (1, 2)
-    for kept, mib in {"scored once": 1024, "scored in every epoch": 0}.items()
+    for scored, mib in {"scored once": 1024, "scored in every epoch": 0}.items()
 }
 """Updates on a batch, as the policy is scored before the first of several; and MiB for the log-probs of the reference,
 which are kept where it scores a row once."""
@@ -67,8 +67,8 @@ class SourceSteps:
         for _ in range(BLOCK):
             began = time.perf_counter()
             answer = self.step()["rollout"]
-            whole = time.perf_counter() - began
-            steps.append({"step": whole, "answer": answer, "update": whole - answer})
+            step = time.perf_counter() - began
+            steps.append({"step": step, "answer": answer, "update": step - answer})
         return {part: statistics.mean(step[part] for step in steps[1:]) for part in steps[0]}
 
 

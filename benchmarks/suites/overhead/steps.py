@@ -27,7 +27,7 @@ CYCLE = ("after", "plain", "logged", "verified", "plain", "logged", "saved")
 Step = tuple[float, float, float]
 LOGGED = ("logged", "saved", "after")
 VERIFIER = 0.1
-"""Seconds of the verifier over those of a plain step."""
+"""Seconds of the verifier over the seconds of a plain step."""
 
 
 def kind_of(step: int) -> str:
@@ -56,10 +56,10 @@ class TimedWriter:
 
 
 class Clocks:
-    """Times the steps by their kind; those of the first round compile and do not count.
+    """Times the steps by their kind; the first round compiles and does not count.
 
     Attributes:
-      rounds: the seconds of the steps of each kind for each round: wall, CPU, and those that the loop spent in writing.
+      rounds: the seconds of the steps of each kind for each round: wall, CPU, and in writing by the loop.
       step: the last finished one.
       verifier: seconds that the verifier of a step takes, spread over its completions.
     """
@@ -72,7 +72,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
-        """Counts the seconds of a block as those in which the loop writes."""
+        """Counts the seconds of a block as the loop's in writing."""
         began = time.perf_counter()
         yield
         self._stalled += time.perf_counter() - began
