@@ -31,7 +31,7 @@ from train.config.plan import Plan
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import PUBLISHED
-from train.references import load_reference
+from train.references.load import load_reference
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
 from train.rl.policy import init_params

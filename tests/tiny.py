@@ -20,7 +20,7 @@ from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts
 from train.data.tasks import Example, load_task
 from train.data.tokenizers import ByteTokenizer
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models import Decoder
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.batch import Batch

@@ -63,7 +63,8 @@ def show(
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
-    from train.distributed import agree, is_leader
+    from train.distributed.exchange import agree
+    from train.distributed.peers import is_leader
     from train.run.directory import flat_fields
     from train.run.report import default_console, print_evaluation, write_summary
     from train.run.saved_run import SavedRun, fitting

@@ -89,7 +89,8 @@ def export(
     import jax
 
     from train.data.tokenizers import load_tokenizer
-    from train.distributed import agree, is_leader, on_leader, run_together
+    from train.distributed.exchange import agree, on_leader, run_together
+    from train.distributed.peers import is_leader
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import config_mesh
     from train.weights.files import check_free

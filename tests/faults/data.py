@@ -12,7 +12,7 @@ from tests.faults.case import Fault, raised
 from tests.train.rollouts.test_recorded import BAD, SOURCE, row
 from train.context import RunContext
 from train.data.tasks.jsonl import read_examples
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rollouts.open import open_source
 from train.rollouts.recorded import write_rows

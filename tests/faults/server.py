@@ -23,7 +23,7 @@ from train.config.errors import ConfigError, UserError
 from train.config.load import parse
 from train.context import RunContext
 from train.data.tokenizers import ByteTokenizer
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.source import Completions, Request, SourceError

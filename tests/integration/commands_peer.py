@@ -10,7 +10,7 @@ import sys
 from unittest import mock
 
 from tests.run_programs import shared_by_runs
-from train import distributed
+from train.distributed import peers
 from train.process import console
 from train.process.interrupt import exit_with
 from train.run import run
@@ -30,11 +30,11 @@ def main(arguments: list[str]) -> int:
             join(options)
             joined.append(options)
 
-    join, leave = console.join_processes, distributed.stop
+    join, leave = console.join_processes, peers.stop
     with (
         shared_by_runs(),
         mock.patch.object(console, "join_processes", join_once),
-        mock.patch.object(distributed, "stop", return_value=None),
+        mock.patch.object(peers, "stop", return_value=None),
         # The picture is that of one process.
         mock.patch.object(run, "write_curves"),
     ):

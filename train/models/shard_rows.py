@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from train.distributed import held_rows, place_rows
+from train.distributed.global_arrays import held_rows, place_rows
 from train.models.sharding import batch_sharding
 
 

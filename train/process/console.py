@@ -95,11 +95,11 @@ def join_processes(options: argparse.Namespace) -> None:
       UserError: the flags do not fit, or the others cannot be reached.
     """
     # Imported late, so that an error in the config shows before JAX starts.
-    from train import distributed
+    from train.distributed import peers
 
-    peers = distributed.peers_of(options.coordinator, options.process, options.processes)
-    distributed.start(peers, join_seconds=options.join_timeout)
-    if not distributed.is_leader():
+    others = peers.peers_of(options.coordinator, options.process, options.processes)
+    peers.start(others, join_seconds=options.join_timeout)
+    if not peers.is_leader():
         leave_warnings_to_another_process()
         logging.getLogger("train").setLevel(logging.ERROR)
 
@@ -108,14 +108,14 @@ def join_processes(options: argparse.Namespace) -> None:
 def joined_processes(options: argparse.Namespace) -> Iterator[None]:
     """Joins the other processes of the run, if there are any, watches them inside the block, and leaves them."""
     join_processes(options)
-    from train import distributed
+    from train.distributed import peer_watch, peers
 
-    with distributed.watching():
+    with peer_watch.watching():
         try:
             with ending_alone():
                 yield
         finally:
-            distributed.stop()
+            peers.stop()
 
 
 def run_command(command: Callable[[], int | None]) -> int:

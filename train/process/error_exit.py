@@ -36,14 +36,14 @@ def ending_alone() -> Iterator[None]:
     that follows from the loss of another process gives way to that loss. One process raises all errors as they are.
     """
     # Imported late, so that an error in the config shows before JAX starts.
-    from train import distributed
+    from train.distributed import exchange, peer_watch, peers
 
     try:
         yield
     except BaseException as error:
         # The guard judges numbers that are the same in every process.
-        if distributed.processes() == 1 or distributed.was_raised_together(error) or isinstance(error, GuardError):
+        if peers.processes() == 1 or exchange.was_raised_together(error) or isinstance(error, GuardError):
             raise
-        reason = distributed.cause(error) or error
+        reason = peer_watch.cause(error) or error
         text, code = known_ending(reason) or ("".join(traceback.format_exception(error)).rstrip(), 1)
-        distributed.leave(text, code, reason)
+        peer_watch.leave(text, code, reason)

@@ -13,7 +13,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
-from train.distributed import on_leader
+from train.distributed.exchange import on_leader
 from train.models import Decoder
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
 from train.references.follow import start_following

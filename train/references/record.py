@@ -13,7 +13,7 @@ import kljax
 from train.config.errors import UserError, warn
 from train.config.plan import follows_policy
 from train.config.schema import Config
-from train.distributed import to_host
+from train.distributed.global_arrays import to_host
 from train.rl.reference import FrozenWeights
 from train.weights.files import read_record, write_record
 

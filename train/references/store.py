@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from train.config.errors import warn
 from train.config.plan import Plan
-from train.distributed import agree, held_rows, to_host
+from train.distributed.exchange import agree
+from train.distributed.global_arrays import held_rows, to_host
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.config.plan import Plan
-from train.distributed import to_host
+from train.distributed.global_arrays import to_host
 from train.models import Decoder
 from train.models.kernels import device_kind
 from train.models.packing import PackedRows

@@ -11,7 +11,8 @@ import numpy as np
 
 from train.context import RunContext
 from train.data.tasks.rewards import Scores, compose, judge
-from train.distributed import RowSplit, agree, gather_rows, on_leader, run_together, send_to_leader
+from train.distributed.exchange import agree, on_leader, run_together, send_to_leader
+from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.shard_rows import shard_rows
 from train.rl.batch import Batch
 from train.rl.token_fields import TOKEN_FIELDS

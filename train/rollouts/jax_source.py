@@ -15,7 +15,7 @@ from train.context import RunContext
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
-from train.distributed import RowSplit, held_rows, to_host, to_host_rows
+from train.distributed.global_arrays import RowSplit, held_rows, to_host, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS

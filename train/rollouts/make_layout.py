@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from train.config.checks.layout import SPLIT_BY_TENSOR
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.distributed import exchange_json
+from train.distributed.exchange import exchange_json
 from train.models import Decoder
 from train.models.blocks import state_bytes
 from train.models.devices import find_device

@@ -11,7 +11,7 @@ import kljax
 from train.config.errors import UserError
 from train.context import RunContext
 from train.data.tasks import Example
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
 from train.rl.token_fields import TokenFields

@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from train.config.errors import UserError, warn
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.distributed import on_leader
+from train.distributed.exchange import on_leader
 from train.models import Decoder
 from train.models.int8 import quantise_params
-from train.references import is_recorded, locate, run_directory_of
+from train.references.find import locate, run_directory_of
+from train.references.record import is_recorded
 from train.rl.policy import abstract_params
 from train.run.directory import RunDirectory
 from train.weights.files import read_record, write_record

@@ -8,7 +8,7 @@ from pathlib import Path
 from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
-from train.distributed import on_leader, run_together
+from train.distributed.exchange import on_leader, run_together
 from train.run.lock import claim, locked
 from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text

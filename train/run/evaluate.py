@@ -10,7 +10,8 @@ import kljax
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tasks.rewards import judge
-from train.distributed import RowSplit, exchange_json
+from train.distributed.exchange import exchange_json
+from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rollouts.collect import judge_together
 from train.rollouts.jax_source import Sampler, begin_samples, completions_of

@@ -15,7 +15,8 @@ from kljax.checkpoint import named_leaves
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
-from train.distributed import on_leader, place_whole, to_host
+from train.distributed.exchange import on_leader
+from train.distributed.global_arrays import place_whole, to_host
 from train.rl.batch import Batch, present_arrays
 from train.rl.kl_metrics import KL_ESTIMATE, KL_METRICS, largest_of
 from train.rl.metrics import SHARE, LargestToken, limits

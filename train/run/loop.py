@@ -11,16 +11,11 @@ import kljax
 from train.config.errors import UserError
 from train.context import RunContext
 from train.data.tasks.reward_function import RewardError
-from train.distributed import any_of, enter, run_together
+from train.distributed.exchange import any_of, run_together
+from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt
-from train.references import (
-    ReferenceStore,
-    current_reference,
-    make_follow,
-    make_reference_store,
-    with_abstract_reference,
-)
-from train.references.follow import Follow
+from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
+from train.references.store import ReferenceStore, make_reference_store
 from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT

@@ -11,7 +11,8 @@ from tensorboardX import SummaryWriter
 
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
-from train.distributed import is_leader, run_together
+from train.distributed.exchange import run_together
+from train.distributed.peers import is_leader
 from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from train.distributed import is_leader
+from train.distributed.peers import is_leader
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.weights.files import write_text_atomic
 

@@ -11,19 +11,14 @@ import kljax
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.context import RunContext
-from train.distributed import agree, exchange_json, is_leader, on_leader, run_together
+from train.distributed.exchange import agree, exchange_json, on_leader, run_together
+from train.distributed.peers import is_leader
 from train.process.error_exit import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
-from train.references import (
-    SavedReference,
-    assert_unchanged,
-    check_reference,
-    pinned_steps,
-    restore_record,
-    saved_entries,
-    start_reference,
-    with_abstract_reference,
-)
+from train.references.find import SavedReference
+from train.references.follow import with_abstract_reference
+from train.references.load import check_reference, pinned_steps, start_reference
+from train.references.record import assert_unchanged, restore_record, saved_entries
 from train.rl.kl_metrics import KL_METRICS
 from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_source

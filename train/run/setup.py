@@ -16,10 +16,13 @@ from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompt
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge
 from train.data.tokenizers import Tokenizer, load_tokenizer
-from train.distributed import device_count, enter, on_leader, processes, processes_of, run_together
+from train.distributed.exchange import on_leader, run_together
+from train.distributed.global_arrays import device_count, processes_of
+from train.distributed.peer_watch import enter
+from train.distributed.peers import processes
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
-from train.references import warn_of_other_base
+from train.references.find import warn_of_other_base
 from train.rl.algorithms import make_controllers
 from train.rl.host_memory import has_host_memory
 from train.rl.keys import purpose_key

@@ -15,7 +15,7 @@ from train.config.plan import Layout
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.prompts import Supervised, SupervisedBatch
-from train.distributed import held_rows
+from train.distributed.global_arrays import held_rows
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding, replicated

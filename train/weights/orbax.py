@@ -17,7 +17,7 @@ from kljax import checkpoint
 from kljax.checkpoint import first_five, named_leaves, read_metadata, seal, shape_and_dtype, tree_digests
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
-from train.distributed import on_leader, run_together
+from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
 from train.weights.saved_array import SavedArray
 

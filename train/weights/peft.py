@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from safetensors.numpy import save
 
 from kljax.checkpoint import first_five, named_leaves
-from train.distributed import is_leader, on_leader, to_host
+from train.distributed.exchange import on_leader
+from train.distributed.global_arrays import to_host
+from train.distributed.peers import is_leader
 from train.models import Decoder, LoraConfig
 from train.models.blocks import split_path
 from train.models.config import PROJECTIONS

@@ -15,7 +15,7 @@ from tests import tiny
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.tasks import Example
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts.source import Request

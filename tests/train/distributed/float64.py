@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from train import distributed
+from train.distributed import global_arrays
 from train.models.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, VOCAB, GROUPS = 16, 6, 8, 24, 4
@@ -83,8 +83,8 @@ def over_rows(rows: Arrays, *, axis_name: tuple[str, ...] | None) -> Arrays:
 
 def compare(name: str, got: Any, expected: Any) -> None:
     """Compares arrays with those of one device."""
-    for key, item in distributed.to_host(expected).items():
-        want, actual = np.asarray(item), np.asarray(distributed.to_host(got[key]))
+    for key, item in global_arrays.to_host(expected).items():
+        want, actual = np.asarray(item), np.asarray(global_arrays.to_host(got[key]))
         assert actual.dtype == want.dtype == np.float64, (name, key, actual.dtype)
         far = np.abs(actual - want).max() / np.abs(want).max()
         assert far <= TOLERANCE, (name, key, far)
@@ -95,9 +95,9 @@ def check(shape: tuple[int, int, int], expected: tuple[Arrays, Arrays]) -> None:
     mesh = make_mesh(*shape)
     rows, heads = draw()
     sharding = NamedSharding(mesh, P(SPLIT))
-    local_rows = distributed.held_rows(sharding, ROWS)
-    placed = distributed.place_rows({name: array[local_rows] for name, array in rows.items()}, sharding)
-    columns = distributed.place_whole(heads, NamedSharding(mesh, P("fsdp", "tensor")))
+    local_rows = global_arrays.held_rows(sharding, ROWS)
+    placed = global_arrays.place_rows({name: array[local_rows] for name, array in rows.items()}, sharding)
+    columns = global_arrays.place_whole(heads, NamedSharding(mesh, P("fsdp", "tensor")))
     mapped: Callable[..., Any] = jax.shard_map(
         functools.partial(over_rows, axis_name=SPLIT), mesh=mesh, in_specs=P(SPLIT), out_specs=P(SPLIT)
     )

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests import peers
-from train import distributed
 from train.config.errors import UserError
-from train.distributed import joining
+from train.distributed import exchange, global_arrays, joining
 from train.distributed.joining import before_abort, connected_hosts
+from train.distributed.peers import is_leader, peers_of, process, processes, start, stop
 from train.models.sharding import batch_sharding, make_mesh
 
 HAS_TABLES = os.path.exists(joining.TABLES[0])
@@ -47,16 +47,16 @@ def test_two_processes_share_rows_values_and_errors(pair) -> None:
 )
 def test_mismatched_flags_are_refused(flags, text) -> None:
     with pytest.raises(UserError, match=r"^--") as caught:
-        distributed.peers_of(*flags)
+        peers_of(*flags)
     assert text in str(caught.value)
 
 
 def test_one_process_needs_no_flags_and_no_network() -> None:
-    assert distributed.peers_of(None, None, None) is None
-    distributed.start(None, join_seconds=1)
-    distributed.start(distributed.peers_of("nowhere.invalid:1", 0, 1), join_seconds=1)
-    assert (distributed.process(), distributed.processes(), distributed.is_leader()) == (0, 1, True)
-    distributed.stop()
+    assert peers_of(None, None, None) is None
+    start(None, join_seconds=1)
+    start(peers_of("nowhere.invalid:1", 0, 1), join_seconds=1)
+    assert (process(), processes(), is_leader()) == (0, 1, True)
+    stop()
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ class Spread:
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 4, 2), (4, 1, 2)])
 def test_every_row_is_scored_once_by_its_process(shape, per_process) -> None:
     sharding = Spread(batch_sharding(make_mesh(*shape)), per_process)
-    owners = distributed.row_owners(sharding, 16)
+    owners = global_arrays.row_owners(sharding, 16)
     holders = [
         {d.process_index for d, i in sharding.devices_indices_map((16,)).items() if row in range(16)[i[0]]}
         for row in range(16)
@@ -170,27 +170,27 @@ def test_every_row_is_scored_once_by_its_process(shape, per_process) -> None:
 def test_single_process_rows_equal_the_array() -> None:
     sharding = batch_sharding(make_mesh(2, 2, 2))
     rows = np.arange(16.0).reshape(8, 2)
-    assert distributed.own_rows(sharding, 8).tolist() == distributed.held_rows(sharding, 8).tolist() == [*range(8)]
-    placed = distributed.place_rows({"x": rows}, sharding)
+    assert global_arrays.own_rows(sharding, 8).tolist() == global_arrays.held_rows(sharding, 8).tolist() == [*range(8)]
+    placed = global_arrays.place_rows({"x": rows}, sharding)
     assert placed["x"].sharding == sharding
-    np.testing.assert_array_equal(distributed.to_host(placed)["x"], rows)
-    np.testing.assert_array_equal(distributed.to_host_rows(placed)["x"], rows)
+    np.testing.assert_array_equal(global_arrays.to_host(placed)["x"], rows)
+    np.testing.assert_array_equal(global_arrays.to_host_rows(placed)["x"], rows)
 
 
 def test_a_shard_is_changed_on_the_host() -> None:
     mesh = make_mesh(2, 2, 2)
-    placed = distributed.place_whole(np.arange(8, dtype=np.uint16), NamedSharding(mesh, PartitionSpec("fsdp")))
-    changed = distributed.map_shards(lambda x: x.view(np.int16) - np.int16(1), placed)
+    placed = global_arrays.place_whole(np.arange(8, dtype=np.uint16), NamedSharding(mesh, PartitionSpec("fsdp")))
+    changed = global_arrays.map_shards(lambda x: x.view(np.int16) - np.int16(1), placed)
     assert changed.sharding == placed.sharding
     np.testing.assert_array_equal(changed, np.arange(-1, 7, dtype=np.int16))
 
 
 def test_single_process_error_is_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
-        distributed.run_together("work", lambda: 1 // 0)
-    assert distributed.run_together("work", lambda: 3) == 3
-    assert distributed.on_leader("name", lambda: "run") == "run"
-    distributed.agree("seed", 3)
-    assert distributed.any_of("flag", True)
-    values = distributed.gather_rows("rewards", {"reward": np.ones(3)}, np.arange(3), 3)
+        exchange.run_together("work", lambda: 1 // 0)
+    assert exchange.run_together("work", lambda: 3) == 3
+    assert exchange.on_leader("name", lambda: "run") == "run"
+    exchange.agree("seed", 3)
+    assert exchange.any_of("flag", True)
+    values = global_arrays.gather_rows("rewards", {"reward": np.ones(3)}, np.arange(3), 3)
     assert values["reward"].tolist() == [1, 1, 1]

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import distributed
-from train.distributed import peer_watch
+from train.distributed import exchange, global_arrays, peer_watch, peers
 from train.models.sharding import make_mesh, replicated
 from train.process.console import add_process_flags, join_processes
 
@@ -19,7 +18,7 @@ from train.process.console import add_process_flags, join_processes
 def in_collectives() -> None:
     """Sums over all processes again and again."""
     mesh = make_mesh(data=jax.device_count())
-    ones = distributed.place_whole(np.ones(8, np.float32), replicated(mesh))
+    ones = global_arrays.place_whole(np.ones(8, np.float32), replicated(mesh))
     add = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, jax.P("data"))) + 1)
     double = jax.jit(lambda x: x * 1, out_shardings=replicated(mesh))
     while True:
@@ -45,9 +44,9 @@ def in_python() -> None:
 def in_exchange() -> None:
     """Waits for values of the other processes, one of which comes late every time."""
     while True:
-        if distributed.process() == distributed.processes() - 1:
+        if peers.process() == peers.processes() - 1:
             time.sleep(1.5)
-        distributed.exchange_json("again", None)
+        exchange.exchange_json("again", None)
 
 
 def in_save() -> None:
@@ -55,8 +54,8 @@ def in_save() -> None:
     import orbax.checkpoint as ocp
 
     mesh = make_mesh(data=jax.device_count())
-    arrays = distributed.place_whole(np.ones((64, 64), np.float32), replicated(mesh))
-    root = distributed.on_leader("directory", tempfile.mkdtemp)
+    arrays = global_arrays.place_whole(np.ones((64, 64), np.float32), replicated(mesh))
+    root = exchange.on_leader("directory", tempfile.mkdtemp)
     with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         for step in range(10**6):
             manager.save(step, args=ocp.args.StandardSave({"x": arrays}))
@@ -64,11 +63,11 @@ def in_save() -> None:
 
 def holding_the_interpreter() -> None:
     """Process 1 runs long C code that lets no thread of Python go on; nobody is lost."""
-    if distributed.process() == 1:
+    if peers.process() == 1:
         began = time.monotonic()
         while time.monotonic() - began < 13:
             re.match(r"(a|a)*b", "a" * 22)
-    distributed.exchange_json("after", None)
+    exchange.exchange_json("after", None)
     print("all alive", flush=True)
 
 
@@ -98,7 +97,7 @@ def main() -> None:
             if reason is None:
                 raise
             peer_watch.leave(f"error: {reason}", reason.code, reason)
-        distributed.stop()
+        peers.stop()
 
 
 if __name__ == "__main__":

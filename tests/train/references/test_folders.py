@@ -13,8 +13,10 @@ from train.config.plan import Plan
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
 from train.models.config import LoraConfig
-from train.references import SavedReference, check_reference, find, load_reference
+from train.references import find
 from train.references import load as references_load
+from train.references.find import SavedReference
+from train.references.load import check_reference, load_reference
 from train.rl.policy import ScoredPolicy
 from train.run.setup import check_start
 from train.weights.huggingface import load_params

@@ -13,7 +13,7 @@ from tests import tiny
 from train.config.plan import Plan
 from train.models.int8 import dequantise_params, quantise_params
 from train.models.sharding import replicated
-from train.references import load_reference
+from train.references.load import load_reference
 from train.rl.algorithms import make_controllers
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy, init_adapter

@@ -14,7 +14,7 @@ from tests import tiny
 from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
 from train.models.sharding import replicated
-from train.references import current_reference, make_follow, start_following, with_abstract_reference
+from train.references.follow import current_reference, make_follow, start_following, with_abstract_reference
 from train.rl.policy import ScoredPolicy
 from train.rl.state import TrainState, initial_state
 

@@ -14,7 +14,9 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint, Config
-from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
+from train.references.find import locate
+from train.references.load import check_reference, load_reference
+from train.references.record import assert_unchanged, reference_fingerprint
 from train.rl.keys import purpose_key
 from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
 from train.rl.reference import FrozenWeights

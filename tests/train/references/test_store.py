@@ -13,7 +13,8 @@ from tests import tiny
 from train.config.plan import Plan
 from train.data.tokenizers import ByteTokenizer
 from train.models.sharding import batch_sharding, replicated
-from train.references import ReferenceStore, make_reference_store, store
+from train.references import store
+from train.references.store import ReferenceStore, make_reference_store
 from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights

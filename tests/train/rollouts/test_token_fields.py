@@ -13,7 +13,7 @@ import pytest
 from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Layout, Plan
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.models.packing import pack, pack_rows, unpack
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives

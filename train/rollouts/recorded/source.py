@@ -15,7 +15,7 @@ from train.config.errors import UserError
 from train.config.rollout import FileSourceSection
 from train.context import RunContext
 from train.data.padding import pad_rows
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from train.config.errors import UserError
-from train.distributed import RowSplit
+from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Completions, SourceError

@@ -10,7 +10,8 @@ import kljax
 from train.config.errors import UserError, warn
 from train.context import RunContext
 from train.data.prompts import encode_prompts
-from train.distributed import run_together, to_host_rows
+from train.distributed.exchange import run_together
+from train.distributed.global_arrays import to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS

@@ -17,7 +17,9 @@ from train.config.schema import Config
 from train.context import RunContext
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
-from train.distributed import any_of, gather_rows, process, row_owners, run_together
+from train.distributed.exchange import any_of, run_together
+from train.distributed.global_arrays import gather_rows, row_owners
+from train.distributed.peers import process
 from train.models.sharding import batch_sharding
 from train.rollouts.server.answers import ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 import kljax
 from train.config.errors import UserError
 from train.context import RunContext
-from train.distributed import is_leader, on_leader, run_together
+from train.distributed.exchange import on_leader, run_together
+from train.distributed.peers import is_leader
 from train.rollouts.server.client import Client, acknowledged
 from train.rollouts.source import SourceError
 from train.weights.files import usable_directory

@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.distributed import map_shards, on_leader
+from train.distributed.exchange import on_leader
+from train.distributed.global_arrays import map_shards
 from train.models.decoder import Decoder
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params

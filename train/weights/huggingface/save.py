@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
-from train.distributed import is_leader, processes, to_host
+from train.distributed.global_arrays import to_host
+from train.distributed.peers import is_leader, processes
 from train.models.decoder import Decoder
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
