@@ -121,7 +121,8 @@ def audit_batch(
         values = summarize(level_key, bootstrap, confidence, sums, metrics)
         results += label_results(values, value_labels(corrections), "value", level, "recorded")
         first = {name: field[:, :1] for name, field in sums.items()}
-        means[level] = summarize(level_key, bootstrap, confidence, first, _exact_mean)["kl"][0]
+        exact = summarize(level_key, bootstrap, confidence, first, lambda sums: {"kl": sums["exact"] / sums["count"]})
+        means[level] = exact["kl"][0]
     compared = summarize(keys[0], bootstrap, confidence, coefficients, _coefficient_metrics)
     labels = [label for label in gradient_labels(corrections) if label.place != "reward_baseline"]
     results += label_results(compared, labels, "coefficient", "token", "recorded")
@@ -227,10 +228,6 @@ def _value_metrics(sums: Sums, *, of_error: bool) -> Sums:
         "snr": ratio(np.abs(mean), np.sqrt(variance)),
         "rmse": np.sqrt(bias**2 + variance),
     }
-
-
-def _exact_mean(sums: Sums) -> Sums:
-    return {"kl": sums["exact"] / sums["count"]}
 
 
 def _coefficients(by_correction: Mapping[str, Estimates], unbiased: Estimates, mask: np.ndarray) -> Sums:

@@ -76,7 +76,8 @@ def tree_digests(tree: Tree) -> dict[str, str]:
     """
     leaves = named_leaves(tree)
     # The processes that hold an array compute its lanes in one program, as they have to start programs in one order.
-    spread = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array) and _is_spread(leaf)}
+    arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    spread = {name: array for name, array in arrays.items() if not array.is_fully_addressable}
     computed = _compiled_lanes(tuple(map(_everywhere, spread.values())))(list(spread.values())) if spread else []
     lanes = dict(zip(spread, jax.device_get(computed), strict=True))
 
@@ -199,11 +200,6 @@ def _is_on_host(array: Any) -> bool:
     if isinstance(array, np.ndarray | np.generic):
         return True
     return array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
-
-
-def _is_spread(array: jax.Array) -> bool:
-    """Whether other processes hold a part of the array."""
-    return not array.is_fully_addressable
 
 
 def _lanes_on_devices(array: jax.Array) -> jax.Array:

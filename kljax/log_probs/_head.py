@@ -213,7 +213,7 @@ class Head:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Hashable, ...]]:
         """Splits the fields into leaves and static data, as JAX asks of a pytree."""
-        numbers = {name: _is_number(getattr(self, name)) for name in _NUMBERS}
+        numbers = {name: isinstance(getattr(self, name), (int, float, np.number)) for name in _NUMBERS}
         leaves = {name: None if numbers.get(name) else getattr(self, name) for name in _LEAVES}
         static = (*(getattr(self, name) if numbers[name] else None for name in _NUMBERS),)
         static += (*(getattr(self, name) for name in _STATIC),)
@@ -230,10 +230,6 @@ class Head:
 _NUMBERS = ("softcap", "logit_scale")
 _LEAVES = ("weights", "bias", *_NUMBERS)
 _STATIC = ("vocab_size", "layout", "sharding", "tile", "implementation")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, np.number))
 
 
 def as_head(head: ArrayLike | Head) -> Head:

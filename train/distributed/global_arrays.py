@@ -113,7 +113,8 @@ def place_whole(tree: Tree, sharding: Sharding) -> Tree:
 def to_host(tree: Tree) -> Tree:
     """Copies whole arrays to every host, in one transfer."""
     leaves, structure = jax.tree.flatten(tree)
-    spread = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_readable(x)]
+    arrays = ((i, x) for i, x in enumerate(leaves) if isinstance(x, jax.Array))
+    spread = [i for i, x in arrays if not (x.is_fully_addressable or x.is_fully_replicated)]
     if spread:
         replicated = _replicated(leaves[spread[0]].sharding)
         for index, leaf in zip(spread, _replicate(replicated)([leaves[i] for i in spread]), strict=True):
@@ -184,10 +185,6 @@ def _place_leaf(leaf: Any, sharding: Sharding) -> jax.Array:
         return leaf[start : start + last - first]
 
     return jax.make_array_from_callback((rows, *leaf.shape[1:]), sharding, read)
-
-
-def _is_readable(array: jax.Array) -> bool:
-    return array.is_fully_addressable or array.is_fully_replicated
 
 
 def _replicated(sharding: Sharding) -> NamedSharding:

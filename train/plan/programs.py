@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -102,7 +102,8 @@ class AbstractRun:
     def beside(self, arguments: Tree, *extra: Tree) -> int:
         """Counts the bytes on a device of the resident arrays, and of `extra`, that are no arguments."""
         known = {id(leaf) for leaf in jax.tree.leaves(arguments)}
-        return device_bytes([x for x in _distinct((self.resident(), extra)) if id(x) not in known])
+        distinct = {id(leaf): leaf for leaf in jax.tree.leaves((self.resident(), extra))}
+        return device_bytes([leaf for key, leaf in distinct.items() if key not in known])
 
     def lower(self) -> Iterator[LoweredProgram]:
         """Lowers the programs of a step, one at a time: laying out weights, sampling, scoring, preparing, updating.
@@ -255,7 +256,3 @@ class AbstractRun:
         parts = {"gradients": 2 * device_bytes(state.trainable)}
         _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)
         return dataclasses.replace(program, runs=len(numbers))
-
-
-def _distinct(tree: Tree) -> Iterable[Any]:
-    return {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()

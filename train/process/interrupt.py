@@ -44,7 +44,8 @@ class Ending:
 def handled(handler: Handler) -> Iterator[None]:
     """Handles the signals inside the block, but for signals that the command was started to ignore, as by nohup."""
     try:
-        before = {number: signal.signal(number, handler) for number in SIGNALS if _is_heard(number)}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in heard}
     except ValueError:  # only the main thread may
         before = {}
     show = sys.unraisablehook
@@ -63,10 +64,6 @@ def handled(handler: Handler) -> Iterator[None]:
         sys.unraisablehook = show
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def _is_heard(number: int) -> bool:
-    return signal.getsignal(number) != signal.SIG_IGN
 
 
 @contextmanager

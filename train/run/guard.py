@@ -141,7 +141,9 @@ class StepGuard:
         if field is not None:
             return field
         index = int(state.guard.nonfinite)
-        return "the loss, or the norm of the gradient," if index < 0 else _gradient_of(state.trainable, index)
+        if index < 0:
+            return "the loss, or the norm of the gradient,"
+        return f"the norm of the gradient of {list(named_leaves(state.trainable))[index]}"
 
     def check(self, state: TrainState, values: Mapping[str, float]) -> TrainState:
         """Returns the state to go on from after a step.
@@ -280,10 +282,6 @@ def _with(guard: GuardState, **numbers: float) -> GuardState:
     arrays = {name: getattr(guard, name) for name in numbers}
     new = {name: place_whole(jnp.asarray(numbers[name], x.dtype), x.sharding) for name, x in arrays.items()}
     return dataclasses.replace(guard, **new)
-
-
-def _gradient_of(trainable: Tree, index: int) -> str:
-    return f"the norm of the gradient of {list(named_leaves(trainable))[index]}"
 
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:

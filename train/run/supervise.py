@@ -67,7 +67,8 @@ class Supervisor:
         restarts, best, arguments = 0, (False, -1), self._command
         while True:
             code = self._start(arguments)
-            if self.stopped.is_set() or not _is_loss(code):
+            is_loss = code == LostProcessError.code or -code in CRASHES
+            if self.stopped.is_set() or not is_loss:
                 return INTERRUPTED if -code in (signal.SIGINT, signal.SIGTERM) else _exit_code(code)
             directory = self._directory()
             progress = (False, -1) if directory is None else _progress(directory)
@@ -96,10 +97,6 @@ class Supervisor:
 
     def _directory(self) -> RunPaths | None:
         return RunPaths(Path(json.loads(self._file.read_text()))) if self._file.exists() else None
-
-
-def _is_loss(code: int) -> bool:
-    return code == LostProcessError.code or -code in CRASHES
 
 
 def _exit_code(code: int) -> int:
