@@ -146,7 +146,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = [measure_size(size, names, options.rounds) for size in (QUICK if options.quick else SIZES)]
     return machine.conditions("cpu") | {
         "rounds": options.rounds,
-        "sizes": [{"size": dataclasses.asdict(one.size), "results": one.as_json(())["results"]} for one in sizes],
+        "sizes": [
+            {"size": dataclasses.asdict(measured.size), "results": measured.as_json(())["results"]}
+            for measured in sizes
+        ],
     }
 
 

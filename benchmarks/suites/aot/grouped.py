@@ -31,8 +31,8 @@ class GroupedPlan:
     """The plan of a compiler for a product, or for both of its gradients.
 
     Attributes:
-      implementation: that of the device.
-      flops: operations over those of one product; of a loop, those of groups of equal size.
+      implementation: the device's.
+      flops: operations over the operations of one product; of a loop, with groups of equal size.
       temp_bytes: temporary memory, without arguments and results.
       kernels: whether a kernel of Pallas runs.
     """
