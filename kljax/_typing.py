@@ -63,6 +63,8 @@ WeightNormalization = Literal["none", "tokens", "rows"]
 RECClip = Literal["none", "one_side", "gspo_one_side", "two_side", "ring"]
 RECWeight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
 RECRegularizer = Literal["none", "k2", "forward_kl"]
+PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]
+Preference = Literal[PairLoss, "sppo_hard", "aot", "apo_zero", "apo_down", "discopop", "odds_ratio"]
 SupervisedWeight = Literal["none", "probability", "uncertainty"]
 
 Reduction = Literal[

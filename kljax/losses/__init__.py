@@ -19,7 +19,7 @@ from kljax.losses.policy_gradient import (
     reinforce_loss,
     topr_loss,
 )
-from kljax.losses.preference import dpo_loss
+from kljax.losses.preference import dpo_loss, kto_loss, preference_loss
 from kljax.losses.soft_clipping import gmpo_loss, sapo_loss, vespo_loss
 from kljax.losses.squared_error import a2po_loss, flowrl_loss, gvpo_loss
 from kljax.losses.trust_region import dppo_loss, dppo_mask, m2po_loss, sppo_loss
@@ -44,9 +44,11 @@ __all__ = [
     "gvpo_loss",
     "importance_sampling_loss",
     "kl_cov_loss",
+    "kto_loss",
     "m2po_loss",
     "opmd_loss",
     "ppo_clip_loss",
+    "preference_loss",
     "rec_loss",
     "reference_kl_loss",
     "reinforce_loss",

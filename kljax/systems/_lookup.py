@@ -145,4 +145,6 @@ def require_call(entry: Entry) -> Call:
     # An estimator whose name implies an importance ratio computes another number without it.
     corrected = entry.kind == "kl" and "sampling_log_probs" in entry.sources
     needs = ("sampling_log_probs",) if corrected else ()
+    if entry.call.arguments.get("loss") == "exo_pair":
+        needs = ("label_smoothing",)
     return dataclasses.replace(entry.call, needs=needs, takes=tuple(entry.sources))

@@ -148,6 +148,7 @@ COMPANIONS: dict[str, Options] = {
     "divergence_mask.mask": {"level": "sequence"},
     "rejection_mask.mask": {"level": "geometric", "upper": GIVEN},
     "dpo_loss.mask": {"rejected_mask": PACKED},
+    "preference_loss.loss='exo_pair'": {"label_smoothing": 0.1},
     "broadcast_to_tokens.mask": {"advantages": StandIn("BG")},
     "place_rewards.mask": {"scores": StandIn("BT")},
     "subtract_kl.mask": {"rewards": StandIn("BT")},
@@ -551,6 +552,11 @@ DRAWS: dict[str, Draw] = {
     },
     "mask": lambda rng, shape, seed: mask(seed),
     "kept": lambda rng, shape, seed: mask(seed + 1),
+    "desirable": lambda rng, shape, seed: np.arange(*shape) % 3 != seed % 3,
+    **{
+        f"preference_loss.{side}": lambda rng, shape, seed: -0.1 - abs(rng.normal(size=shape))
+        for side in ("preferred", "rejected")
+    },
     "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
     "key": lambda rng, shape, seed: jax.random.key(seed),
     "group_ids": lambda rng, shape, seed: np.broadcast_to(

@@ -26,6 +26,7 @@ TRL_CONFIGS = {
     "rloo_beta": "RLOOConfig",
     "gmpo": "GMPOConfig",
     "a2po": "A2POConfig",
+    **{name: f"{name.upper()}Config" for name in ("dpo", "kto", "cpo", "orpo", "tpo")},
     "gkd": "GKDConfig",
     "gold": "GOLDConfig",
     "distillation": "DistillationConfig",

@@ -170,7 +170,7 @@ def test_every_recorded_case_is_compared() -> None:
     assert not {case.id for metrics, case in WITH_METRICS if case.metrics() and not metrics}
     assert {file: sum(case.file == file for case in cases.all_cases()) for file in (cases.SHARED, cases.GENERATED)} == {
         cases.SHARED: 581,
-        cases.GENERATED: 720,
+        cases.GENERATED: 778,
     }
 
 
@@ -354,6 +354,9 @@ GIVEN = {
     **{name: jnp.array([0, 0]) for name in ("group_ids", "run_ids")},
     **ROWS,
     "scores": ROWS["rewards"],
+    **dict.fromkeys(("preferred", "rejected"), -ROWS["rewards"] - 1),
+    "desirable": ROWS["rewards"] > 0,
+    "label_smoothing": 0.1,
     "key": jax.random.key(0),
     "steps": (),
     "reference": ROWS,

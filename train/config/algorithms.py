@@ -123,6 +123,8 @@ NOT_POLICY_LOSSES: Mapping[str, str] = {
     "distillation_loss": "kl.loss with a teacher as the reference, and loss.type none",
     "dpo_loss": "needs pairs of completions, one preferred",
     "dppo_mask": "a part of dppo",
+    "kto_loss": "needs completions that are marked as wanted or not",
+    "preference_loss": "needs pairs of completions, one preferred",
     "generalized_jsd": "needs the logits of a teacher at every position",
     "reference_kl_loss": "kl.loss",
     "rollout_kl_loss": "kl.rollout",

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from kljax.systems._data.trl_preferences import PREFERENCES
 from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
@@ -186,7 +187,8 @@ ENTRIES = (
         sources={"coef": "beta2", "advantages": "r - V*, at all tokens of the row"}, divisors="all rows",
         gradient="2 beta2 (...) at every token of the row", defaults="beta1 0.5, beta2 1e-3",
         note="V* is of completions of the reference, sampled before training: opmd_advantages with baseline logavgexp "
-        "and tau beta1 has it of a group", reason="tested by formula and at the optimum of regularised RL"),
+        "and tau beta1 has it of a group", goldens=recorded("A2POTrainer.compute_loss")),
+    *PREFERENCES,
     policy_loss("rloo", call("ppo_clip_loss", clip_low=0.2, clip_high=0.2, level="sequence"),
         "PPO with the product of r over the row", option="RLOOTrainer", sources=CLIP_OPTIONS,
         divisors="rows of the micro-batch: one loss a row, seq_mean_token_mean here",

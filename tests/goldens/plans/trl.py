@@ -125,10 +125,46 @@ BOUNDS = [
         "apply_importance_sampling_clipping", {"clip_coeff": FAR_AWAY}, ("huge",), "advantages", REACHES_BOUND
     ),
 ]
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    *[(name, {}) for name in ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired")],
+    *[(name, {}) for name in ("apo_zero", "apo_down", "sft", "sigmoid_norm")],
+    *[(name, {"label_smoothing": 0.1}) for name in ("exo_pair", "robust", "aot")],
+    *[("discopop", {"discopop_tau": tau}) for tau in (0.05, 0.5)],
+]
+PREFERENCES = [
+    *[
+        RecordingPlan("DPOTrainer._compute_loss", {"loss_type": name, "beta": 0.3, **params}, note="part of it")
+        for name, params in PAIRS
+    ],
+    *[
+        RecordingPlan(
+            "KTOTrainer._compute_loss",
+            {"loss_type": name, "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+            note="part of it",
+        )
+        for name in ("kto", "apo_zero_unpaired")
+    ],
+    *[
+        RecordingPlan("cpo_loss", {"loss_type": name, "beta": 0.3, "label_smoothing": 0.1, "simpo_gamma": 0.5})
+        for name in ("sigmoid", "hinge", "ipo", "simpo")
+    ],
+    RecordingPlan("odds_ratio_loss", {"beta": 0.3}),
+    *[
+        RecordingPlan(
+            "TPOTrainer._compute_loss",
+            {"loss_type": name, "beta": 0.3, "label_smoothing": 0.1, "tpo_l_gamma": 0.5},
+            note="part of it",
+        )
+        for name in ("sigmoid", "hinge", "ipo", "tpo-l")
+    ],
+    RecordingPlan("A2POTrainer.compute_loss", {"beta2": 0.3}),
+]
 LEFT_OUT = {
     "top_entropy_quantile": "a mask from the entropies, which is the caller's",
     "entropy bonus": "no KL",
     "compute_sampled_token_self_distillation_loss": "needs token ids; a policy gradient",
+    "DPO with another f_divergence_type, ld_alpha or use_weighting": "other scores, or weights, of the same losses",
+    "AlphaPO": "other scores of the same loss",
     "use_liger_kernel": "another package, the same k3",
 }
-PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION, *BOUNDS)
+PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION, *BOUNDS, *PREFERENCES)

@@ -161,6 +161,75 @@ def weighted(method: Callable[..., Any], given: InputTensors, params: Params) ->
     return {"value": method(given.advantages, given.log_probs, given.old_log_probs, params["clip_coeff"])}
 
 
+def halves(log_probs: torch.Tensor, mask: torch.Tensor, mean: bool = False) -> tuple[torch.Tensor, ...]:
+    """The summed log-probs of each row, or their means, in two halves: preferred or wanted rows, and the others."""
+    return ((log_probs * mask).sum(1) / (mask.sum(1).clamp(min=1.0) if mean else 1.0)).chunk(2)
+
+
+def with_reference(given: InputTensors) -> dict[str, torch.Tensor]:
+    """The summed log-probs by TRL's names."""
+    names = "chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps"
+    sums = *halves(given.log_probs, given.mask), *halves(given.ref_log_probs, given.mask)
+    return dict(zip(names, sums, strict=True))
+
+
+def dpo_loss(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The loss of pairs: the first half of the rows is preferred."""
+    mask = given.mask
+    self = types.SimpleNamespace(
+        **{"f_divergence_type": "reverse_kl", "loss_types": [params["loss_type"]], "loss_weights": [1.0]},
+        **{"beta": params["beta"], "label_smoothing": params.get("label_smoothing", 0.0), "use_weighting": False},
+        args=types.SimpleNamespace(discopop_tau=params.get("discopop_tau", 0.05)),
+    )
+    arrays = {**with_reference(given), "completion_mask": mask, "shift_completion_mask": mask}
+    names = statements(self=self, F=torch.nn.functional, per_token_logps=given.log_probs, device="cpu", **arrays)
+    return {"value": names["loss"]}
+
+
+def kto_loss(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The losses of rows: the first half is wanted, and the point of reference comes from other completions."""
+    known = {name: params[name] for name in ("loss_type", "beta", "desirable_weight", "undesirable_weight")}
+    gather = types.SimpleNamespace(gather_for_metrics=release.identity)
+    self = types.SimpleNamespace(calculate_KL=params["loss_type"] == "kto", accelerator=gather, **known)
+    arrays = {**with_reference(given), "KL_logps": given.row_advantages, "ref_KL_logps": given.baselines}
+    return {"value": statements(self=self, F=torch.nn.functional, **arrays)["losses"].sum()}
+
+
+def cpo_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The losses of pairs without a reference: of sums, or of means for SimPO."""
+    self = types.SimpleNamespace(alpha=0.0, accelerator=types.SimpleNamespace(device="cpu"), **params)
+    scores = halves(given.log_probs, given.mask, mean=params["loss_type"] in ("simpo", "ipo"))
+    return {"value": method(self, *scores)[0].sum()}
+
+
+def orpo_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The term of the odds ratio, which the trainer subtracts."""
+    self = types.SimpleNamespace(accelerator=types.SimpleNamespace(device="cpu"), **params)
+    return {"value": -method(self, *halves(given.log_probs, given.mask, mean=True))[0].sum()}
+
+
+def tpo_loss(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The loss of pairs without a reference, the mean over pairs."""
+    chosen, rejected = halves(given.log_probs, given.mask, mean=params["loss_type"] in ("ipo", "tpo-l"))
+    self = types.SimpleNamespace(**params)
+    names = statements(self=self, F=torch.nn.functional, chosen_logps=chosen, rejected_logps=rejected)
+    return {"value": names["loss"]}
+
+
+def a2po_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The squared error of the rows; V* is the baseline of each."""
+    policy, reference = ((log_probs * given.mask).sum(1) for log_probs in (given.log_probs, given.ref_log_probs))
+    self = types.SimpleNamespace(
+        args=types.SimpleNamespace(beta2=params["beta2"]),
+        model=types.SimpleNamespace(training=True),
+        _metrics={"train": collections.defaultdict(list)},
+        _get_sequence_logps=lambda *_: policy,
+    )
+    batch = dict.fromkeys(("input_ids", "attention_mask", "logits_to_keep"))
+    batch |= {"ref_logps": reference, "rewards": given.rewards, "v_star": given.baselines}
+    return {"value": method(self, None, batch)}
+
+
 def calls(root: pathlib.Path) -> dict[str, Call]:
     """Every function that a case of TRL names."""
     trl = root / "trl"
@@ -174,6 +243,10 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
     parts = {name: release.function_from(sdpo, name, names) for name in ("compute_divergence", "add_tail_bucket")}
     topk = release.function_from(sdpo, "compute_topk_self_distillation_loss", {**names, **parts})
     clipping = release.function_from(sdpo, "apply_importance_sampling_clipping", names)
+    dpo, kto = (trl / f"trainer/{name}_trainer.py" for name in ("dpo", "kto"))
+    orpo, cpo, tpo, a2po = (trl / f"experimental/{name}/{name}_trainer.py" for name in ("orpo", "cpo", "tpo", "a2po"))
+    log1mexp = {"log1mexp": release.function_from(orpo, "log1mexp", names)}
+    compute = "_compute_loss"
     generate, zeroed = "_generate_and_score_completions", "advantages = torch.nan_to_num"
     vllm = "if self.use_vllm and self.vllm_importance_sampling_correction:\n    mask"
     return {
@@ -204,5 +277,19 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
         "compute_topk_self_distillation_loss": lambda given, params: {
             "value": topk(given.logits, given.teacher_logits, **params)
         },
+        "DPOTrainer._compute_loss": functools.partial(
+            dpo_loss, release.statements_from(dpo, compute, "chosen_logratios = ", "for loss_type, loss_weight in")
+        ),
+        "KTOTrainer._compute_loss": functools.partial(
+            kto_loss, release.statements_from(kto, compute, "if self.calculate_KL:\n    kl", "losses = torch.cat")
+        ),
+        "cpo_loss": functools.partial(cpo_loss, release.function_from(cpo, "cpo_loss", names)),
+        "odds_ratio_loss": functools.partial(
+            orpo_loss, release.function_from(orpo, "odds_ratio_loss", {**names, **log1mexp})
+        ),
+        "TPOTrainer._compute_loss": functools.partial(
+            tpo_loss, release.statements_from(tpo, compute, "delta_score = ", "loss = per_sequence_loss.mean()")
+        ),
+        "A2POTrainer.compute_loss": functools.partial(a2po_loss, release.function_from(a2po, "compute_loss", names)),
         "apply_importance_sampling_clipping": functools.partial(weighted, clipping),
     }

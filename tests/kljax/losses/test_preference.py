@@ -96,3 +96,100 @@ def test_errors_name_the_argument() -> None:
         dpo(LP, REF, BAD, BAD_REF, coef=0)
     with pytest.raises(ValueError, match="label_smoothing: got -1"):
         dpo(LP, REF, BAD, BAD_REF, label_smoothing=-1)
+
+
+# ---- functions of two scores ----
+
+WIN, LOSS = np.array([1.5, -0.4, 0.3, 4.0]), np.array([-0.2, 0.9, 0.3, -5.0])
+B, S, M, TAU = 0.7, 0.1, 0.25, 0.3
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def log_loss(margin: np.ndarray) -> np.ndarray:
+    return -(1 - S) * np.log(sigmoid(margin)) - S * np.log(sigmoid(-margin))
+
+
+def coins(margin: np.ndarray) -> np.ndarray:
+    p = sigmoid(margin)
+    return p * np.log(p / (1 - S)) + (1 - p) * np.log((1 - p) / S)
+
+
+def odds(log_prob: np.ndarray) -> np.ndarray:
+    return np.exp(log_prob) / (1 - np.exp(log_prob))
+
+
+MARGIN = B * (WIN - LOSS) - M
+BELOW = (-np.abs(WIN) - 0.01, -np.abs(LOSS) - 0.01)
+FORMULAS = {
+    "sigmoid": log_loss(MARGIN),
+    "hinge": np.maximum(1 - MARGIN, 0),
+    "ipo": (WIN - LOSS - 1 / (2 * B)) ** 2,
+    "exo_pair": coins(MARGIN),
+    "nca_pair": -np.log(sigmoid(B * WIN)) - (np.log(sigmoid(-B * WIN)) + np.log(sigmoid(-B * LOSS))) / 2,
+    "robust": (-(1 - S) * np.log(sigmoid(MARGIN)) + S * np.log(sigmoid(-MARGIN))) / (1 - 2 * S),
+    "bco_pair": -np.log(sigmoid(B * WIN)) - np.log(sigmoid(-B * LOSS)),
+    "sppo_hard": (WIN - 1 / (2 * B)) ** 2 + (LOSS + 1 / (2 * B)) ** 2,
+    "aot": log_loss(B * (np.sort(WIN) - np.sort(LOSS)) - M),
+    "apo_zero": 1 - sigmoid(B * WIN) + sigmoid(B * LOSS),
+    "apo_down": sigmoid(B * WIN) + 1 - sigmoid(B * (WIN - LOSS)),
+    "discopop": -(1 - sigmoid(MARGIN / TAU)) * np.log(sigmoid(MARGIN)) + sigmoid(MARGIN / TAU) * np.exp(-MARGIN),
+    "odds_ratio": -B * np.log(sigmoid(np.log(odds(BELOW[0]) / odds(BELOW[1])))),
+}
+NUMBERS = {"coef": B, "label_smoothing": S, "margin": M, "tau": TAU}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_loss_of_a_pair_has_its_formula(name: str) -> None:
+    scores = BELOW if name == "odds_ratio" else (WIN, LOSS)
+    run = jax.jit(lambda w, l: kljax.preference_loss(w, l, loss=name, **NUMBERS))
+    np.testing.assert_allclose(run(*scores), FORMULAS[name], 1e-12)
+    slopes = jax.grad(lambda pair: run(*pair).sum())(scores)
+    for side, slope in enumerate(slopes):
+        step = np.where(np.arange(2)[:, None] == side, 1e-6, 0)
+        up, down = (run(*(score + sign * move for score, move in zip(scores, step, strict=True))) for sign in (1, -1))
+        numeric = (up - down) / 2e-6
+        if name == "aot":  # the losses are in the order of their ranks
+            numeric = numeric[np.argsort(np.argsort(scores[side]))]
+        np.testing.assert_allclose(slope, numeric, 1e-7, 1e-8)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"odds_ratio"}))
+def test_far_scores_have_finite_losses_and_gradients(name: str) -> None:
+    far = jnp.asarray([300.0, -300.0, 300.0, 0.0], jnp.float32), jnp.asarray([-300.0, 300.0, 300.0, 0.0], jnp.float32)
+    options = {"loss": name, "coef": 0.2, "label_smoothing": 0.1}
+    value, slopes = jax.value_and_grad(lambda pair: kljax.preference_loss(*pair, **options).sum())(far)
+    assert np.isfinite([value, *np.ravel(slopes)]).all()
+
+
+def test_dpo_is_the_sigmoid_of_summed_log_ratios() -> None:
+    scores = jnp.asarray(sums(LP, REF, MASK)), jnp.asarray(sums(BAD, BAD_REF, BAD_MASK))
+    expected = dpo(LP, REF, BAD, BAD_REF, coef=0.5, label_smoothing=0.1)
+    np.testing.assert_allclose(kljax.preference_loss(*scores, coef=0.5, label_smoothing=0.1), expected, 1e-13)
+
+
+def test_kto_weighs_gains_and_losses() -> None:
+    wanted, weights = np.array([True, False, True, False]), {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    gain = sigmoid(0.7 * (WIN - 0.4))
+    expected = np.where(wanted, 1.5 * (1 - gain), 0.5 * gain)
+    slope = np.where(wanted, -1.5, 0.5) * 0.7 * gain * (1 - gain)
+    value, pull = jax.vjp(lambda h: kljax.kto_loss(h, wanted, coef=0.7, kl=0.4, **weights), WIN)
+    np.testing.assert_allclose(value, expected, 1e-13)
+    np.testing.assert_allclose(pull(np.ones(4))[0], slope, 1e-13)
+    assert jax.grad(lambda kl: kljax.kto_loss(WIN, wanted, kl=kl).sum())(0.4) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "logistic"}, "loss: got 'logistic', expected one of sigmoid"),
+        ({"loss": "exo_pair"}, "label_smoothing: got 0.0, expected a number > 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing: got 0.5, expected a number < 0.5"),
+        ({"coef": 0.0}, "coef: got 0.0"),
+    ],
+)
+def test_wrong_options_of_a_pair_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kljax.preference_loss(WIN, LOSS, **options)

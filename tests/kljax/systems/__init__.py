@@ -1,6 +1,6 @@
 """How entries of `kljax.systems` run on the recorded cases of their system; its modules fill `EXERCISES`."""
 
-from tests.kljax.systems import advantages, corrections, distillation, estimators, losses, others
+from tests.kljax.systems import advantages, corrections, distillation, estimators, losses, others, preferences
 from tests.kljax.systems.exercises import EXERCISES, cases_of, matches
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "losses",
     "matches",
     "others",
+    "preferences",
 ]
