@@ -14,7 +14,7 @@ from train.data import prompts
 from train.models import Decoder
 from train.references import store
 from train.rollouts import jax_source
-from train.run import loop, warm_start
+from train.run import loop, recorder, warm_start
 
 
 @contextlib.contextmanager
@@ -30,6 +30,7 @@ def shared_by_runs() -> Iterator[None]:
             patch.setattr(loop, name, _once(getattr(loop, name), key_of))
         patch.setattr(store, "make_reference_score", _once(store.make_reference_score, _step_key))
         patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
+        patch.setattr(recorder, "make_select", functools.cache(recorder.make_select))
         patch.setattr(warm_start, "make_step", _once(warm_start.make_step, _warm_start_key))
         # The shuffle of a dozen examples takes a millisecond for each of a batch.
         made = prompts.shuffled
@@ -57,16 +58,17 @@ def _step_key(plan: Plan, *others: Any) -> Any:
 
 def _config_key(config: Config, *others: Any) -> Any:
     unread: dict[str, Any] = {"name": "", "output": "", "seed": 0, "warm_start": None, "eval": None, "checkpoint": None}
+    unread["report"] = None
     if hasattr(config.reference, "path"):
         unread["reference"] = config.reference.model_copy(update={"path": ""})
     return config.model_copy(update=unread), *(item for item in others if isinstance(item, Decoder | Mesh))
 
 
-def _update_key(plan: Plan, *others: Any) -> Any:
+def _update_key(plan: Plan, *others: Any, per_token: bool = False) -> Any:
     """The same without the source of the reference, which only scoring goes through; whether it has a head counts."""
     config = plan.config
     read = config.reference.monitor, config.reference.source == "checkpoint"
-    return _config_key(config.model_copy(update={"reference": read}), *others)
+    return per_token, _config_key(config.model_copy(update={"reference": read}), *others)
 
 
 def _sampler_key(context: Any, *options: Any, sampling: Any, stop: Any) -> Any:

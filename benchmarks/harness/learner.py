@@ -75,5 +75,6 @@ class Learner:
     def update_on(self, batch: Batch, rows: Any, packed: Any = None) -> Any:
         """Updates on rows of a prepared batch; returns state and metrics."""
         coefs = coefficients(self.context.config)
-        self.state, metrics = self.programs.update(self.state, self.frozen.base, batch, rows, coefs, packed=packed)
+        updated = self.programs.update(self.state, self.frozen.base, batch, rows, coefs, packed=packed)
+        self.state, metrics = updated[:2]
         return self.state, metrics

@@ -26,7 +26,7 @@ TRAIN_METRICS = {
     *("rollout_kl_loss", "clip_fraction", "ppo_kl", "grad_norm", "completion_length", "finished"),
     *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates", "kl_reference_max"),
 }
-TIMES = ("rollout", "rewards", "update", "rollout_tokens_per_second")
+TIMES = ("rollout", "rewards", "update", "record", "rollout_tokens_per_second")
 EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}
 
 

@@ -152,6 +152,15 @@ class Checkpoint(Section):
     """Also keep the checkpoints of steps that this divides, a multiple of every; null: none."""
 
 
+class ReportSection(Section):
+    """Records for the page of a run, which `python -m train.report` makes."""
+
+    rollouts: CountOrZero = 16
+    """Rollouts of each step that are recorded with the values of every token, by whole groups; 0: none."""
+    max_mib: Count = 256
+    """Size limit of recorded rollouts in MiB; beyond it every other recorded step is deleted."""
+
+
 class Config(Section):
     """The config of one run: defaults < YAML file < `key=value` on the command line."""
 
@@ -203,6 +212,8 @@ class Config(Section):
     """Evaluation on held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
+    report: ReportSection = ReportSection()
+    """Records for the page of a run."""
 
     @model_validator(mode="before")
     @classmethod

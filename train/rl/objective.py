@@ -43,15 +43,17 @@ class LossMetrics(NamedTuple):
     Attributes:
       parts: the loss and each of its terms, scalars that add up over the micro-batches of an update.
       tokens: statistics of the tokens.
+      per_token: [n, T] by the names of `token_values.PER_TOKEN`; micro-batches stay apart.
     """
 
     parts: dict[str, Array]
     tokens: Metrics
+    per_token: dict[str, Array]
 
     def reduce(self) -> "LossMetrics":
         """Merges the micro-batches that lie along the leading axis."""
         parts = {name: value.sum(0) for name, value in self.parts.items()}
-        return LossMetrics(parts, {name: metric.reduce() for name, metric in self.tokens.items()})
+        return LossMetrics(parts, {name: metric.reduce() for name, metric in self.tokens.items()}, self.per_token)
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
@@ -261,7 +263,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
-        return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics)
+        per_token = _per_token(terms.stats, batch, kept_mask)
+        return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token))
 
     return objective
 
@@ -357,6 +360,19 @@ def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: B
         log_ratio_clip=section.log_ratio_clip,
         value_clip=section.value_clip,
     )
+
+
+def _per_token(stats: kljax.TokenStats, batch: Batch, kept_mask: Array) -> dict[str, Array]:
+    """Returns the values of each token that a recording may ask for; a program that returns none computes none."""
+    weights = required(batch.token_weights)
+    if batch.correction_weights is not None:
+        weights = weights * batch.correction_weights
+    values = {
+        "policy_log_probs": stats.log_prob,
+        "entropy": required(stats.entropy),
+        "loss_weights": kljax.masked(weights, kept_mask),
+    }
+    return values if stats.kl is None else {**values, "exact_kl": stats.kl}
 
 
 def _token_metrics(loss: Loss, term: LossKL, stats: kljax.TokenStats, batch: Batch) -> Metrics:

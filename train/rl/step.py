@@ -22,11 +22,12 @@ from train.models import Decoder
 from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
-from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
+from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import ScoredPolicy, Sequences, paired_hidden_states, token_stats, token_values
 from train.rl.reference import reference_head
 from train.rl.state import TrainState, keep_unless, policy_of
+from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -51,7 +52,10 @@ class ScoreProgram(Protocol):
 
 
 class UpdateProgram(Protocol):
-    """Makes one update on the `rows` of a prepared batch; `ref_head` is the reference's, for the exact KL."""
+    """Makes one update on the `rows` of a prepared batch; `ref_head` is the reference's, for the exact KL.
+
+    A program that is made per token returns the values of its tokens too.
+    """
 
     def __call__(
         self,
@@ -63,7 +67,7 @@ class UpdateProgram(Protocol):
         *,
         ref_head: kljax.Head | None = None,
         packed: PackedRows | None = None,
-    ) -> tuple[TrainState, Metrics]: ...
+    ) -> tuple[TrainState, Metrics, *tuple[TokenValues, ...]]: ...
 
 
 ReferenceScore = Callable[[Tree, ScoredPolicy, Batch], tuple[jax.Array, jax.Array]]
@@ -191,9 +195,17 @@ def make_control(plan: Plan, mesh: Mesh) -> objectives.Control | None:
 
 
 def make_update(
-    plan: Plan, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
+    plan: Plan,
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    per_token: bool = False,
 ) -> UpdateProgram:
     """Compiles `(state, base, batch, rows, coefficients, ref_head=None, packed=None) -> (state, metrics)`, one update.
+
+    With `per_token` the `TokenValues` of the update are a third result.
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
     micro-batches only add. The state is donated and keeps its shardings. With the `rows` and `packed` of a `Packing`,
@@ -227,13 +239,13 @@ def make_update(
         *,
         ref_head: kljax.Head | None = None,
         packed: PackedRows | None = None,
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, Metrics, *tuple[TokenValues, ...]]:
         def accumulate(total: Tree, part: tuple[Batch, PackedRows | None]) -> tuple[Tree, objectives.LossMetrics]:
             (_, metrics), grads = gradient(state.trainable, base, part[0], coefs, ref_head, packed=part[1])
             return jax.tree.map(jnp.add, total, grads), metrics
 
-        zeros = jax.tree.map(jnp.zeros_like, state.trainable)
-        grads, metric_sums = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
+        zeros, parts = jax.tree.map(jnp.zeros_like, state.trainable), split(batch, rows, packed)
+        grads, metric_sums = jax.lax.scan(accumulate, zeros, parts)
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
@@ -248,12 +260,11 @@ def make_update(
         trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
         counts = state.guard.after(applied, squares)
         metrics["skipped_updates"] = single(1.0 - applied)
-        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=counts), metrics
+        results = dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=counts), metrics
+        return (*results, TokenValues(required(parts[0].row_numbers), metric_sums.per_token)) if per_token else results
 
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(
-        traced_once(update, size_of=packed_size), donate_argnums=0, out_shardings=(shardings, replicated(mesh))
-    )
+    shardings = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh), _micro_sharding(mesh))[: 2 + per_token]
+    return jax.jit(traced_once(update, size_of=packed_size), donate_argnums=0, out_shardings=shardings)
 
 
 def _advance(

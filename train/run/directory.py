@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "checkpoint",
     "reference",
     "guard",
+    "report",
     "mesh",
     "optim.host_memory",
     "rollout.record",

@@ -42,6 +42,7 @@ from train.rollouts.source import Source, SourceError
 from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
+from train.run.recorder import RolloutRecorder
 
 Tree = Any
 
@@ -65,15 +66,20 @@ class Programs:
     store: ReferenceStore | None = None
 
     @classmethod
-    def of(cls, context: RunContext, state: TrainState, source: Source | None = None) -> "Programs":
-        """Compiles, lazily, the programs of a run for states of this layout; programs of a recording know its rows."""
+    def of(
+        cls, context: RunContext, state: TrainState, source: Source | None = None, *, per_token: bool = False
+    ) -> "Programs":
+        """Compiles, lazily, the programs of a run for states of this layout; programs of a recording know its rows.
+
+        With `per_token` updates return the values of each token too.
+        """
         config, plan, model, mesh = context.config, context.plan, context.model, context.mesh
         following = with_abstract_reference(plan, state).reference
         recorded = source.row_count if isinstance(source, FileSource) else None
         return cls(
             score=make_score(plan, model, mesh),
             prepare=make_prepare(plan, mesh),
-            update=make_update(plan, model, context.optimizer, _updated_part(state), mesh),
+            update=make_update(plan, model, context.optimizer, _updated_part(state), mesh, per_token=per_token),
             control=make_control(plan, mesh),
             follow=None if following is None else make_follow(config, following),
             held_out=make_sampler(context, name="held_out"),
@@ -92,10 +98,12 @@ def rl_step(
     *,
     step: int,
     inspect: Callable[[Batch, TrainState, Mapping[str, float], Mapping[str, LargestToken]], None] | None = None,
+    recorder: RolloutRecorder | None = None,
 ) -> tuple[TrainState, dict, dict]:
     """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
 
-    `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token.
+    `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token. The programs
+    of a `recorder` are per token.
     """
     config, plan, base, clock = context.config, context.plan, frozen.base, time.perf_counter()
     enter(step + 1, "rollout")
@@ -116,10 +124,12 @@ def rl_step(
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
     coefs, ref_head = coefficients(config, controllers), reference_head(plan, reference)
+    values_of_tokens = []
     for number, (rows, packed) in enumerate(packing.updates):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
-        state, metrics = programs.update(state, base, batch, rows, coefs, ref_head=ref_head, packed=packed)
+        state, metrics, *per_token = programs.update(state, base, batch, rows, coefs, ref_head=ref_head, packed=packed)
+        values_of_tokens += per_token
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     if programs.control is not None:
         coef = controllers["loss"].coef
@@ -135,11 +145,11 @@ def rl_step(
         programs.store.collect()
     if inspect is not None:
         inspect(batch, state, values, {name: x for name, x in totals.items() if isinstance(x, LargestToken)})
-    seconds = {
-        "rollout": rollout.arrived - clock,
-        "rewards": judged - rollout.arrived,
-        "update": time.perf_counter() - judged,
-    }
+    updated = time.perf_counter()
+    seconds = {"rollout": rollout.arrived - clock, "rewards": judged - rollout.arrived, "update": updated - judged}
+    if recorder is not None:
+        recorder.record(step + 1, rollout, batch, values_of_tokens)
+        seconds["record"] = time.perf_counter() - updated
     return state, values, seconds | dict(rollout.completions.timings) | dict(packing.programs)
 
 
@@ -209,6 +219,7 @@ def train(
     watch: StepGuard,
     interrupt: Interrupt,
     advance: Callable[[str], None],
+    recorder: RolloutRecorder | None = None,
 ) -> TrainState:
     """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
@@ -224,7 +235,9 @@ def train(
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
-            state, values, seconds = rl_step(context, programs, source, frozen, state, step=done, inspect=watch.inspect)
+            state, values, seconds = rl_step(
+                context, programs, source, frozen, state, step=done, inspect=watch.inspect, recorder=recorder
+            )
         except (SourceError, RewardError) as error:
             watch.save(state, done)
             watch.wait()

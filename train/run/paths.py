@@ -48,6 +48,11 @@ class RunPaths:
         return self.root / "nonfinite"
 
     @property
+    def rollouts(self) -> Path:
+        """Recorded rollouts with the values of every token, a file a step."""
+        return self.root / "rollouts"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
+from train.run.recorder import RolloutRecorder
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import (
     check_examples,
@@ -187,7 +188,9 @@ def _reinforce(
     """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
     if isinstance(source, AheadSource):
         source.attach(checkpoints, int(state.step))
-    programs = Programs.of(context, state, source)
+    done = int(state.step)
+    recorder = RolloutRecorder(context, directory.rollouts, done=done) if context.config.report.rollouts else None
+    programs = Programs.of(context, state, source, per_token=recorder is not None)
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
@@ -204,17 +207,19 @@ def _reinforce(
         checkpoints=checkpoints,
         record=directory.reference,
     )
-    state = train(
-        context,
-        programs,
-        source,
-        frozen,
-        state,
-        writer=writer,
-        watch=watch,
-        interrupt=interrupt,
-        advance=bars("RL", context.config.steps, int(state.step)),
-    )
+    with nullcontext() if recorder is None else closing(recorder):
+        state = train(
+            context,
+            programs,
+            source,
+            frozen,
+            state,
+            writer=writer,
+            watch=watch,
+            interrupt=interrupt,
+            advance=bars("RL", context.config.steps, done),
+            recorder=recorder,
+        )
     assert_unchanged(frozen, before)
     return state
 

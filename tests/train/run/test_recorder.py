@@ -1,0 +1,124 @@
+"""Recorded rollouts: the numbers of the update itself, within a size limit, and no bit of the run is another."""
+
+import errno
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+import kljax
+from tests import tiny
+from tests.run_programs import shared_by_runs
+from train.config.errors import UserError
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import FrozenWeights
+from train.rollouts.jax_source import JaxSource
+from train.run.loop import Programs, rl_step
+from train.run.recorder import RolloutFiles, RolloutRecorder, chosen_rows, recorded_steps
+
+CONFIG = tiny.config_of(
+    *("kl.loss.coef=0.1", "kl.rollout.coef=0.1", "rollout.policy_lag=1"),
+    "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-2}",
+)
+
+
+def two_steps(directory: Path | None) -> tuple[list[dict[str, float]], list[np.ndarray]]:
+    """The metrics of two steps and the weights behind them, recorded in a directory or not."""
+    context = tiny.context_of(CONFIG)
+    with jax.set_mesh(context.mesh), shared_by_runs():
+        state = tiny.state_of(CONFIG, context.optimizer)
+        reference = ScoredPolicy(context.model, kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())))
+        recorder = None if directory is None else RolloutRecorder(context, directory, done=0)
+        programs = Programs.of(context, state, per_token=recorder is not None)
+        source, frozen, metrics = JaxSource(context), FrozenWeights(None, reference), []
+        for step in range(2):
+            state, values, _ = rl_step(context, programs, source, frozen, state, step=step, recorder=recorder)
+            metrics.append(values)
+        if recorder is not None:
+            recorder.close()
+        return metrics, [np.array(leaf) for leaf in jax.tree.leaves(state.trainable)]
+
+
+def test_recorded_tokens_have_the_means_of_the_metrics(tmp_path):
+    metrics, weights = two_steps(tmp_path)
+    assert recorded_steps(tmp_path) == [1, 2]
+    for step, values in enumerate(metrics, start=1):
+        rows = parquet.read_table(tmp_path / f"{step:08d}.parquet").to_pylist()
+        assert [row["row"] for row in rows] == list(range(tiny.ROWS))
+        assert {row["policy_version"] for row in rows} == {0}, "of the policy before the first step"
+        tokens = {name: np.concatenate([row[name] for row in rows]) for name in rows[0] if is_per_token(rows[0][name])}
+        for column, metric in {"entropy": "entropy", "kl": "kl_reference"}.items():
+            np.testing.assert_allclose(tokens[column].mean(), values[metric], rtol=1e-5)
+        np.testing.assert_allclose(np.mean([row["reward"] for row in rows]), values["reward"], rtol=1e-6)
+        # The updates of a step have two halves of its rows, and the weights of each add up to 1.
+        np.testing.assert_allclose(tokens["loss_weights"].sum(), 2, rtol=1e-6)
+        error = np.abs(tokens["old_log_probs"] - tokens["log_probs"]).max()
+        np.testing.assert_allclose(error, values["rollout_log_prob_error"], rtol=1e-6, atol=1e-9)
+        assert len(tokens["policy_log_probs"]) == values["completion_length"] * tiny.ROWS
+    plain_metrics, plain_weights = two_steps(None)
+    assert metrics == plain_metrics
+    for recorded, plain in zip(weights, plain_weights, strict=True):
+        np.testing.assert_array_equal(recorded, plain)
+
+
+def is_per_token(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], float)
+
+
+def test_rows_are_complete_groups_up_to_the_number():
+    config = tiny.config_of("report.rollouts=5", "rollout={prompts_per_step: 6, samples_per_prompt: 4}")
+    rows = chosen_rows(config, 3)
+    assert rows == chosen_rows(config, 3)
+    assert [row // 4 for row in rows] == [rows[0] // 4] * 4 + [rows[-1] // 4]
+    assert rows[4] == rows[-1] // 4 * 4
+    assert len({tuple(chosen_rows(config, step)) for step in range(20)}) > 5
+    assert len(chosen_rows(tiny.config_of("report.rollouts=99"), 1)) == tiny.ROWS
+
+
+def fill(path: Path, size: int) -> int:
+    path.write_bytes(bytes(size))
+    return size
+
+
+def written(directory: Path, steps: range, *, limit: int, done: int = 0) -> list[int]:
+    """Records some steps with 10 bytes each, and lists those that are left."""
+    files = RolloutFiles(directory, max_bytes=limit, done=done)
+    for step in steps:
+        files.wait()
+        if files.wants(step):
+            files.write(step, lambda path: fill(path, 10))
+    files.close()
+    return recorded_steps(directory)
+
+
+def test_size_limit_leaves_every_nth_step(tmp_path):
+    assert written(tmp_path, range(1, 41), limit=95) == [8, 16, 24, 32, 40]
+
+
+def test_resumed_recording_ends_as_one_without_a_pause(tmp_path):
+    straight = written(tmp_path / "straight", range(1, 41), limit=95)
+    written(tmp_path / "paused", range(1, 24), limit=95)
+    (tmp_path / "paused" / "00000031.parquet.partial").touch()
+    assert written(tmp_path / "paused", range(21, 41), limit=95, done=20) == straight
+    assert not list((tmp_path / "paused").glob("*.partial"))
+
+
+def test_full_disk_ends_the_recording_with_a_warning(tmp_path, capsys):
+    files = RolloutFiles(tmp_path, max_bytes=100, done=0)
+
+    def fail(path: Path) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.write(1, fail)
+    files.close()
+    assert not files.wants(2)
+    assert "rollouts are not recorded any more, because No space left on device" in capsys.readouterr().err
+
+
+def test_unwritable_directory_is_a_user_error(tmp_path):
+    (tmp_path / "rollouts").touch()
+    with pytest.raises(UserError, match=r"report\.rollouts: cannot write to"):
+        RolloutFiles(tmp_path / "rollouts", max_bytes=100, done=0)

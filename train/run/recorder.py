@@ -1,0 +1,187 @@
+"""Records a sample of the rollouts of each step, with the values of every token, for the page of a run."""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.config.errors import UserError, warn
+from train.config.schema import Config
+from train.context import RunContext
+from train.distributed.exchange import run_together, send_to_leader
+from train.distributed.global_arrays import place_whole
+from train.distributed.peers import is_leader
+from train.models.sharding import replicated
+from train.rl.batch import Batch
+from train.rl.token_values import TokenValues, make_select, recorded_arrays
+from train.rollouts.collect import Rollout
+from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
+from train.rollouts.source import Completions
+from train.weights.files import usable_directory
+
+
+class RolloutFiles:
+    """The files of a directory, `<step>.parquet`, within a size limit.
+
+    Beyond the limit every other recorded step is deleted, and later steps are recorded as rarely: the files always
+    cover the run evenly. A thread of its own writes; a step waits for the file of the step before it.
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int, done: int) -> None:
+        """Continues the files of a directory after `done` steps; files of later steps are deleted.
+
+        Raises:
+          UserError: the directory is not writable.
+        """
+        self._directory, self._max_bytes = directory, max_bytes
+        try:
+            usable_directory(directory)
+            for path in directory.glob("*.partial"):
+                path.unlink()
+            self._sizes = {step: self.path(step).stat().st_size for step in recorded_steps(directory)}
+            for step in [step for step in self._sizes if step > done]:
+                self._delete(step)
+        except OSError as error:
+            raise UserError(f"report.rollouts: cannot write to {directory}: {error.strerror}") from error
+        self._every = math.gcd(*self._sizes) if self._sizes else 1
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._pending: Future[None] | None = None
+        self._failed = False
+
+    def path(self, step: int) -> Path:
+        """Returns the file of a step."""
+        return self._directory / f"{step:08d}.parquet"
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        return not self._failed and step % self._every == 0
+
+    def write(self, step: int, write: Callable[[Path], int]) -> None:
+        """Writes the file of a step in the thread; `write` returns its size.
+
+        A disk that is full ends the recording with a warning, and not the run.
+        """
+        self.wait()
+        self._pending = self._writer.submit(self._write, step, write)
+
+    def _write(self, step: int, write: Callable[[Path], int]) -> None:
+        self._sizes[step] = write(self.path(step))
+        while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
+            self._every *= 2
+            for late in [late for late in self._sizes if late % self._every]:
+                self._delete(late)
+
+    def _delete(self, step: int) -> None:
+        self.path(step).unlink(missing_ok=True)
+        del self._sizes[step]
+
+    def wait(self) -> None:
+        """Waits for the file that is being written."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except OSError as error:
+            self._failed = True
+            warn(f"{self._directory}: rollouts are not recorded any more, because {error.strerror or error}")
+
+    def close(self) -> None:
+        """Waits for the last file, and ends the thread."""
+        self.wait()
+        self._writer.shutdown()
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Lists the steps that have a file, in order."""
+    return sorted(int(path.stem) for path in directory.glob("*.parquet") if path.stem.isdigit())
+
+
+class RolloutRecorder:
+    """Selects rows of each step, completes them on the host, and hands them to the files of the leader."""
+
+    def __init__(self, context: RunContext, directory: Path, *, done: int) -> None:
+        """Continues the recording of a run after `done` steps.
+
+        Raises:
+          UserError: the directory is not writable.
+        """
+        config = context.config
+
+        def open_files() -> RolloutFiles | None:
+            max_bytes = config.report.max_mib * 2**20
+            return RolloutFiles(directory, max_bytes=max_bytes, done=done) if is_leader() else None
+
+        self._config, self._tokenizer, self._mesh = config, context.tokenizer, context.mesh
+        self._files = run_together("rollouts", open_files)
+        self._select = make_select(context.mesh)
+
+    @functools.cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._tokenizer.token_bytes())
+
+    def record(self, step: int, rollout: Rollout, batch: Batch, updates: Sequence[TokenValues]) -> None:
+        """Records rows of a step, which counts from 1, with the values that the updates on its batch computed."""
+        rows = chosen_rows(self._config, step)
+        last = updates[-self._config.optim.updates_per_batch :]
+        numbers = place_whole(np.asarray(rows, np.int32), replicated(self._mesh))
+        selected = self._select(recorded_arrays(batch), last, numbers)
+        parts = send_to_leader("rollouts", json.dumps(_describe(self._config, step, rollout, rows)).encode())
+        if self._files is None or not self._files.wants(step):
+            return
+        described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
+
+        def write(path: Path) -> int:
+            arrays = dict(jax.device_get(selected))
+            rewards = arrays.pop("rewards")
+            records = [described[row] | {"reward": float(rewards[i])} for i, row in enumerate(rows)]
+            metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
+            return write_table(path, TokenRows(records, arrays), self._texts, metadata)
+
+        self._files.write(step, write)
+
+    def close(self) -> None:
+        """Waits for the last file."""
+        if self._files is not None:
+            self._files.close()
+
+
+def chosen_rows(config: Config, step: int) -> list[int]:
+    """Draws the rows of a step that are recorded: all completions of some prompts, up to the number of rows."""
+    samples, prompts = config.rollout.samples_per_prompt, config.rollout.prompts_per_step
+    count = min(config.report.rollouts, config.rows_per_batch())
+    groups = np.random.default_rng([config.seed, step]).choice(prompts, -(-count // samples), replace=False)
+    return [int(group) * samples + sample for group in sorted(groups) for sample in range(samples)][:count]
+
+
+def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Describes the rows that this process judged, by their numbers."""
+    completions, described = rollout.completions, {}
+    for index, row in enumerate(rollout.rows.own.tolist()):
+        if row not in rows:
+            continue
+        example = completions.examples[index]
+        texts = {"prompt": example.prompt, "completion": completions.texts[index], "answer": example.answer}
+        described[str(row)] = {
+            "step": step,
+            "row": row,
+            "group": row // config.rollout.samples_per_prompt,
+            "policy_version": _policy_version(config, step, completions, index),
+            # A lone surrogate of a prompt has no UTF-8.
+            **{name: text.encode("utf-8", errors="replace").decode() for name, text in texts.items()},
+            "finished": bool(completions.finished[index]),
+            "rewards": {name: float(values[index]) for name, values in rollout.scores.items()},
+        }
+    return described
+
+
+def _policy_version(config: Config, step: int, completions: Completions, index: int) -> int | None:
+    """Returns the number of RL steps of the policy that sampled a row; None if nobody knows."""
+    if completions.lags is not None:
+        return step - 1 - int(completions.lags[index])
+    return None if config.rollout.source.type == "file" else max(step - 1 - config.rollout.policy_lag, 0)
