@@ -120,7 +120,7 @@ def _returns(rewards: Array, mask: Array, settings: Settings) -> Array:
     running = np.zeros_like(rewards[:, 0])
     for column in reversed(range(rewards.shape[1])):
         step = rewards[:, column] + gamma * running
-        running = np.where(mask[:, column], step, running + rewards[:, column])
+        running = np.where(mask[:, column], step, running)
         returns[:, column] = np.where(mask[:, column], running, 0)
     return returns
 

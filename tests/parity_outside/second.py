@@ -37,14 +37,15 @@ def compute_loss(header: dict[str, Any], arrays: dict[str, Array], moved: Array)
 def compute_advantages(header: dict[str, Any], arrays: dict[str, Array]) -> Array | None:
     """The advantages of rows that share one, or None where the system has one for each token."""
     name, system = header["advantage"]["name"], header["system"]
-    if name not in ("grpo", "group_norm") and not name.startswith("scale_rewards"):
+    if name not in ("grpo", "group_norm", "scale_rewards") and not name.startswith("scale_rewards"):
         return None
     eps = {"trl": 1e-4, "openrlhf": 1e-9}.get(system, 1e-6)
     centered = name == "scale_rewards=none" or system == "prime-rl"
     result = []
     for reward, group in zip(arrays["rewards"], arrays["group_ids"], strict=True):
         members = [float(value) for value in arrays["rewards"][arrays["group_ids"] == group]]
-        divisor = 1.0 if centered else statistics.stdev(members) + eps
+        deviation = statistics.pstdev(members) if system == "art" else statistics.stdev(members)
+        divisor = 1.0 if centered else deviation + eps
         result.append((float(reward) - statistics.fmean(members)) / divisor)
     return np.array(result)
 
@@ -67,7 +68,7 @@ def _share(reduction: dict[str, Any], mask: Array, system: str) -> Array:
     counts = [sum(1 for value in line if value) for line in mask]
     counted = counts if system in ("trl", "skyrl", "trinity", "slime") else [count for count in counts if count]
     rows, tokens = len(counted), sum(counts)
-    if name in ("dapo", "cispo", "token-mean", "token_mean", "token"):
+    if name in ("dapo", "cispo", "token-mean", "token_mean", "token", "mean"):
         divisors = [tokens for _ in counts]
     elif name == "dr_grpo":
         divisors = [reduction["max_length"] * rows for _ in counts]
@@ -85,6 +86,11 @@ class _Token:
         self.log_prob = self.constant + float(moved[row, column])
         advantages = arrays["advantages"]
         self.advantage = float(advantages[row] if advantages.ndim == 1 else advantages[row, column])
+        if header.get("kl", {}).get("place") == "advantage":
+            used = arrays["mask"] > 0
+            differences = (arrays["log_probs"].astype(float) - arrays["ref_log_probs"])[used]
+            here = self.constant - self._read("ref_log_probs")
+            self.advantage += header["kl"]["coef"] * (statistics.fmean(differences) - here)
 
     def _read(self, name: str) -> float:
         return float(self.arrays[name][self.row, self.column])

@@ -61,7 +61,10 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "correction_inverse": (False, "weights", "correction_inverse"),
     "correction_mean_one": (False, "weights", "correction_normalized"),
     "correction_times": (1, "weights", "correction_twice"),
-    # KL in the loss
+    # KL in the advantage or the loss
+    "kl_advantage": (None, "kl", "kl_estimator"),
+    "kl_advantage_coef": (0.0, "token_loss", "kl_coefficient"),
+    "kl_centered": (True, "token_loss", "kl_centering"),
     "kl": (None, "kl", "kl_estimator"),
     "kl_reward": (None, "kl", "kl_estimator"),
     "kl_swapped": (False, "kl", "kl_direction"),

@@ -26,7 +26,7 @@ class Setup:
     renamed: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     functions: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     shape: BatchShape = dataclasses.field(default_factory=BatchShape)
-    reward_kl: bool = False
+    kl_place: str = "loss"
     values: bool = False
 
     def declared(self, changes: Settings) -> Settings:
@@ -45,8 +45,8 @@ class Setup:
             entry |= {key: settings[setting] for key, setting in self.renamed.get(part, {}).items()}
             header[part] = entry
         if "kl" in self.names:
-            coef = settings["kl_reward_coef" if self.reward_kl else "kl_coef"]
-            header["kl"] |= {"coef": coef, "place": "reward" if self.reward_kl else "loss"}
+            coef = settings["kl_coef" if self.kl_place == "loss" else f"kl_{self.kl_place}_coef"]
+            header["kl"] |= {"coef": coef, "place": self.kl_place}
         if settings["micro_batches"]:
             header["reduction"]["micro_batches"] = True
         return header
@@ -191,7 +191,7 @@ SETUPS: dict[str, Setup] = {
         },
         names={"loss": "vanilla", "reduction": "token-mean", "advantage": "reinforce_plus_plus", "kl": "kl"},
         stated={"loss": (*_CLIP, "dual_clip"), "advantage": ("gamma",)},
-        reward_kl=True,
+        kl_place="reward",
     ),
     "verl_gae": Setup(
         system="verl",
@@ -244,7 +244,7 @@ SETUPS: dict[str, Setup] = {
         },
         names={"loss": "ppo", "reduction": "token-mean", "advantage": "reinforce_baseline", "kl": "k1"},
         stated={"loss": _CLIP},
-        reward_kl=True,
+        kl_place="reward",
         shape=BatchShape(layout="packed", groups=2, group_size=4),
     ),
     "skyrl_dual": Setup(
@@ -331,6 +331,21 @@ SETUPS: dict[str, Setup] = {
         # The name means one mean for all samples of a rollout, and a rollout has one sample here.
         functions={"reduction": {"mode": "seq_mean_token_mean", "empty_rows": "count"}},
         shape=BatchShape(layout="completions", completion=12),
+    ),
+    "art_cispo": Setup(
+        system="art",
+        settings={
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 0.5,
+            "ddof": 0,
+            "kl_advantage": "k1",
+            "kl_advantage_coef": 0.15,
+        },
+        names={"loss": "cispo", "reduction": "mean", "advantage": "scale_rewards", "kl": "k1"},
+        stated={"loss": _CLIP},
+        kl_place="advantage",
+        shape=BatchShape(layout="packed", groups=2, group_size=4),
     ),
     "prime_default": Setup(
         system="prime-rl",

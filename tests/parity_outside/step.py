@@ -35,6 +35,9 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
     computed = advantage_functions.compute_advantages(batch, settings, mask, np.where(penalized, penalty, 0), dtype)
     advantages = keep("advantages", computed)
     per_token = advantages[:, None] if advantages.ndim == 1 else advantages
+    if settings["kl_advantage"]:
+        penalty = keep("kl", _estimate(settings["kl_advantage"], log_probs, reference, settings).value)
+        per_token = per_token + _centered(penalty, mask, settings)
     ratio = _ratio(log_probs, old, mask, settings)
     if ratio.value.shape == mask.shape:
         ratio = ratio + (keep("ratio", ratio.value) - ratio.value)
@@ -82,6 +85,12 @@ def _score_models(batch: DrawnBatch, settings: Settings, dtype: type, keep: Any)
         if name == "ref_log_probs" and settings["ref_rows"] == "moved by one":
             values = np.roll(values, 1, axis=0)
         keep(name, values.astype(dtype))
+
+
+def _centered(penalty: Array, mask: Array, settings: Settings) -> Array:
+    """The change of the advantages: the mean KL of the batch less that of the token, times the coefficient."""
+    mean = penalty[mask].mean() if settings["kl_centered"] else penalty.dtype.type(0)
+    return np.where(mask, mean - penalty, 0) * penalty.dtype.type(settings["kl_advantage_coef"])
 
 
 def _ratio(log_probs: Node, old: Node, mask: Array, settings: Settings) -> Node:

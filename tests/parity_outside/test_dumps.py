@@ -112,6 +112,19 @@ def test_answers_name_every_planted_setting():
         assert kinds == {answer["cause_kind"] for answer in case["answer"]}
 
 
+def test_range_of_answer_leaves_dump_unchanged():
+    ranged = [(case, answer) for case in CASES for answer in case["answer"] if "range" in answer]
+    assert ranged
+    for case, answer in ranged:
+        (setting,) = (name for name in case["plant"] if KINDS[name] == answer["cause_kind"])
+        low, high = answer["range"]
+        inside = 1e-4 * (high - low)
+        recorded = write.run_case(case)
+        for value, equal in ((low + inside, True), (high - inside, True), (0.97 * low, False), (1.03 * high, False)):
+            other = write.run_case({**case, "plant": {**case["plant"], setting: value}})
+            assert np.array_equal(other["grad_log_probs"], recorded["grad_log_probs"]) is equal
+
+
 def test_cases_have_enough_of_each_group():
     counts = {group: sum(case["group"] == group for case in CASES) for group in ("clean", "single", "pair")}
     assert counts["clean"] >= 16
