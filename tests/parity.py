@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from kljax.parity.command import compare
+from kljax.parity.comparison import ParityReport
 from kljax.parity.dump import write_dump
-from kljax.parity.search import ParityReport
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
 # `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.
@@ -59,12 +59,12 @@ def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") 
     write_dump(path, dump["header"], arrays)
 
 
-def report_of(dump: Mapping[str, Any], *, detail: str = "full", seconds: float = 600.0) -> ParityReport:
+def report_of(dump: Mapping[str, Any], *, detail: str = "full") -> ParityReport:
     """Runs the comparison on a recorded dump."""
     with tempfile.TemporaryDirectory() as directory, jax.enable_x64(True):
         path = pathlib.Path(directory) / "dump.npz"
         write(dump, path, detail=detail)
-        return compare(path, seconds=seconds)
+        return compare(path)
 
 
 def judge(dump: Mapping[str, Any], report: ParityReport) -> Outcome:

@@ -1,16 +1,24 @@
 """The stage of the advantages: from rewards and groups, with a KL in the reward or in the advantage."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from kljax.parity.dump import DumpError
+from kljax.parity.policies import kl_at, kl_policy
 from kljax.parity.positions import over_tokens
-from kljax.parity.recipe import Kl, Recipe, RecipeStep
-from kljax.parity.replay import Prediction, Replay, run_call
+from kljax.parity.recipe import AdvantageStep, Kl, Recipe
+from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
+from kljax.systems import Call
 
 
 def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the advantages from rewards and groups, with the KL of a term in the reward.
+
+    A KL in the reward is taken off where the system does so: after the comparison of the rewards if the call of the
+    header subtracts it there, else before.
 
     Args:
       replay: the recorded arrays, among them `rewards` and `group_ids`.
@@ -22,19 +30,27 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     Raises:
       DumpError: if advantages recorded per row are computed per token, and differ within a row.
     """
-    step, unit = recipe.advantage or RecipeStep(), replay.unit("advantages", recipe)
-    rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
+    step, unit = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe)
+    used = replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)
-    shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": np.zeros(used.shape)}
+    after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
+    rewards, kl = _shaped_rewards(replay, recipe, after, step.rewards)
+    shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": kl}
+    shaped["token_rewards"] = _token_rewards(replay, recipe, used)
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
-    # The KL is in the rewards already, so that the steps that subtract it subtract nothing.
-    keywords = {"coef": 0.0} if any(then.function == "subtract_kl" for then in call.then) else {}
+    if call.function == "gae":
+        arrays["rewards"] = shaped["token_rewards"]
+    keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
-    value = step.sign * np.asarray(run_call("advantage", call, arrays, **keywords), np.float64)
-    bound = _bound(rewards, ids, value, unit)
+    value = np.asarray(replay.run("advantage", step, arrays, **keywords), np.float64)
+    bound = _bound(rewards, ids, value, unit, kl)
+    if step.root:
+        factor = _root_factor(call, rewards, ids)
+        value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
+    value, bound = _changed(step, value, bound, used)
     mask: np.ndarray = replay.arrays["mask"]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
         rows = Prediction(value, bound, np.asarray(mask.any(1)))
@@ -69,12 +85,90 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
     return Prediction(first_value, limit, rows)
 
 
-def _shaped_rewards(replay: Replay, recipe: Recipe) -> np.ndarray:
-    kl = recipe.kl
+def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, which: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
+    rewards, kl, used = replay.arrays["rewards"], recipe.kl, replay.used_mask(recipe)
+    if which == "whitened":
+        rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8)
     if kl is None or kl.place != "reward":
-        return replay.arrays["rewards"]
-    values = replay.input("kl", recipe)[0]
-    return replay.arrays["rewards"] - kl.coef * np.where(replay.used_mask(recipe), values, 0).sum(1)
+        return rewards, np.zeros(replay.shape)
+    if kl.padded:
+        position = np.arange(replay.shape[1])
+        first = np.where(used.any(1), used.argmax(1), replay.shape[1])
+        used = position >= first[:, None]
+    values = kl.coef * np.where(used, _kl_values(replay, recipe, used), 0)
+    if kl.padded and after:
+        # Sums from the end reach every token of the row, so that the last one may carry them.
+        inside = replay.used_mask(recipe)
+        last = inside.shape[1] - 1 - inside[:, ::-1].argmax(1)
+        values[np.arange(len(values)), last] += np.where(inside, 0, values).sum(1)
+    return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
+
+
+def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
+    """Returns the KL per token, recorded or recomputed, also at tokens that the mask leaves out."""
+    kl = recipe.kl or Kl()
+    if not kl.padded:
+        return replay.input("kl", recipe)[0]
+    key = ("padded kl", recipe.mask, dataclasses.replace(kl, coef=0.0))
+    values: np.ndarray = replay.remember(key, lambda: np.asarray(kl_at(replay, kl_policy(replay, kl), kl, used)))
+    return values
+
+
+def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
+    """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
+    last = replay.shape[1] - 1 - used[:, ::-1].argmax(1)
+    result = np.zeros(replay.shape)
+    result[np.arange(len(result)), last] = np.where(used.any(1), replay.arrays["rewards"], 0)
+    if recipe.kl is not None and recipe.kl.place == "reward":
+        result = result - recipe.kl.coef * np.where(used, _kl_values(replay, recipe, used), 0)
+    return result
+
+
+def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
+    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    if call.arguments.get("scale", "std") == "batch_std":
+        spread = np.full(len(rewards), rewards.std(ddof=ddof))
+    else:
+        sizes = np.bincount(ids)
+        mean = np.bincount(ids, rewards) / np.maximum(sizes, 1)
+        squares = np.bincount(ids, (rewards - mean[ids]) ** 2)
+        spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
+    factor: np.ndarray = (spread + eps) / np.sqrt(spread**2 + eps)
+    return factor
+
+
+def _changed(
+    step: AdvantageStep, value: np.ndarray, bound: np.ndarray, used: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Applies the settings of a step that no function of the library has."""
+    if step.per_length:
+        lengths = np.maximum(used.sum(1), 1)
+        factor = 1 / (lengths if value.ndim == 1 else lengths[:, None])
+        value, bound = value * factor, bound * factor
+    if step.discount != 1:
+        after = used[:, ::-1].cumsum(1)[:, ::-1] - 1
+        factor = np.where(used, step.discount ** np.maximum(after, 0), 0)
+        value, bound = (over_tokens(array, used.shape) * factor for array in (value, bound))
+    if step.whiten != "none":
+        value, bound = _whitened(step, value, bound, used)
+    value, bound = step.scale * value, abs(step.scale) * bound
+    if step.clip is not None:
+        value = np.clip(value, -step.clip, step.clip)
+    return value, bound
+
+
+def _whitened(
+    step: AdvantageStep, value: np.ndarray, bound: np.ndarray, used: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalises advantages over the tokens, or over the rows."""
+    rows = step.whiten == "rows" and value.ndim == 1
+    members = value[used.any(1)] if rows else over_tokens(value, used.shape)[used]
+    spread = 1.0 if step.whiten == "centered" else members.std(ddof=step.whiten_ddof) + step.whiten_eps
+    result = (value - members.mean()) / spread
+    worst = bound.max(initial=0.0)
+    return result, (bound + worst) / spread + np.abs(result) * worst / spread
 
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,12 +192,12 @@ def _groups(group_ids: np.ndarray, which: str) -> tuple[np.ndarray, int]:
     return (np.zeros_like(ids), 1) if which == "batch" else (ids, count)
 
 
-def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float) -> np.ndarray:
-    """Carries the rounding of the mean through a centred, scaled advantage.
+def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float, kl: np.ndarray) -> np.ndarray:
+    """Carries the rounding of the mean through a centred, scaled advantage, and that of a KL taken off after it.
 
     A distance to the mean of `n` rewards of at most `R` has an error of `u R (n + 2)`; the advantage multiplies it by
     its own ratio to the distance, and divides by a standard deviation whose relative error is at most twice the
-    distance's error over it.
+    distance's error over it. Sums of the KL from the end have the error of a sum.
     """
     per_row = np.abs(value if value.ndim == 1 else np.abs(value).max(1))
     sizes = np.bincount(ids)
@@ -115,4 +209,7 @@ def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float)
     gain = np.max(per_row / np.maximum(distance, 1e-30), where=distance > 4 * error, initial=0.0)
     relative = np.minimum(2 * error / np.maximum(spread, 1e-30), 1)
     bound = error * max(gain, 1) + per_row * (relative + unit * (PRODUCTS + sizes[ids]))
-    return bound if value.ndim == 1 else np.broadcast_to(bound[:, None], value.shape)
+    if value.ndim == 1:
+        return bound
+    sums = np.abs(kl).sum(1) * unit * (PRODUCTS + tree_height(kl.shape[1]))
+    return np.broadcast_to((bound + sums)[:, None], value.shape)

@@ -9,8 +9,8 @@ import jax
 
 from kljax.parity import report
 from kljax.parity.dump import open_dump
-from kljax.parity.recipe import make_plan
-from kljax.parity.search import Search
+from kljax.parity.header import make_plan
+from kljax.parity.search import CANDIDATES, Search
 from kljax.parity.stages import make_replay
 
 EXIT_CODES = """\
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--html", metavar="HTML", help="write the report as a page, too")
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="time limit of the search for pairs of causes (%(default)s)"
+        "--candidates", type=int, default=CANDIDATES, help="limit of the search for pairs of causes (%(default)s)"
     )
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         with jax.enable_x64(True):
-            result = compare(args.dump, system=args.system, seconds=args.seconds)
+            result = compare(args.dump, system=args.system, candidates=args.candidates)
         if args.html is not None:
             pathlib.Path(args.html).write_text(report.as_html(result, f"Parity of {pathlib.Path(args.dump).name}"))
     except (ValueError, TypeError, OSError) as error:
@@ -53,17 +53,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.agrees and compared else 1
 
 
-def compare(path: str | pathlib.Path, *, system: str | None = None, seconds: float = 300.0) -> report.ParityReport:
+def compare(
+    path: str | pathlib.Path, *, system: str | None = None, candidates: int = CANDIDATES
+) -> report.ParityReport:
     """Opens a dump, replays it and explains its differences; needs float64, see `jax.enable_x64`.
 
     Args:
       path: of an `.npz` or safetensors file.
       system: the system whose names the header uses; None takes that of the header.
-      seconds: time limit of the search for pairs of causes.
+      candidates: how many pairs of causes are tried.
 
     Raises:
       DumpError: as `open_dump` and `make_plan`.
       ValueError: if a function of the library refuses the header's settings.
     """
     dump = open_dump(path)
-    return Search(make_replay(dump, make_plan(dump, system)), seconds=seconds).run()
+    return Search(make_replay(dump, make_plan(dump, system)), candidates=candidates).run()

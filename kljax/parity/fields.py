@@ -45,6 +45,8 @@ FIELDS: dict[str, Field] = {
     "ref_log_probs": Field("BT", RESULT, "log-probs of the reference"),
     "old_log_probs": Field("BT", INPUT, "log-probs of the policy at the start of the update"),
     "rollout_log_probs": Field("BT", INPUT, "log-probs of the sampler"),
+    "values": Field("BT", INPUT, "the value function before each token, for GAE"),
+    "entropy": Field("BT", INPUT, "entropy of the policy at each token, for an entropy bonus"),
     "ratio": Field("BT", RESULT, "importance ratio of policy and old policy, before any clip"),
     "weights": Field("BT", RESULT, "weights or mask of the rollout correction"),
     "kl": Field("BT", RESULT, "KL estimate per token, without its coefficient"),
@@ -55,7 +57,7 @@ FIELDS: dict[str, Field] = {
 }
 METRIC = "metric/"
 
-SECTIONS = ("log_probs", "reference", "kl", "correction", "advantage", "loss", "reduction", "gradient")
+SECTIONS = ("log_probs", "reference", "kl", "correction", "advantage", "loss", "entropy", "reduction", "gradient")
 HEADER = ("kljax_parity", "system", "release", "dtype", "note", "recorded_by", "eos_id", "pad_id", *SECTIONS)
 
 
@@ -75,7 +77,7 @@ def field_of(name: str) -> Field:
 
 # The results in the order of the data, each with the stages of the recipe that it may depend on.
 _LOSS = ("mask", "ratio", "correction", "kl", "advantage", "loss")
-_REDUCED = (*_LOSS, "reduction", "kl_reduction")
+_REDUCED = (*_LOSS, "entropy", "reduction", "kl_reduction")
 ORDER: dict[str, tuple[str, ...]] = {
     "mask": ("mask_rule",),
     "log_probs": ("log_probs",),

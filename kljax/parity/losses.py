@@ -5,24 +5,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kljax
 from kljax.parity.advantages import token_advantages
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.policies import kl_at, kl_cancellation, kl_move, kl_policy, policy_pair
-from kljax.parity.positions import value_and_change
+from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, policy_pair
+from kljax.parity.positions import over_tokens, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep, ReductionRecipe
-from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
+from kljax.parity.replay import Prediction, Replay, check_call, compiled, per_token, pull_call, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
+from kljax.systems import Call
 
 BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
+# Losses of one token that no other token enters.
+ALONE = (
+    *("ppo_clip_loss", "cispo_loss", "dppo_loss", "sapo_loss", "importance_sampling_loss"),
+    *("reinforce_loss", "gpg_loss", "cross_entropy_loss"),
+)
 ROW_LEVELS = ("sequence", "geometric", "average", "geometric_average")
 
 
-def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
-    """Computes the policy loss per token at other log-probs; differentiable in them.
+def policy_loss_at(replay: Replay, policy: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Computes the policy loss per token at other log-probs.
 
     Args:
       policy: `[B, T]` log-probs of the policy in nats.
@@ -30,14 +35,15 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
     Returns:
       `[B, T]` losses before the reduction.
     """
-    step, used = recipe.loss or RecipeStep(), replay.used_mask(recipe)
-    arrays = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
-    arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
-    result = run_call("loss", replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
-    result = jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
-    if recipe.correction is not None and step.weights:
-        result = result * np.where(used, replay.input("weights", recipe)[0], 0) ** step.weights
-    return step.sign * result
+    step, arrays = recipe.loss or RecipeStep(), _inputs(replay, policy, recipe)
+    calls = _parts(replay, step)
+    if not step.arguments:
+        replay.remember(("checked", "loss"), lambda: check_call("loss", replay.call("loss", step), arrays))
+    total = np.zeros(replay.shape)
+    for factor, call in calls:
+        result = np.asarray(run_call("loss", call, arrays), np.float64)
+        total = total + factor * result.reshape(per_token(result.shape))
+    return total * _correction(replay, recipe)
 
 
 def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
@@ -50,7 +56,7 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
     used, unit = replay.used_mask(recipe), replay.unit("token_loss", recipe)
 
     def compute(policy: np.ndarray) -> np.ndarray:
-        return np.asarray(policy_loss_at(replay, jnp.asarray(policy), recipe))
+        return policy_loss_at(replay, policy, recipe)
 
     value, change = value_and_change(compute, policy_pair(replay, recipe)[0], _move(replay, recipe, unit))
     bound = change + PRODUCTS * unit * np.abs(value) + _inherited(replay, recipe, value)
@@ -63,7 +69,7 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
     height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, reduction in _terms(recipe):
         weights = token_weights(replay, recipe, reduction)
-        values, errors = replay.input(name, recipe)
+        values, errors = entropy_per_token(replay, recipe) if name == "entropy" else replay.input(name, recipe)
         products = np.where(weights != 0, weights * values, 0)
         total += coef * products.sum()
         bound += abs(coef) * np.where(weights != 0, weights * errors, 0).sum()
@@ -87,6 +93,8 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
         coef, reduction = terms["kl"]
         value, errors = _kl_gradient(replay, recipe, reduction, unit)
         total, bound = total + coef * value, bound + abs(coef) * errors
+    if recipe.entropy.source == "sampled":
+        total = total + recipe.entropy.coef * token_weights(replay, recipe, recipe.reduction)
     total, bound = settings.scale * total, abs(settings.scale) * bound
     return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
 
@@ -97,11 +105,56 @@ def token_weights(replay: Replay, recipe: Recipe, reduction: ReductionRecipe) ->
     Returns:
       `[B, T]` float64; NaN if the groups of the reduction are not recorded.
     """
-    key = ("token_weights", recipe.mask, reduction)
-    weights: np.ndarray = replay.remember(
-        key, lambda: _token_weights(replay.used_mask(recipe), reduction, replay.arrays)
-    )
+
+    def compute() -> np.ndarray:
+        rows = _rows_that_count(replay, reduction.rows)
+        return _token_weights(replay.used_mask(recipe) & rows[:, None], reduction, replay.arrays)
+
+    weights: np.ndarray = replay.remember(("token_weights", recipe.mask, reduction), compute)
     return weights
+
+
+def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the entropy of an entropy bonus.
+
+    Returns:
+      `[B, T]` entropies in nats and their bounds; NaN if they are not recorded.
+    """
+    if recipe.entropy.source == "sampled":
+        return -replay.arrays["log_probs"], np.zeros(replay.shape)
+    return replay.arrays.get("entropy", np.full(replay.shape, np.nan)), np.zeros(replay.shape)
+
+
+def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any]:
+    """Returns the arrays of the policy loss, at other log-probs of the policy."""
+    arrays: dict[str, Any] = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
+    arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": replay.used_mask(recipe)}
+    return {**arrays, "log_probs": policy, "key": jax.random.key(0)}
+
+
+def _parts(replay: Replay, step: RecipeStep) -> list[tuple[float, Call]]:
+    """Lists the policy loss and the terms that it adds to itself, each with its factor."""
+    call = replay.call("loss", step)
+    first = dataclasses.replace(call, plus=())
+    return [(step.scale, first), *((step.scale * step.added, term) for term in call.plus)]
+
+
+def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
+    """Returns the factor of the rollout correction, `[B, T]`, or 1 without one."""
+    power = (recipe.loss or RecipeStep()).weights
+    if recipe.correction is None or not power:
+        return 1.0
+    return np.asarray(np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0) ** power)
+
+
+def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
+    """Returns the rows that enter a reduction, `[B]` bool."""
+    if which == "complete":
+        return replay.layout.complete
+    if which == "spread" and "advantages" in replay.arrays:
+        values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
+        return np.asarray((values != 0).any(1))
+    return np.ones(len(replay.arrays["mask"]), bool)
 
 
 def _terms(recipe: Recipe) -> list[tuple[float, str, ReductionRecipe]]:
@@ -109,6 +162,8 @@ def _terms(recipe: Recipe) -> list[tuple[float, str, ReductionRecipe]]:
     terms = [(1.0, "token_loss", recipe.reduction)]
     if recipe.kl is not None and recipe.kl.place == "loss" and recipe.kl.coef:
         terms.append((recipe.kl.coef, "kl", recipe.kl_reduction or recipe.reduction))
+    if recipe.entropy.coef:
+        terms.append((-recipe.entropy.coef, "entropy", recipe.reduction))
     return terms
 
 
@@ -138,15 +193,22 @@ def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
 
 def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.ndarray, np.ndarray]:
     policy, _ = policy_pair(replay, recipe)
-    weights = token_weights(replay, recipe, recipe.reduction)
-    sign = -1 if recipe.ratio.swapped else 1
+    step, weights = recipe.loss or RecipeStep(), token_weights(replay, recipe, recipe.reduction)
+    # Where each token stands alone, the weights of the reduction multiply its derivative.
+    alone = replay.call("loss", step).function in ALONE and not _by_row(replay, recipe)
+    inner = np.ones(replay.shape) if alone else weights
 
     def compute(log_probs: np.ndarray) -> np.ndarray:
-        _, pull = jax.vjp(lambda lp: policy_loss_at(replay, lp, recipe), jnp.asarray(log_probs))
-        return np.asarray(sign * pull(jnp.asarray(weights))[0])
+        arrays, total = _inputs(replay, log_probs, recipe), np.zeros(replay.shape)
+        for factor, call in _parts(replay, step):
+            total = total + factor * np.asarray(pull_call("loss", call, arrays, inner * _correction(replay, recipe)))
+        return -total if recipe.ratio.swapped else total
 
-    key = ("policy_gradient", unit, *(getattr(recipe, stage) for stage in ORDER["loss"] if stage != "kl_reduction"))
+    stages = (stage for stage in ORDER["token_loss"])
+    key = ("policy_gradient", unit, *(getattr(recipe, stage) for stage in stages), None if alone else recipe.reduction)
     value, change = replay.remember(key, lambda: value_and_change(compute, policy, _move(replay, recipe, unit)))
+    if alone:
+        value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
     height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
     return value, change + (PRODUCTS + height) * unit * np.abs(value) + _inherited(replay, recipe, value)
 
@@ -157,13 +219,14 @@ def _kl_gradient(
     kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
     weights = token_weights(replay, recipe, reduction)
 
+    # The estimate of a token depends on its own log-prob alone.
     def compute(log_probs: np.ndarray) -> np.ndarray:
-        _, pull = jax.vjp(lambda lp: kl_at(replay, lp, kl, used), jnp.asarray(log_probs))
-        return np.asarray(pull(jnp.asarray(weights))[0])
+        return np.asarray(kl_gradient_at(replay, log_probs, kl, used))
 
-    key = ("kl_gradient", unit, recipe.mask, kl, reduction)
+    key = ("kl_gradient", unit, recipe.mask, dataclasses.replace(kl, coef=0.0))
     move = kl_move(replay, kl, unit)
     value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move))
+    value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
     return value, change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
 
 
@@ -201,6 +264,8 @@ def _weights_of_rows(
     count, per_row = part.sum(), part.sum(1, keepdims=True)
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)
+    if reduction.per_length:
+        weights = weights / np.maximum(per_row, 1)
     result = np.zeros(mask.shape)
     result[rows] = reduction.scale * weights
     return result

@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kljax
 from kljax.parity import scoring
 from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep
-from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
+from kljax.parity.replay import Prediction, Replay, compiled, per_token
 from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
 
@@ -25,7 +26,7 @@ def mask(replay: Replay, recipe: Recipe) -> Prediction:
     """
     prompts, lengths = replay.arrays["prompt_lengths"][:, None], replay.arrays["lengths"][:, None]
     position = np.arange(replay.shape[1])
-    value = apply_rule((position >= prompts) & (position < lengths), recipe.mask_rule)
+    value = apply_rule((position >= prompts) & (position < lengths), recipe.mask_rule, replay.layout)
     return Prediction(value, np.zeros(replay.shape), np.ones(replay.shape, bool))
 
 
@@ -76,7 +77,7 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
       `[B, T]` log-probs of the policy and of the old policy, in nats.
     """
     policy, settings = replay.arrays["log_probs"], recipe.ratio
-    old = shift_rows(replay.arrays.get(settings.old, policy), settings.shift)
+    old = shift_rows(replay.old_log_probs(recipe), settings.shift)
     if settings.recorded:
         return old + np.log(np.where(replay.arrays["ratio"] > 0, replay.arrays["ratio"], 1)), old
     return (2 * old - policy, old) if settings.swapped else (policy, old)
@@ -116,19 +117,18 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
         numerator, denominator = denominator, numerator
     unit = replay.unit("weights", recipe)
     move = unit * (np.abs(numerator - denominator) * (1 + tree_height(replay.shape[1])) + EXP)
-    call = replay.call("correction", step)
 
     def compute(policy: np.ndarray) -> np.ndarray:
         arrays = {**inputs, "log_probs": policy, "sampling_log_probs": denominator, "mask": used}
-        result = np.asarray(run_call("correction", call, arrays), np.float64)
+        result = np.asarray(replay.run("correction", step, arrays), np.float64)
         return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
 
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 
-def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
-    """Estimates the KL per token at other log-probs of the policy; differentiable in them.
+def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> jax.Array:
+    """Estimates the KL per token at other log-probs of the policy.
 
     Args:
       policy: `[B, T]` log-probs of the policy in nats.
@@ -137,21 +137,41 @@ def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
     Returns:
       `[B, T]` estimates in nats times `kl.scale`; 0 where masked.
     """
+    return _kl_program(replay, policy, kl, used, "value")
+
+
+def kl_gradient_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> jax.Array:
+    """Differentiates the KL of each token by its own log-prob.
+
+    Args:
+      policy: `[B, T]` log-probs of the policy in nats.
+      used: `[B, T]` bool, the tokens of the estimate.
+
+    Returns:
+      `[B, T]` derivatives times `kl.scale`; 0 where masked.
+    """
+    return _kl_program(replay, policy, kl, used, "gradient")
+
+
+def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: str) -> jax.Array:
     reference = shift_rows(replay.arrays[kl.reference], kl.shift)
-    first, second = (reference, policy) if kl.swapped else (policy, reference)
-    sampling = replay.arrays[replay.plan.recipe.ratio.old] if kl.corrected else None
-    settings: dict[str, Any] = {
-        "estimator": kl.estimator,
-        "gradient": kl.gradient,
-        "max_ratio": kl.max_ratio if kl.corrected else None,
-        "log_ratio_clip": kl.log_ratio_clip,
-        "value_clip": kl.value_clip,
-    }
+    sampling = replay.old_log_probs(replay.plan.recipe) if kl.corrected else None
+    settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
+    clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
+    clips |= {"log_ratio_clip": kl.log_ratio_clip, "value_clip": kl.value_clip}
 
-    def estimate(first: Any, second: Any, used: Any, sampling: Any) -> jax.Array:
-        return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings)
+    def compute(policy: Any, reference: Any, used: Any, sampling: Any, clips: dict[str, Any]) -> Any:
+        def estimate(policy: Any) -> jax.Array:
+            first, second = (reference, policy) if kl.swapped else (policy, reference)
+            return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings, **clips)
 
-    return kl.scale * compiled(f"kl {settings!r}", estimate)(first, second, used, sampling)
+        if result == "value":
+            return estimate(policy)
+        estimates, pull = jax.vjp(estimate, policy)
+        return pull(jnp.ones_like(estimates))[0]
+
+    program = compiled(f"kl {result} {settings!r} {kl.swapped}", compute)
+    return kl.scale * program(policy, reference, used, sampling, clips)
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
@@ -190,7 +210,7 @@ def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
     policy = kl_policy(replay, kl)
     distance = np.abs(policy - shift_rows(replay.arrays[kl.reference], kl.shift))
     if kl.corrected:
-        distance = distance + np.abs(policy - replay.arrays[replay.plan.recipe.ratio.old]) + EXP
+        distance = distance + np.abs(policy - replay.old_log_probs(replay.plan.recipe)) + EXP
     return unit * np.where(np.isfinite(distance), distance, 0)
 
 
@@ -205,6 +225,6 @@ def kl_cancellation(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
     policy = kl_policy(replay, kl)
     with np.errstate(all="ignore"):
         x = np.clip(policy - shift_rows(replay.arrays[kl.reference], kl.shift), -20, None) * (-1 if kl.swapped else 1)
-        weight = np.exp(policy - replay.arrays[replay.plan.recipe.ratio.old]) if kl.corrected else 1.0
+        weight = np.exp(policy - replay.old_log_probs(replay.plan.recipe)) if kl.corrected else 1.0
         terms = unit * abs(kl.scale) * weight * (8 * np.exp(-x) + 4 * np.abs(x) + 4)
     return np.where(np.isfinite(terms), terms, 0)

@@ -1,13 +1,57 @@
 """Masks and shifts by position, and how far a function moves when its argument does."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from kljax.parity.recipe import MaskRule
 
 
-def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Positions that a mask may get wrong.
+
+    Attributes:
+      starts: `[B]` position of the first prompt token, behind padding on the left.
+      complete: `[B]` bool, rows that end with an end-of-sequence token; the others are cut at the limit.
+      ends_known: whether the end-of-sequence token is known; else the longest completions are taken as cut.
+    """
+
+    starts: np.ndarray
+    complete: np.ndarray
+    ends_known: bool
+
+
+def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> Layout:
+    """Finds the padding on the left and the rows that are cut at the limit.
+
+    Args:
+      mask: `[B, T]` bool, the recorded mask; `lengths` and `prompt_lengths` take precedence.
+      arrays: recorded arrays; without `tokens` no row has padding on its left.
+      pad_id: None takes the token behind the rows, if it is always the same.
+      eos_id: None takes the last token of the rows below the limit, if they share one.
+    """
+    rows, positions = np.arange(len(mask)), np.arange(mask.shape[1])
+    some = mask.any(1)
+    lengths = arrays.get("lengths", np.where(some, mask.shape[1] - mask[:, ::-1].argmax(1), 0))
+    prompts = arrays.get("prompt_lengths", np.where(some, mask.argmax(1), 0))
+    tokens, sizes = arrays.get("tokens"), lengths - prompts
+    below = sizes < sizes.max(initial=0)
+    if tokens is None:
+        return Layout(np.zeros(len(mask), int), below, False)
+    behind = tokens[positions >= lengths[:, None]]
+    if pad_id is None and behind.size and (behind == behind[0]).all():
+        pad_id = int(behind[0])
+    starts = np.where((tokens != pad_id).any(1), (tokens != pad_id).argmax(1), 0) if pad_id is not None else 0 * sizes
+    last = tokens[rows, np.maximum(lengths - 1, 0)]
+    if eos_id is None and below.sum() > 1 and len(set(last[below].tolist())) == 1:
+        eos_id = int(last[below][0])
+    known = eos_id is not None
+    return Layout(np.minimum(starts, prompts), last == eos_id if known else below, known)
+
+
+def apply_rule(mask: np.ndarray, rule: MaskRule, layout: Layout) -> np.ndarray:
     """Returns the mask with the faults of a rule.
 
     Args:
@@ -16,17 +60,21 @@ def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
     Returns:
       `[B, T]` bool, a copy.
     """
-    position = np.arange(mask.shape[1])
+    position, start = np.arange(mask.shape[1]), layout.starts[:, None]
     some = mask.any(1, keepdims=True)
     first = np.where(some, mask.argmax(1)[:, None], 0)
     last = np.where(some, mask.shape[1] - 1 - mask[:, ::-1].argmax(1)[:, None], -1)
     result = mask.copy()
-    if rule.prompt:
-        result |= some & (position < first) & (position > 0)
+    if rule.prompt != "none":
+        result |= some & (position < first) & (position >= start + (rule.prompt == "predicted")) & (position > 0)
+    if rule.left:
+        result |= position < start
     if rule.pad:
         result |= position > last
-    if not rule.last:
-        result &= position != last
+    if rule.last != "all":
+        result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
+    if not rule.cut:
+        result &= layout.complete[:, None]
     return shift_rows(result, rule.shift)
 
 

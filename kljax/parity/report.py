@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kljax.parity.causes import Cause
-from kljax.parity.search import Difference, Finding, ParityReport
+from kljax.parity.comparison import Difference, Finding, ParityReport
 
 HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row, token)", "bound there", "verdict")
 
@@ -42,6 +42,7 @@ def as_json(report: ParityReport) -> dict[str, Any]:
                 "follows": finding.follows or None,
                 "remaining": _difference_as_json(finding.difference),
                 "advice": finding.advice or None,
+                "shape": finding.shape or None,
             }
             for finding in report.findings
         ],
@@ -112,6 +113,8 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
     numbers = f"recorded {difference.recorded:.9g}, expected {difference.expected:.9g}{position}"
     if not finding.explanations:
         yield f"{field}: cause unknown; {numbers}, bound {difference.bound:.1e}"
+        if finding.shape:
+            yield f"    {finding.shape}"
     elif len(finding.explanations) == 1:
         yield f"{field}: {' and '.join(cause.text for cause in finding.explanations[0])}"
         yield f"    [{', '.join(cause.key for cause in finding.explanations[0])}]; {numbers}"
@@ -123,8 +126,8 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
         yield f"    to decide: {finding.advice}"
 
 
-def _cause_as_json(cause: Cause) -> dict[str, str]:
-    return {"stage": cause.stage, "name": cause.name, "text": cause.text}
+def _cause_as_json(cause: Cause) -> dict[str, Any]:
+    return {"stage": cause.stage, "name": cause.name, "text": cause.text, "number": cause.number}
 
 
 def _difference_as_json(difference: Difference) -> dict[str, Any]:

@@ -1,22 +1,31 @@
-"""Compares a dump with its replay and finds the causes of the differences."""
+"""Finds the causes of the differences of a dump: the smallest set of choices and numbers under which all agrees."""
 
-import dataclasses
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from kljax.parity.causes import Cause, causes_of, rounding_causes
+from kljax.parity.causes import Cause, rounding_causes
+from kljax.parity.choices import causes_of
+from kljax.parity.comparison import Finding, ParityReport, compare_field, residual_of
 from kljax.parity.fields import ORDER
+from kljax.parity.fit import DIGITS, Residual, is_simple, simplest, solve_between, solve_linear, solve_two
+from kljax.parity.numbers import UnknownNumber, note_on_factor, numbers_of
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
 from kljax.parity.rounding import narrowest_dtype
+from kljax.parity.shape import describe
 from kljax.parity.stages import comparable, reason_not_compared, recorded
 
 # Causes of one report, groups of equally good candidates that are followed at a field, ties that are kept.
 MAX_CAUSES, GROUPS, TIES = 4, 3, 12
+# Candidates of a search for pairs, and the choices that are paired first.
+CANDIDATES, PROMISING = 20_000, 24
+# Results by which one number is looked for while another may be wrong as well.
+PEELED = 3
+# Different numbers that a field needs for its grid to tell a dtype.
+DISTINCT = 6
 # The fields that would decide where a cause is unknown or tied.
 DECIDING = {
     "mask": ("tokens",),
@@ -29,143 +38,41 @@ DECIDING = {
     "kl": ("ref_logits or ref_hidden and ref_head of one row",),
 }
 Causes = tuple[Cause, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far a recorded result lies from the recomputed one.
-
-    Attributes:
-      field: its name.
-      absolute: the largest absolute difference; infinite where one side is not finite.
-      relative: the largest difference over the magnitude of the recorded number.
-      at: row and token of the number that exceeds its bound most; empty for a scalar.
-      recorded: the recorded number there.
-      expected: the recomputed number there.
-      bound: the rounding bound there.
-      excess: the largest ratio of difference and bound; at most 1 agrees.
-      compared: how many numbers were compared.
-    """
-
-    field: str
-    absolute: float
-    relative: float
-    at: tuple[int, ...]
-    recorded: float
-    expected: float
-    bound: float
-    excess: float
-    compared: int
-
-    @property
-    def agrees(self) -> bool:
-        """Whether every number is within its bound."""
-        return self.excess <= 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A field that differs, with its explanation.
-
-    Attributes:
-      difference: how it differs under the causes of earlier fields.
-      explanations: sets of causes that each bring it within the bound; several are ties. Empty is unknown.
-      advice: the field that would decide, if the cause is unknown or tied.
-      follows: an earlier field of unknown cause that this one is computed from.
-    """
-
-    difference: Difference
-    explanations: tuple[tuple[Cause, ...], ...] = ()
-    advice: str = ""
-    follows: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class ParityReport:
-    """The result of a comparison.
-
-    Attributes:
-      differences: every compared field as recorded, before any cause is applied.
-      findings: the fields that differ, in the order of the data.
-      not_compared: results that could not be recomputed, with the reason.
-      dtype: the dtype whose rounding is allowed.
-      notes: further remarks.
-    """
-
-    differences: tuple[Difference, ...]
-    findings: tuple[Finding, ...]
-    not_compared: tuple[tuple[str, str], ...]
-    dtype: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all compared fields agree."""
-        return not self.findings
-
-    @property
-    def causes(self) -> tuple[Cause, ...]:
-        """The causes of the first explanation of each finding."""
-        return tuple(cause for finding in self.findings for cause in (finding.explanations or ((),))[0])
-
-
-def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
-    """Compares one recorded result with the recomputed one.
-
-    Returns:
-      The largest differences, and the number that exceeds its rounding bound the most. Two NaN are equal.
-
-    Raises:
-      ValueError: if a function of the library refuses the settings.
-    """
-    prediction = replay.predict(name, recipe)
-    recorded_values, at = np.asarray(replay.arrays[name], np.float64), prediction.at
-    value, bound = np.asarray(prediction.value, np.float64), np.asarray(prediction.bound, np.float64)
-    at = np.broadcast_to(at, recorded_values.shape)
-    with np.errstate(all="ignore"):
-        difference = np.abs(recorded_values - value)
-        same = (recorded_values == value) | (np.isnan(recorded_values) & np.isnan(value))
-        difference = np.where(same | ~at, 0, np.where(np.isfinite(difference), difference, np.inf))
-        excess = np.where(difference == 0, 0, difference / np.maximum(bound, 1e-300))
-        relative = np.where(difference == 0, 0, difference / np.maximum(np.abs(recorded_values), 1e-300))
-    if recorded_values.size == 0 or not at.any():
-        return Difference(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, 0)
-    where = (
-        np.unravel_index(int(np.argmax(np.where(at, excess, -1))), recorded_values.shape)
-        if recorded_values.ndim
-        else ()
-    )
-    largest = (float(difference.max()), float(relative.max()))
-    numbers = (float(array[where]) for array in (recorded_values, value, bound, excess))
-    recorded, expected, limit, worst = numbers
-    position = tuple(int(index) for index in where)
-    return Difference(name, *largest, position, recorded, expected, limit, worst, int(at.sum()))
+Skipped = frozenset[str]
 
 
 class Search:
     """Finds the smallest set of causes under which every field agrees."""
 
-    def __init__(self, replay: Replay, *, seconds: float = 600.0) -> None:
+    def __init__(self, replay: Replay, *, candidates: int = CANDIDATES) -> None:
         self.replay = replay
         self.fields = comparable(replay)
         self.causes = causes_of(replay)
-        self.deadline = time.monotonic() + seconds
-        self.stopped = False
-        self._found_pairs: dict[Any, list[Causes]] = {}
+        self.numbers = numbers_of(replay)
+        self.limit = candidates
+        self.tried = 0
+        self.left = 0
+        self._memo: dict[Any, list[Causes]] = {}
 
     def run(self) -> ParityReport:
         """Compares every field and explains the differing ones.
 
         Returns:
-          The `ParityReport`, with a note if the search for pairs of causes ran out of time.
+          The `ParityReport`, with a note if the search for pairs of causes reached its limit.
         """
         recipe = self.replay.plan.recipe
         differences = tuple(compare_field(self.replay, name, recipe) for name in self.fields)
         findings = self._explain(recipe)
         missing = [name for name in recorded(self.replay) if name not in self.fields]
         reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
-        notes = ("the search for pairs of causes stopped at its time limit",) if self.stopped else ()
-        return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, notes)
+        notes = list(self.replay.notes)
+        if any(not finding.explanations for finding in findings):
+            notes.append(
+                f"tried: {len(self.causes)} choices, {len(self.numbers)} numbers and {self.tried} pairs of them"
+            )
+        if self.left:
+            notes.append(f"the search stopped at its limit of {self.limit} candidates; {self.left} pairs were left")
+        return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, tuple(notes))
 
     def agrees(self, name: str, recipe: Recipe) -> bool:
         """Tells whether a field agrees under a recipe; settings that a function of the library refuses do not.
@@ -178,7 +85,7 @@ class Search:
           TypeError: the same.
         """
         try:
-            return compare_field(self.replay, name, recipe).agrees
+            return residual_of(self.replay, (name,), recipe).agrees
         except (ValueError, TypeError):
             if recipe == self.replay.plan.recipe:
                 raise
@@ -190,7 +97,7 @@ class Search:
         if complete is not None:
             return complete
         findings: list[Finding] = []
-        skipped: set[str] = set()
+        skipped: Skipped = frozenset()
         while (first := self._first(recipe, skipped)) is not None:
             difference = compare_field(self.replay, first, recipe)
             source = next((name for name in skipped if _follows(first, name)), "")
@@ -201,20 +108,23 @@ class Search:
                 findings.append(Finding(difference, tuple(ties), advice))
                 recipe = _applied(ties[0], recipe)
                 continue
-            skipped.add(first)
-            findings.append(Finding(difference, advice="" if source else self._advice(first), follows=source))
+            skipped |= {first}
+            advice = "" if source else self._advice(first)
+            shape = "" if source else describe(self.replay, first, recipe)
+            findings.append(Finding(difference, advice=advice, follows=source, shape=shape))
             if first == "ratio":
                 recipe = recipe.changed("ratio", recorded=True)
         return findings
 
     def _solve(self, recipe: Recipe, budget: int) -> list[Finding] | None:
         """Returns findings under which every field agrees, of at most so many causes, or None."""
-        first = self._first(recipe, set())
+        none: Skipped = frozenset()
+        first = self._first(recipe, none)
         if first is None:
             return []
         difference = compare_field(self.replay, first, recipe)
-        singles = self._singles(first, recipe, set()) + self._roundings(first, recipe, exact=True)
-        for ties in self._ranked(singles, recipe, set())[:GROUPS] if budget >= 1 else []:
+        singles = (self._singles(first, recipe, none) or self._roundings(first, recipe)) if budget >= 1 else []
+        for ties in self._ranked(singles, recipe, none)[:GROUPS]:
             rest = self._solve(_applied(ties[0], recipe), budget - 1)
             if rest is not None:
                 advice = self._advice(first, tied=True) if len(ties) > 1 else ""
@@ -222,39 +132,47 @@ class Search:
         # One number may be mended by chance; an array is not, so that what mends it holds.
         if budget < 2 or (singles and self.replay.arrays[first].size > 1):
             return None
-        for ties in self._ranked(self._pairs(first, recipe, set()), recipe, set())[:GROUPS]:
+        for ties in self._ranked(self._pairs(first, recipe, none), recipe, none)[:GROUPS]:
             rest = self._solve(_applied(ties[0], recipe), budget - 2)
             if rest is not None:
                 advice = self._advice(first, tied=True) if len(ties) > 1 else ""
                 return [Finding(difference, tuple(ties), advice), *rest]
         return None
 
-    def _first(self, recipe: Recipe, skipped: set[str]) -> str | None:
+    def _first(self, recipe: Recipe, skipped: Skipped) -> str | None:
         """Returns the first field that does not agree."""
         return next((name for name in self._open(skipped) if not self.agrees(name, recipe)), None)
 
-    def _open(self, skipped: set[str]) -> list[str]:
+    def _open(self, skipped: Skipped) -> list[str]:
         return [name for name in self.fields if name not in skipped]
 
-    def _candidates(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
-        """Returns the sets of causes that mend a field: of one, or else of two, or else a coarser dtype."""
-        return (
-            self._singles(name, recipe, skipped)
-            or self._roundings(name, recipe, exact=True)
-            or self._pairs(name, recipe, skipped)
-            or self._roundings(name, recipe, exact=False)
-        )
+    def _after(self, name: str, skipped: Skipped) -> list[str]:
+        """Lists the fields after one, without metrics."""
+        order = list(ORDER)
+        position = order.index(name) if name in ORDER else len(order)
+        return [field for field in self._open(skipped) if field in ORDER and order.index(field) > position]
 
-    def _ranked(self, candidates: Sequence[Causes], recipe: Recipe, skipped: set[str]) -> list[list[Causes]]:
-        """Groups candidates by how many fields agree with them, the most first."""
+    def _candidates(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
+        """Returns the sets of causes that mend a field for certain, though other fields remain unexplained."""
+        candidates = (
+            self._singles(name, recipe, skipped) or self._roundings(name, recipe) or self._pairs(name, recipe, skipped)
+        )
+        if self.replay.arrays[name].size > 1:
+            return candidates
+        # One number may be mended by chance: an array that depends on it has to agree as well.
+        later = [field for field in self._after(name, skipped) if self.replay.arrays[field].size > 1]
+        return [causes for causes in candidates if all(self.agrees(x, _applied(causes, recipe)) for x in later)]
+
+    def _ranked(self, candidates: Sequence[Causes], recipe: Recipe, skipped: Skipped) -> list[list[Causes]]:
+        """Groups candidates by how many fields agree with them, the most first; choices come before numbers."""
         groups: dict[int, list[Causes]] = {}
         for candidate in candidates:
             changed = _applied(candidate, recipe)
             score = sum(self.agrees(name, changed) for name in self._open(skipped))
             groups.setdefault(score, []).append(candidate)
-        return [groups[score][:TIES] for score in sorted(groups, reverse=True)]
+        return [_preferred(groups[score])[:TIES] for score in sorted(groups, reverse=True)]
 
-    def _mends(self, causes: Causes, name: str, recipe: Recipe, skipped: set[str]) -> bool:
+    def _mends(self, causes: Causes, name: str, recipe: Recipe, skipped: Skipped) -> bool:
         """Whether a field and all before it agree once the causes are applied."""
         changed = _applied(causes, recipe)
         if changed == recipe or not self.agrees(name, changed):
@@ -262,37 +180,215 @@ class Search:
         before = self.fields[: self.fields.index(name)]
         return all(self.agrees(field, changed) for field in before if field not in skipped)
 
-    def _singles(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
-        return [(cause,) for cause in self._relevant(name) if self._mends((cause,), name, recipe, skipped)]
+    def _singles(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
+        """Returns the choices that mend a field, then the numbers that do."""
+        return self._remember(("single", name, recipe, skipped), lambda: self._search_singles(name, recipe, skipped))
 
-    def _pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
-        key = (name, recipe, frozenset(skipped))
-        if key not in self._found_pairs:
-            self._found_pairs[key] = list(self._search_pairs(name, recipe, skipped))
-        return self._found_pairs[key]
+    def _search_singles(self, name: str, recipe: Recipe, skipped: Skipped) -> Iterator[Causes]:
+        for cause in self._relevant(name):
+            if self._mends((cause,), name, recipe, skipped):
+                yield (cause,)
+        for number in self._relevant_numbers(name):
+            solved = self._solved(number, name, recipe, skipped)
+            if solved is not None and self._mends((solved,), name, recipe, skipped):
+                yield (solved,)
 
-    def _search_pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> Iterator[Causes]:
-        causes = [cause for cause in self._relevant(name) if not cause.alone]
-        for pair in itertools.combinations(causes, 2):
-            if time.monotonic() > self.deadline:
-                self.stopped = True
+    def _solved(
+        self, number: UnknownNumber, name: str, recipe: Recipe, skipped: Skipped, *, element: int | None = None
+    ) -> Cause | None:
+        """Solves a number from a field, and from the fields after it if the field is one number.
+
+        Args:
+          element: solve it from one number of the field alone, without proof.
+        """
+        for targets in self._targets(number, name, skipped):
+
+            def evaluate(value: float, targets: Sequence[str] = targets) -> Residual | None:
+                return self._evaluate(number, value, targets, recipe, element)
+
+            start = _value_of(number, recipe)
+            if number.grid:
+                value = solve_between(evaluate, sorted({*number.grid, *(() if start is None else (start,))}))
+            else:
+                value = solve_linear(evaluate, start or 0.0, 2 * start if start else 1.0)
+            if value is None:
+                continue
+            value = simplest(evaluate, value)
+            if value == start or (element is None and not self._is_proved(evaluate, value, targets, recipe)):
+                continue
+            return number.cause(recipe, value, note_on_factor(self.replay, number, value))
+        return None
+
+    def _targets(self, number: UnknownNumber, name: str, skipped: Skipped) -> list[tuple[str, ...]]:
+        if self.replay.arrays[name].size > 1 or name not in ORDER:
+            return [(name,)]
+        joint = (name, *(field for field in self._after(name, skipped) if number.stage in ORDER[field]))
+        return [joint, (name,)] if len(joint) > 1 else [(name,)]
+
+    def _evaluate(
+        self, number: UnknownNumber, value: float, targets: Sequence[str], recipe: Recipe, element: int | None
+    ) -> Residual | None:
+        try:
+            residual = residual_of(self.replay, targets, number.cause(recipe, value).apply(recipe))
+        except (ValueError, TypeError):
+            return None
+        if element is None:
+            return residual
+        part = slice(element, element + 1)
+        return Residual(residual.difference[part], residual.bound[part])
+
+    def _is_proved(
+        self, evaluate: Callable[[float], Residual | None], value: float, targets: Sequence[str], recipe: Recipe
+    ) -> bool:
+        """Tells whether more results than one show the number, or whether it is too simple for chance."""
+        before = residual_of(self.replay, targets, recipe)
+        if int((np.abs(before.difference) > before.bound).sum()) > 1:
+            return True
+        near, there = evaluate(value * (1 + 1e-3) if value else 1e-3), evaluate(value)
+        if near is None or there is None:
+            return False
+        # How far the number that this result alone shows lies from the simple one.
+        slope = np.abs(near.difference - there.difference) / 1e-3
+        element = int(np.argmax(slope / np.maximum(there.bound, 1e-300)))
+        return slope[element] > 0 and is_simple(value, float(abs(there.difference[element]) / slope[element]))
+
+    def _pairs(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
+        return self._remember(("pair", name, recipe, skipped), lambda: self._search_pairs(name, recipe, skipped))
+
+    def _search_pairs(self, name: str, recipe: Recipe, skipped: Skipped) -> Iterator[Causes]:
+        """Yields pairs that mend a field: promising choices, choices with numbers, numbers, then all choices."""
+        choices = self._by_promise(name, recipe, skipped)
+        numbers = self._relevant_numbers(name)
+        pairs = list(itertools.combinations(choices, 2))
+        pairs.sort(key=lambda pair: choices.index(pair[0]) + choices.index(pair[1]))
+        for stage in (
+            self._choice_pairs(pairs[: PROMISING**2], name, recipe, skipped),
+            self._peeled(numbers, name, recipe, skipped),
+            self._linear_pairs(numbers, name, recipe, skipped),
+            self._with_numbers(choices, numbers, name, recipe, skipped),
+            self._choice_pairs(pairs[PROMISING**2 :], name, recipe, skipped),
+        ):
+            results = list(stage)
+            if results:
+                yield from results
+                return
+
+    def _by_promise(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Cause]:
+        """Sorts the choices by how much each alone lessens the differences of a field and of the fields after it."""
+        targets = [name, *(self._after(name, skipped) if self.replay.arrays[name].size == 1 else ())]
+
+        def size(cause: Cause) -> float:
+            try:
+                residual = residual_of(self.replay, targets, cause.apply(recipe))
+            except (ValueError, TypeError):
+                return np.inf
+            return float(np.log1p(np.minimum(np.abs(residual.units), 1e15)).mean())
+
+        return sorted((cause for cause in self._relevant(name) if not cause.alone), key=size)
+
+    def _choice_pairs(self, pairs: Sequence[Causes], name: str, recipe: Recipe, skipped: Skipped) -> Iterator[Causes]:
+        for position, pair in enumerate(pairs):
+            if not self._count(len(pairs) - position):
                 return
             if not pair[0].conflicts(pair[1]) and self._mends(pair, name, recipe, skipped):
                 yield pair
 
-    def _roundings(self, name: str, recipe: Recipe, *, exact: bool) -> list[Causes]:
-        """Returns the finest coarser dtype that explains a field; exact if it holds all its numbers."""
-        causes = rounding_causes(self.replay, name)
-        if exact:
-            kind = narrowest_dtype(self.replay.arrays[name]) if self.replay.arrays[name].size > 1 else ""
-            causes = [cause for cause in causes if cause.name == kind]
-        sufficient: list[Causes] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
-        return sufficient[:1]
+    def _with_numbers(
+        self, choices: Sequence[Cause], numbers: Sequence[UnknownNumber], name: str, recipe: Recipe, skipped: Skipped
+    ) -> Iterator[Causes]:
+        for position, cause in enumerate(choices):
+            changed = cause.apply(recipe)
+            for number in numbers:
+                if not self._count((len(choices) - position) * len(numbers)):
+                    return
+                try:
+                    solved = self._solved(number, name, changed, skipped)
+                except (ValueError, TypeError):
+                    continue
+                if solved is None or cause.conflicts(solved):
+                    continue
+                if self._mends((cause, solved), name, recipe, skipped):
+                    yield cause, solved
+
+    def _peeled(
+        self, numbers: Sequence[UnknownNumber], name: str, recipe: Recipe, skipped: Skipped
+    ) -> Iterator[Causes]:
+        """Yields numbers that a few results show, with what mends the rest."""
+        residual = residual_of(self.replay, (name,), recipe)
+        wrong = np.abs(residual.units) > 1
+        ordered = np.argsort(-np.abs(residual.units), kind="stable")[: wrong.sum()]
+        elements = [int(ordered[int(q * (len(ordered) - 1))]) for q in np.linspace(0, 1, PEELED)]
+        seen: set[str] = set()
+        for number in numbers:
+            for element in dict.fromkeys(elements):
+                if residual.difference.size == 1 or not self._count(0):
+                    return
+                first = self._solved(number, name, recipe, skipped, element=element)
+                if first is None or first.key in seen:
+                    continue
+                seen.add(first.key)
+                changed = first.apply(recipe)
+                after = residual_of(self.replay, (name,), changed)
+                if after.units.shape != wrong.shape or (np.abs(after.units) > 1).sum() > 0.9 * wrong.sum() - 1:
+                    continue
+                for rest in self._singles(name, changed, skipped):
+                    if not rest[0].conflicts(first):
+                        yield (first, *rest)
+
+    def _linear_pairs(
+        self, numbers: Sequence[UnknownNumber], name: str, recipe: Recipe, skipped: Skipped
+    ) -> Iterator[Causes]:
+        """Yields two numbers at once that the results are linear in, each of them or their product."""
+        for first, second in itertools.combinations([number for number in numbers if not number.grid], 2):
+            targets = self._targets(first, name, skipped)[0]
+
+            def evaluate(values: Sequence[float], pair: Any = (first, second), targets: Any = targets) -> Residual:
+                changed = recipe
+                for number, value in zip(pair, values, strict=True):
+                    changed = number.cause(changed, value).apply(changed)
+                return residual_of(self.replay, targets, changed)
+
+            starts = [_value_of(number, recipe) or 0.0 for number in (first, second)]
+            if not self._count(0) or (values := solve_two(evaluate, starts)) is None:
+                continue
+            for digits in DIGITS:
+                value = float(f"{values[0]:.{digits}g}")
+                cause = first.cause(recipe, value, note_on_factor(self.replay, first, value))
+                rest = self._solved(second, name, cause.apply(recipe), skipped)
+                if rest is not None and self._mends((cause, rest), name, recipe, skipped):
+                    yield cause, rest
+                    break
+
+    def _count(self, remaining: int) -> bool:
+        """Counts a candidate; False at the limit, with the number of candidates that are left."""
+        if self.tried >= self.limit:
+            self.left = max(self.left, remaining)
+            return False
+        self.tried += 1
+        return True
+
+    def _remember(self, key: Any, make: Callable[[], Iterator[Causes]]) -> list[Causes]:
+        if key not in self._memo:
+            self._memo[key] = list(make())
+        return self._memo[key]
+
+    def _roundings(self, name: str, recipe: Recipe) -> list[Causes]:
+        """Returns the coarser dtype that a field was rounded to: its grid holds all the numbers of the field."""
+        values = self.replay.arrays[name]
+        if len(np.unique(values)) < DISTINCT:
+            return []
+        kind = narrowest_dtype(values)
+        causes = [cause for cause in rounding_causes(self.replay, name) if cause.name == kind]
+        return [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
 
     def _relevant(self, name: str) -> list[Cause]:
-        """Lists the causes that can move a field: causes of its own stages."""
+        """Lists the choices that can move a field: choices of its own stages."""
         stages = ORDER.get(name, ORDER["loss"])
         return [cause for cause in self.causes if cause.stage in stages]
+
+    def _relevant_numbers(self, name: str) -> list[UnknownNumber]:
+        stages = ORDER.get(name, ORDER["loss"])
+        return [number for number in self.numbers if number.stage in stages]
 
     def _advice(self, name: str, *, tied: bool = False) -> str:
         """Names the field that would decide."""
@@ -300,6 +396,32 @@ class Search:
         if not missing:
             return "" if tied else "record logits, or hidden and head, of the row where it is largest"
         return f"record {', '.join(missing)}"
+
+
+def _value_of(number: UnknownNumber, recipe: Recipe) -> float | None:
+    """Returns the value of a number in a recipe."""
+    step = getattr(recipe, number.stage)
+    if not number.argument:
+        value = getattr(step, number.setting)
+        return None if value is None else float(value)
+    changed = dict(step.arguments)
+    return changed.get(number.setting, number.declared)
+
+
+def _preferred(candidates: list[Causes]) -> list[Causes]:
+    """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain."""
+    choices = [causes for causes in candidates if all(cause.number is None for cause in causes)]
+    if not choices:
+        return candidates
+    factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
+    return choices + factors
+
+
+def _is_small_factor(cause: Cause) -> bool:
+    if cause.number is None:
+        return True
+    size = max(abs(cause.number), 1 / abs(cause.number)) if cause.number else 0.0
+    return cause.name.startswith("scale") and 1 < size <= 64 and size == round(size)
 
 
 def _applied(causes: Causes, recipe: Recipe) -> Recipe:

@@ -5,7 +5,8 @@ import re
 from kljax.parity import advantages, losses, policies
 from kljax.parity.dump import Dump
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.recipe import Kl, RecipeCalls
+from kljax.parity.header import RecipeCalls
+from kljax.parity.recipe import Kl
 from kljax.parity.replay import Replay, Stage
 from kljax.systems import Call
 from kljax.systems._call import parameters, steps
@@ -25,7 +26,7 @@ STAGES: dict[str, Stage] = {
 # Inputs that the stage of a section computes, or is given as a constant.
 COMPUTED = {
     "correction": ("mask",),
-    "advantage": ("mask", "kl", "coef", "num_groups"),
+    "advantage": ("mask", "kl", "coef", "num_groups", "token_rewards"),
     "loss": ("mask", "key", "advantages"),
 }
 SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "token_loss": "loss", "loss": "loss"}
@@ -85,10 +86,10 @@ def _needs(replay: Replay, name: str) -> list[str]:
         return [f"header.{SECTIONS[name]}"]
     needs: dict[str, list[str]] = {
         "mask": ["prompt_lengths", "lengths"],
-        "ratio": [recipe.ratio.old],
-        "metric/ppo_kl": [recipe.ratio.old],
+        "ratio": [recipe.ratio.old] if recipe.ratio.old != "old_log_probs" else [],
+        "metric/ppo_kl": [recipe.ratio.old] if recipe.ratio.old != "old_log_probs" else [],
         "weights": _needs_of_call(replay, "correction"),
-        "kl": [kl.policy, kl.reference, *([recipe.ratio.old] if kl.corrected else [])],
+        "kl": [kl.policy if kl.policy in replay.arrays else "log_probs", kl.reference],
         "advantages": ["rewards", "group_ids", *_needs_of_call(replay, "advantage")],
     }
     if name in ("log_probs", "ref_log_probs"):
@@ -110,6 +111,8 @@ def _needs_of_loss(replay: Replay, name: str) -> list[str]:
         needs += _needs_of_call(replay, "loss") + _needs_of_absent(replay, ["advantages"])
         needs += _needs_of_absent(replay, ["weights"]) if recipe.correction is not None else []
         needs += _needs_of_absent(replay, ["kl"]) if recipe.kl is not None and recipe.kl.place == "advantage" else []
+    if name != "token_loss" and recipe.entropy.coef and recipe.entropy.source == "recorded":
+        needs.append("entropy")
     if name != "token_loss" and recipe.kl is not None and recipe.kl.place == "loss":
         needs += _needs(replay, "kl") if name == "grad_log_probs" else _needs_of_absent(replay, ["kl"])
     return needs
@@ -130,7 +133,8 @@ def _needs_of_call(replay: Replay, section: str) -> list[str]:
         field = replay.array_name(section, name)
         if section == "advantage" and field == "advantages":
             needs.append(f"advantages before {call.function}")
-        elif name not in COMPUTED[section]:
+        # Without one, the policy is its own old policy.
+        elif name not in COMPUTED[section] and field != "old_log_probs":
             needs.append(f"header.{section}.{name}" if name in settings else field)
     if call.function == "gdpo_advantages":
         needs.append("rewards of each reward function")

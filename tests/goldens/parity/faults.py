@@ -74,7 +74,7 @@ FAULTS = (
     DumpFault("groups interleaved", {"interleaved": True}, ("advantage: groups interleaved",)),
     DumpFault("no dual clip", {"clips": (("clip_ratio_c", 1e6),)}, ("loss: no dual clip",)),
     DumpFault(
-        "symmetric clip", {"clips": (("clip_ratio_high", 0.2),)}, ("loss: clip_high as clip_low", "loss: clip_high 0.2")
+        "symmetric clip", {"clips": (("clip_ratio_high", 0.2),)}, ("loss: clip_high 0.2", "loss: clip_high 0.2")
     ),
     DumpFault("sequence mean", {"mode": "seq-mean-token-mean"}, ("reduction: sequence mean of token means",)),
     DumpFault("sequence sum", {"mode": "seq-mean-token-sum"}, ("reduction: sequence mean of token sums",)),
@@ -83,8 +83,8 @@ FAULTS = (
     DumpFault("2 micro-batches", {"micro_batches": 2}, ("reduction: mean of 2 micro-batches",)),
     DumpFault("4 micro-batches", {"micro_batches": 4}, ("reduction: mean of 4 micro-batches",)),
     *(DumpFault(f"loss mask {m}", {"used_mask": m}, (f"mask: {cause}",)) for m, cause in MASKS.items()),
-    DumpFault("gradient halved", {"grad_scale": 0.5}, ("gradient: divided by 2",)),
-    DumpFault("gradient times 4", {"grad_scale": 4.0}, ("gradient: times 4",)),
+    DumpFault("gradient halved", {"grad_scale": 0.5}, ("gradient: scale 0.5",)),
+    DumpFault("gradient times 4", {"grad_scale": 4.0}, ("gradient: scale 4",)),
 )
 
 

@@ -170,7 +170,7 @@ SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[UpdateCas
                 TRL_PARAMS,
                 {
                     "loss_type": ("grpo", "reduction: sequence mean of token means"),
-                    "epsilon_high": (0.2, "loss: clip_high as clip_low"),
+                    "epsilon_high": (0.2, "loss: clip_high 0.2"),
                     "use_bias_correction_kl": (False, "kl: importance ratio left out"),
                     "scale_rewards": ("none", "advantage: scale none"),
                     "beta": (0.0, "kl: term missing"),
@@ -196,7 +196,7 @@ SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[UpdateCas
             {
                 "kl.kl_estimator": ("k3", "kl: estimator k3 with its value clipped at 10"),
                 "loss.token_level_loss": (False, "reduction: sequence mean of token means, policy loss alone"),
-                "loss.clip_eps_high": (0.2, "loss: clip_high as clip_low"),
+                "loss.clip_eps_high": (0.2, "loss: clip_high 0.2"),
             },
         ),
     ),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kljax.__main__ import main
+from kljax.parity.comparison import Difference, compare_field
 from kljax.parity.dump import DumpError, open_dump, write_dump
-from kljax.parity.recipe import make_plan
+from kljax.parity.header import make_plan
 from kljax.parity.replay import Replay
-from kljax.parity.search import Difference, compare_field
 from kljax.parity.stages import comparable, make_replay, reason_not_compared
 
 ROWS = 4

@@ -1,0 +1,203 @@
+"""The numbers of every stage that follow from the arrays: coefficients, clips, caps, epsilons, discounts, factors."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import kljax
+from kljax.parity.causes import Cause
+from kljax.parity.recipe import Recipe
+from kljax.parity.replay import Replay, scalar_parameters
+from kljax.systems import Call
+from kljax.systems._call import steps
+
+# Values between which an argument of a call is looked for, by its name; a clip is a distance from 1.
+SMALL = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8)
+GRIDS: dict[str, tuple[float, ...]] = {
+    "clip_low": (*SMALL, 0.9999),
+    "clip_high": (*SMALL, 1.0, 2.0, 4.0, 8.0, 30.0, 1000.0),
+    "dual_clip": (1.0001, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 30.0, 1000.0),
+    "eps": (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
+    "gamma": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0),
+    "lam": (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0),
+    "upper": (1e-2, 0.1, 0.5, 0.8, 0.9, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 1e3, 1e6),
+    "lower": (0.0, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1),
+    "log_ratio_clip": (1e-2, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0),
+}
+GRIDS["max_ratio"] = GRIDS["max_weight"] = GRIDS["upper"]
+GRIDS["value_clip"] = GRIDS["max_log_ratio"] = GRIDS["log_ratio_clip"]
+MULTIPLES = (1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0, 1000.0)
+TEMPERATURES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnknownNumber:
+    """A number of a stage that the arrays determine.
+
+    Attributes:
+      stage: the stage of the recipe.
+      setting: its name among the settings of the stage, or among the arguments of the call.
+      declared: its value by the header; None if it has none.
+      grid: increasing values between which it is looked for; empty if the results are linear in it.
+      argument: whether it is an argument of the call.
+      settings: further settings of the stage that go with it.
+      shared: stages that have the number, too.
+    """
+
+    stage: str
+    setting: str
+    declared: float | None
+    grid: tuple[float, ...] = ()
+    argument: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def cause(self, recipe: Recipe, value: float, note: str = "") -> Cause:
+        """Returns the cause that the number has a value.
+
+        Args:
+          recipe: the settings that the cause changes; shared stages keep the proportion of their numbers.
+          note: the end of the text.
+        """
+        own = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
+        header = "has none" if self.declared is None else f"says {self.declared:g}"
+        text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{note}"
+        factor = value / getattr(getattr(recipe, self.stage), self.setting) if self.shared else 1.0
+        also = tuple(
+            (stage, ((self.setting, getattr(getattr(recipe, stage), self.setting) * factor),))
+            for stage in self.shared
+            if getattr(recipe, stage) is not None
+        )
+        name = f"{self.setting} {value:.6g}"
+        return Cause(self.stage, name, text, (*own, *self.settings), also, number=value)
+
+
+def numbers_of(replay: Replay) -> list[UnknownNumber]:
+    """Lists the numbers of a dump, in the order of the data."""
+    numbers = [*_of_scores(replay), *_of_correction(replay), *_of_kl(replay), *_of_advantage(replay)]
+    return [*numbers, *_of_loss(replay), *_of_reduction(replay)]
+
+
+def note_on_factor(replay: Replay, number: UnknownNumber, value: float) -> str:
+    """Says what a factor of the loss or of its gradient may come from.
+
+    Returns:
+      The end of a text, empty for other numbers.
+    """
+    if (number.stage, number.setting) not in (("reduction", "scale"), ("gradient", "scale")):
+        return ""
+    factor = value / (number.declared or 1.0)
+    tokens = int(replay.arrays["mask"].sum())
+    if factor > 1 and factor == round(factor):
+        return f": a sum over {factor:g} ranks or micro-batches, not their mean"
+    inverse = round(1 / factor, 9) if factor else 0.0
+    if inverse > 1 and inverse == round(inverse):
+        return f": divided by {inverse:g} ranks or micro-batches once more"
+    divisor = round(tokens / factor, 4) if factor else 0.0
+    if number.stage == "reduction" and replay.plan.recipe.reduction.mode == "token_mean" and divisor == round(divisor):
+        return f": divided by {divisor:g}, not by the {tokens} tokens of the batch"
+    return ""
+
+
+def _around(value: float) -> tuple[float, ...]:
+    multiples = sorted(value * factor for factor in MULTIPLES)
+    return (*(-x for x in reversed(multiples)), 0.0, *multiples) if value > 0 else (*multiples, 0.0)
+
+
+def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
+    for stage, side in (("log_probs", ""), ("reference", "ref_")):
+        if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
+            base = getattr(replay.plan.recipe, stage)
+            yield UnknownNumber(stage, "temperature", base.temperature, TEMPERATURES)
+            if base.softcap is not None:
+                yield UnknownNumber(stage, "softcap", base.softcap, tuple(base.softcap * x for x in MULTIPLES[3:12]))
+            if base.logit_scale != 1:
+                grid = tuple(base.logit_scale * x for x in MULTIPLES[2:13])
+                yield UnknownNumber(stage, "logit_scale", base.logit_scale, grid)
+
+
+def _of_correction(replay: Replay) -> Iterator[UnknownNumber]:
+    if replay.plan.recipe.correction is not None:
+        yield from _of_call("correction", replay.plan.calls["correction"])
+        yield UnknownNumber("correction", "scale", 1.0)
+
+
+def _of_kl(replay: Replay) -> Iterator[UnknownNumber]:
+    kl = replay.plan.recipe.kl
+    if kl is None:
+        return
+    yield UnknownNumber("kl", "scale", kl.scale)
+    names = ("value_clip", "log_ratio_clip", *(("max_ratio",) if kl.corrected else ()))
+    for name in names:
+        yield UnknownNumber("kl", name, getattr(kl, name), GRIDS[name])
+    around = _around(abs(kl.coef) or 0.01)
+    yield UnknownNumber("kl", "coef", float(kl.coef), () if kl.place == "loss" else around)
+
+
+def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
+    if replay.plan.recipe.advantage is None:
+        return
+    call = replay.plan.calls["advantage"]
+    names = set()
+    for number in _of_call("advantage", call):
+        # The coefficient of a KL that the call subtracts is that of the KL.
+        if number.setting != "coef":
+            names.add(number.setting)
+            yield number
+    yield UnknownNumber("advantage", "scale", 1.0)
+    yield UnknownNumber("advantage", "clip", None, (1e-3, 1e-2, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
+    if "gamma" not in names:
+        yield UnknownNumber("advantage", "discount", None, GRIDS["gamma"][1:])
+
+
+def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
+    recipe = replay.plan.recipe
+    if recipe.loss is not None:
+        call = replay.plan.calls["loss"]
+        yield from _of_call("loss", call)
+        if call.plus:
+            yield UnknownNumber("loss", "added", 1.0)
+        # Of the loss alone, the factor is that of the reduction.
+        if "token_loss" in replay.arrays or recipe.kl is not None:
+            yield UnknownNumber("loss", "scale", 1.0)
+
+
+def _of_reduction(replay: Replay) -> Iterator[UnknownNumber]:
+    recipe = replay.plan.recipe
+    shared = ("kl_reduction",) if recipe.kl_reduction is not None else ()
+    yield UnknownNumber("reduction", "scale", recipe.reduction.scale, shared=shared)
+    if "entropy" in replay.arrays:
+        yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef))
+    sampled = (("source", "sampled"),)
+    yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef), settings=sampled)
+    yield UnknownNumber("gradient", "scale", recipe.gradient.scale)
+
+
+def _of_call(stage: str, call: Call) -> Iterator[UnknownNumber]:
+    """Yields the real arguments of a call and of the calls inside it, each name once."""
+    seen: set[str] = set()
+    for step, _ in steps(call):
+        defaults = inspect.signature(getattr(kljax, step.function)).parameters
+        for name in scalar_parameters(step):
+            value = step.arguments.get(name, defaults[name].default)
+            if name in seen or value is inspect.Parameter.empty:
+                continue
+            grid = _grid(step.function, name, value)
+            if grid:
+                seen.add(name)
+                yield UnknownNumber(stage, name, None if value is None else float(value), grid, argument=True)
+
+
+def _grid(function: str, name: str, value: Any) -> tuple[float, ...]:
+    """Returns the values between which an argument is looked for; empty if there is no hint where it lies."""
+    if name in ("mask_low", "mask_high", "min_ratio") and value is None:
+        return ()
+    if function == "cispo_loss" and name in ("clip_low", "clip_high"):
+        grid = GRIDS[name]
+        return (*grid, 1.0) if name == "clip_low" else (*sorted(-x for x in GRIDS["clip_low"]), 0.0, *grid)
+    if name in GRIDS:
+        return GRIDS[name]
+    if isinstance(value, (int, float)) and value > 0:
+        return tuple(value * factor for factor in MULTIPLES)
+    return ()
