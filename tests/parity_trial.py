@@ -1,15 +1,14 @@
-"""Scores the parity command on a folder of dumps: `python -m tests.parity_trial [FOLDER] [--only TEXT]`.
+"""Scores the parity command on dumps from outside: `python -m tests.parity_trial [--only TEXT] [--cases FILE]`.
 
-The folder has dumps and an `expected.json`, as `tests/kljax/parity/outside/README.md` describes.
+The dumps and their answers are those of `tests/parity_outside`, whose vocabulary is translated here.
 """
 
 import argparse
 import collections
-import json
 import math
 import pathlib
-import re
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -18,100 +17,263 @@ import jax
 from kljax.parity.causes import Cause
 from kljax.parity.command import compare
 from kljax.parity.comparison import ParityReport
+from tests.parity_outside.write import CASES, read_cases, write_dump
 
-FOLDER = pathlib.Path(__file__).parent / "kljax/parity/outside"
+GROUPS = ("clean", "single", "pair", "impossible")
+VERDICTS = ("right", "tied", "half", "unknown", "silent", "wrong")
 # A number of a cause is right within this relative difference.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-2
 # The shares of right dumps that the tests ask for; no dump may have a wrong cause.
 BAR = {"clean": 1.0, "single": 0.95, "pair": 0.85}
-KINDS = ("clean", "single", "pair")
-NUMBER = re.compile(r"(?P<stage>\w+)\.(?P<setting>\w+) = (?P<value>\S+)")
+# The kinds of causes that a solved number is.
+NUMBERS = {
+    "log_probs.temperature": ("temperature",),
+    "log_probs.softcap": ("softcap",),
+    "reference.temperature": ("reference_temperature",),
+    "correction.upper": ("correction_cap",),
+    "correction.lower": ("correction_floor",),
+    "correction.scale": ("correction_factor",),
+    "kl.coef": ("kl_coefficient",),
+    "kl.scale": ("kl_factor",),
+    "kl.value_clip": ("kl_value_clip",),
+    "kl.max_ratio": ("kl_ratio_cap",),
+    "advantage.eps": ("advantage_epsilon",),
+    "advantage.gamma": ("gamma",),
+    "advantage.discount": ("gamma", "advantage_decay"),
+    "advantage.lam": ("lambda",),
+    "advantage.scale": ("advantage_factor",),
+    "advantage.offset": ("advantage_offset",),
+    "advantage.clip": ("advantage_clip",),
+    "advantage.reward_scale": ("reward_scale",),
+    "advantage.reward_clip": ("reward_clip",),
+    "loss.clip_low": ("clip_lower",),
+    "loss.clip_high": ("clip_upper",),
+    "loss.dual_clip": ("dual_clip",),
+    "loss.tau_positive": ("sapo_tau_positive",),
+    "loss.tau_negative": ("sapo_tau_negative",),
+    "loss.log_ratio_clip": ("log_ratio_clip",),
+    "loss.scale": ("token_loss_factor",),
+    "reduction.scale": ("loss_factor",),
+    "reduction.max_length": ("max_length",),
+    "reduction.offset": ("loss_offset",),
+    "reduction.eps_batch": ("divisor_epsilon",),
+    "reduction.eps_row": ("divisor_epsilon",),
+    "entropy.coef": ("entropy_bonus",),
+    "gradient.scale": ("gradient_factor",),
+    "gradient.norm": ("gradient_norm_clip",),
+}
+MASKS = {
+    "shifted right by one": "late by one",
+    "shifted left by one": "early by one",
+    "prompt tokens": "prompt",
+    "pad tokens": "padding",
+    "prompt and padding on the left": "prompt and left padding",
+    "end of sequence left out": "no end token",
+    "last token left out": "no last token",
+    "first token left out": "no first token",
+    "rows cut at the limit left out": "no truncated rows",
+    "last row left out": "no last row",
+    "all tokens": "all",
+}
+# The kind and the value of a choice, by its key.
+CHOICES: dict[str, tuple[str, Any]] = {
+    "log_probs: vocabulary padding": ("padded_vocabulary", "padded"),
+    "reference: vocabulary padding": ("reference_padded_vocabulary", "padded"),
+    "log_probs: moved by one (left)": ("log_probs_shift", -1),
+    "log_probs: moved by one (right)": ("log_probs_shift", 1),
+    "reference: moved by one (left)": ("reference_shift", -1),
+    "reference: moved by one (right)": ("reference_shift", 1),
+    "reference: of old_log_probs": ("wrong_reference", "old"),
+    "reference: rows moved by one": ("reference_rows", "moved by one"),
+    "ratio: old log-probs off by one (left)": ("old_shift", -1),
+    "ratio: old log-probs off by one (right)": ("old_shift", 1),
+    "ratio: direction swapped": ("ratio_inverse", True),
+    "ratio: log_probs as the old policy": ("old_policy", "policy"),
+    "ratio: rollout_log_probs as the old policy": ("old_policy", "rollout"),
+    "correction: sampler off by one (right)": ("rollout_shift", 1),
+    "correction: sampler off by one (left)": ("rollout_shift", -1),
+    "correction: direction swapped": ("correction_inverse", True),
+    "correction: no cap": ("correction_cap", None),
+    "correction: mode mask": ("correction_mode", "mask"),
+    "correction: level sequence": ("correction_level", "sequence"),
+    "correction: divided by their mean": ("correction_normalized", True),
+    "loss: weights twice": ("correction_twice", 2),
+    "kl: estimator k1": ("kl_estimator", "k1"),
+    "kl: estimator abs": ("kl_estimator", "abs"),
+    "kl: estimator k2": ("kl_estimator", "k2"),
+    "kl: estimator k3": ("kl_estimator", "k3"),
+    "kl: estimator squared log-ratio, no half": ("kl_estimator", "squared"),
+    "kl: estimator k3 clipped as low_var_kl": ("kl_estimator", "low_var_kl"),
+    "kl: direction swapped": ("kl_direction", True),
+    "kl: of old_log_probs": ("kl_policy", "old"),
+    "kl: against rollout_log_probs": ("kl_against", "rollout"),
+    "kl: importance ratio left out": ("kl_importance_ratio", False),
+    "kl: importance ratio multiplied": ("kl_importance_ratio", True),
+    "kl: importance ratio detached": ("kl_ratio_gradient", True),
+    "kl: gradient value": ("kl_gradient", "value"),
+    "kl: gradient k2": ("kl_gradient", "k2"),
+    "kl: gradient none": ("kl_gradient", "none"),
+    "gradient: KL detached": ("kl_gradient", "none"),
+    "kl: taken off before the comparison": ("kl_reward_order", "early"),
+    "kl: end of sequence left out": ("kl_reward_mask", "no end token"),
+    "advantage: epsilon inside the root": ("advantage_epsilon_inside", True),
+    "advantage: rloo_advantages": ("group_center", "others"),
+    "advantage: not centered": ("group_center", "none"),
+    "advantage: centered on the median": ("group_center", "median"),
+    "advantage: centered on the batch": ("group_center", "batch"),
+    "advantage: scale none": ("group_scale", "none"),
+    "advantage: scale std": ("group_scale", "std"),
+    "advantage: scale batch_std": ("group_scale", "batch std"),
+    "advantage: scale variance": ("group_scale", "variance"),
+    "advantage: scale range": ("group_scale", "range"),
+    "advantage: scale mean absolute": ("group_scale", "mean absolute"),
+    "advantage: groups interleaved": ("group_ids", "interleaved"),
+    "advantage: groups moved by one": ("group_ids", "moved by one"),
+    "advantage: one group": ("group_ids", "batch"),
+    "advantage: divided by the length": ("advantage_spread", True),
+    "advantage: whitened again over the tokens": ("whitening", 1),
+    "advantage: not whitened": ("whitening", 0),
+    "advantage: ddof 0": ("ddof", 0),
+    "advantage: ddof 1": ("whitening_ddof", 1),
+    "advantage: masked tokens count": ("gae_mask", "count"),
+    "advantage: reward at the first token": ("reward_column", "first token"),
+    "loss: level token": ("ratio_level", "token"),
+    "loss: no dual clip": ("dual_clip", None),
+    "loss: unclipped": ("loss_function", "unclipped"),
+    "loss: ppo_clip_loss": ("loss_function", "ppo"),
+    "loss: optimistic": ("clip_optimistic", True),
+    "loss: sign flipped": ("loss_sign", -1.0),
+    "reduction: rows of equal groups dropped": ("rows_dropped", True),
+    "reduction: token mean": ("reduction", "token_mean"),
+    "reduction: token sum": ("reduction", "token_sum"),
+    "reduction: sequence mean of token means": ("reduction", "seq_mean_token_mean"),
+    "reduction: sequence mean of token sums": ("reduction", "seq_mean_token_sum"),
+    "reduction: sum over the padded length": ("reduction", "sum_norm"),
+    "reduction: mean per prompt": ("reduction", "prompt_mean"),
+    "reduction: mean over the padded batch": ("reduction", "padded_mean"),
+    "reduction: length divided twice": ("reduction", "length_twice"),
+    "reduction: divided by the root of the length": ("reduction", "root_length"),
+    "reduction: empty rows counted": ("empty_rows", "count"),
+    "reduction: empty rows dropped": ("empty_rows", "drop"),
+    "reduction: mean of micro-batches": ("micro_batches", True),
+    "reduction: no eps": ("divisor_epsilon", 0.0),
+}
+FIELD_DTYPES = {"bfloat16", "float16"}
 
 
 class Score(NamedTuple):
-    """How a report answers a dump: "right", "tied", "unknown", "missed" or "wrong", and the causes it names."""
+    """How a report answers a case, by one of `VERDICTS` or "false alarm", and the causes it names."""
 
     verdict: str
     named: tuple[str, ...]
 
 
-def matches(cause: Cause, name: str) -> bool:
-    """Tells whether a cause has a name of `expected.json`."""
-    number = NUMBER.fullmatch(name)
-    if number is None:
-        return cause.key == name
-    value = dict(cause.settings).get(number["setting"], dict(cause.arguments).get(number["setting"]))
-    return (
-        cause.stage == number["stage"]
-        and isinstance(value, float)
-        and math.isclose(value, float(number["value"]), rel_tol=TOLERANCE)
-    )
+def answers(cause: Cause) -> list[tuple[str, Any]]:
+    """Translates a cause to the kinds and values of the vocabulary; none if it has no word for it."""
+    if cause.number is not None:
+        kinds = NUMBERS.get(f"{cause.stage}.{cause.name.split()[0]}", ())
+        return [(kind, cause.number) for kind in kinds]
+    if cause.stage in ("mask_rule", "mask", "kl_mask"):
+        kind = {"mask_rule": "mask", "mask": "loss_mask"}.get(cause.stage, cause.stage)
+        return [(kind, MASKS.get(cause.name, cause.name))]
+    settings = dict(cause.settings)
+    special = {
+        "rounding": ("field_dtype", cause.name),
+        "coefficient": ("kl_coefficient", settings.get("coef")),
+        "temperature": ("temperature" if cause.stage == "log_probs" else "reference_temperature", None),
+    }
+    word = cause.stage if cause.stage == "rounding" else cause.name.split()[0]
+    if word == "temperature":
+        return [(special[word][0], settings["temperature"])]
+    if word in special or (cause.stage == "kl" and "coef" in settings):
+        return [special.get(word, special["coefficient"])]
+    name = cause.name.removesuffix(", policy loss alone")
+    key = f"{cause.stage.removeprefix('kl_')}: {name}"
+    translated = [CHOICES[key]] if key in CHOICES else []
+    if cause.name.startswith(("Dr. GRPO over", "sum over")):
+        translated.append(("max_length", settings["max_length"]))
+    if "sequence mean" in name:
+        translated.append(("empty_rows", settings.get("empty_rows")))
+    if cause.stage == "kl_reduction":
+        translated = [("kl_reduction", value) for _, value in translated]
+    return translated
 
 
-def judge(report: ParityReport, planted: list[list[str]]) -> Score:
+def matches(cause: Cause, answer: dict[str, Any]) -> bool:
+    """Tells whether a cause is one that a case planted, or another that leaves the same numbers."""
+    for wanted in (answer, *answer.get("also", ())):
+        for kind, value in answers(cause):
+            if kind == wanted["cause_kind"] and _equal(value, wanted["true"]):
+                return True
+    return False
+
+
+def _equal(value: Any, true: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(value, numbers) and isinstance(true, numbers):
+        return math.isclose(value, true, rel_tol=TOLERANCE, abs_tol=1e-12)
+    return str(value) == str(true)
+
+
+def judge(report: ParityReport, case: dict[str, Any]) -> Score:
     """Compares the causes of a report with the planted faults."""
-    named = report.causes
-    right = [cause for cause in named if any(matches(cause, name) for names in planted for name in names)]
-    complete = all(any(matches(cause, name) for cause in named for name in names) for names in planted)
-    unknown = [finding for finding in report.findings if not finding.explanations and not finding.follows]
-    shown = tuple(cause.key for cause in named) + tuple(f"unknown {f.difference.field}" for f in unknown)
-    if complete and len(right) == len(named) and not unknown:
+    answer = [entry for entry in case["answer"] if entry["cause_kind"] != "unknown"]
+    unknown = [f"unknown {f.difference.field}" for f in report.findings if not f.explanations and not f.follows]
+    shown = (*(cause.key for cause in report.causes), *unknown)
+    if report.agrees or case["group"] == "clean":
+        clean = "right" if report.agrees else "false alarm"
+        return Score(clean if case["group"] == "clean" else "silent", shown)
+    if case["group"] == "impossible":
+        first = report.findings[0].difference.field
+        return Score("wrong" if report.causes else "right" if first == case["first_field"] else "unknown", shown)
+    for finding in report.findings:
+        if finding.explanations and not any(_planted(causes, answer) for causes in finding.explanations):
+            return Score("wrong", shown)
+    possible = [cause for finding in report.findings for causes in finding.explanations for cause in causes]
+    named = [entry for entry in answer if any(matches(cause, entry) for cause in report.causes)]
+    tied = [entry for entry in answer if any(matches(cause, entry) for cause in possible)]
+    if not unknown and len(named) == len(answer) and _planted(report.causes, answer):
         return Score("right", shown)
-    if all(_among(finding.explanations, planted) for finding in report.findings if finding.explanations):
-        possible = [cause for finding in report.findings for causes in finding.explanations for cause in causes]
-        if not unknown and all(any(matches(c, name) for c in possible for name in names) for names in planted):
-            return Score("tied", shown)
-        return Score("missed" if named else "unknown", shown)
-    return Score("wrong", shown)
+    if not unknown and len(tied) == len(answer):
+        return Score("tied", shown)
+    return Score("half" if tied else "unknown", shown)
 
 
-def _among(explanations: tuple[tuple[Cause, ...], ...], planted: list[list[str]]) -> bool:
-    """Tells whether one of the explanations names planted faults alone."""
-    names = [name for faults in planted for name in faults]
-    return any(all(any(matches(cause, name) for name in names) for cause in causes) for causes in explanations)
+def _planted(causes: tuple[Cause, ...], answer: list[dict[str, Any]]) -> bool:
+    return all(any(matches(cause, entry) for entry in answer) for cause in causes)
 
 
-def dumps(folder: pathlib.Path = FOLDER) -> list[dict[str, Any]]:
-    """Lists the dumps of a folder; none without an `expected.json`."""
-    path = folder / "expected.json"
-    listed: list[dict[str, Any]] = json.loads(path.read_text())["dumps"] if path.exists() else []
-    return listed
-
-
-def kind_of(dump: dict[str, Any]) -> str:
-    """Returns "clean", "single" or "pair"."""
-    return KINDS[min(len(dump["causes"]), 2)]
-
-
-def score(dump: dict[str, Any], folder: pathlib.Path = FOLDER) -> Score:
-    """Runs the command on a dump."""
+def score(case: dict[str, Any], folder: pathlib.Path) -> Score:
+    """Writes the dump of a case and runs the command on it."""
+    path = write_dump(case, folder, values=True)
     with jax.enable_x64(True):
-        return judge(compare(folder / dump["file"]), dump["causes"])
+        return judge(compare(path), case)
 
 
 def main() -> int:
-    """Prints the dumps that are not right, then the table."""
+    """Prints the cases that are not right, then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=FOLDER)
-    parser.add_argument("--only", default="", help="only dumps whose file name has this text in it")
+    parser.add_argument("--cases", type=pathlib.Path, default=CASES, help="a list of cases (%(default)s)")
+    parser.add_argument("--only", default="", help="only cases whose id has this text, or of this group")
     options = parser.parse_args()
     table: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for dump in dumps(options.folder):
-        if options.only not in dump["file"]:
-            continue
-        start = time.process_time()
-        result = score(dump, options.folder)
-        table[kind_of(dump)].update([result.verdict, "total"])
-        if result.verdict != "right":
-            wanted = ", ".join(" or ".join(names) for names in dump["causes"]) or "nothing"
-            answer = f"{result.verdict}; planted {wanted}; named {result.named}"
-            print(f"{dump['file']}: {answer}; {time.process_time() - start:.0f} s", flush=True)
-    print("| dumps | right | a tie has it | unknown or in part | a wrong cause |")
-    print("|---|---|---|---|---|")
-    for kind in KINDS:
-        counts = table[kind]
-        columns = (counts["right"], counts["tied"], counts["unknown"] + counts["missed"], counts["wrong"])
-        print(f"| {counts['total']} {kind} | " + " | ".join(map(str, columns)) + " |")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in read_cases(options.cases):
+            if options.only not in case["id"] and options.only != case["group"]:
+                continue
+            start = time.process_time()
+            result = score(case, pathlib.Path(folder))
+            table[case["group"]].update([result.verdict, "total"])
+            if result.verdict != "right":
+                wanted = "; ".join(entry["words"] for entry in case["answer"]) or "nothing"
+                answer = f"{result.verdict}; planted {wanted}; named {', '.join(result.named)}"
+                print(f"{case['id']}: {answer}; {time.process_time() - start:.0f} s", flush=True)
+    print(f"| dumps | {' | '.join(VERDICTS)} | false alarm |")
+    print("|---" * (len(VERDICTS) + 2) + "|")
+    for group in GROUPS:
+        counts = table[group]
+        columns = [counts[verdict] for verdict in (*VERDICTS, "false alarm")]
+        print(f"| {counts['total']} {group} | " + " | ".join(map(str, columns)) + " |")
     return 0
 
 

@@ -162,7 +162,7 @@ def with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
     """Returns the call with each argument on its function, or else on the functions combined with it.
 
     Args:
-      arguments: by name; those that no function has are left out.
+      arguments: by name; an argument that no function has is left out.
     """
     accepted = {name: value for name, value in arguments.items() if name in _parameters(call)}
     rest = {name: value for name, value in arguments.items() if name not in accepted}

@@ -60,7 +60,7 @@ class UnknownNumber:
           recipe: the settings that the cause changes; shared stages keep the proportion of their numbers.
           note: the end of the text.
         """
-        own = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
+        changed = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
         header = "has none" if self.declared is None else f"says {self.declared:g}"
         text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{note}"
         factor = value / getattr(getattr(recipe, self.stage), self.setting) if self.shared else 1.0
@@ -70,7 +70,7 @@ class UnknownNumber:
             if getattr(recipe, stage) is not None
         )
         name = f"{self.setting} {value:.6g}"
-        return Cause(self.stage, name, text, (*own, *self.settings), also, number=value)
+        return Cause(self.stage, name, text, (*changed, *self.settings), also, number=value)
 
 
 def numbers_of(replay: Replay) -> list[UnknownNumber]:
@@ -112,7 +112,8 @@ def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
             yield UnknownNumber(stage, "temperature", base.temperature, TEMPERATURES)
             if base.softcap is not None:
                 yield UnknownNumber(stage, "softcap", base.softcap, tuple(base.softcap * x for x in MULTIPLES[3:12]))
-            if base.logit_scale != 1:
+            # Without a cap, the scale of the logits is a temperature.
+            if base.logit_scale != 1 and base.softcap is not None:
                 grid = tuple(base.logit_scale * x for x in MULTIPLES[2:13])
                 yield UnknownNumber(stage, "logit_scale", base.logit_scale, grid)
 
@@ -127,7 +128,9 @@ def _of_kl(replay: Replay) -> Iterator[UnknownNumber]:
     kl = replay.plan.recipe.kl
     if kl is None:
         return
-    yield UnknownNumber("kl", "scale", kl.scale)
+    # Of the loss alone, a factor of the estimate is one of the coefficient.
+    if "kl" in replay.arrays:
+        yield UnknownNumber("kl", "scale", kl.scale)
     names = ("value_clip", "log_ratio_clip", *(("max_ratio",) if kl.corrected else ()))
     for name in names:
         yield UnknownNumber("kl", name, getattr(kl, name), GRIDS[name])

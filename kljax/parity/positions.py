@@ -9,7 +9,7 @@ from kljax.parity.recipe import MaskRule
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Positions that a mask may get wrong.
 
     Attributes:
@@ -23,7 +23,7 @@ class Layout:
     ends_known: bool
 
 
-def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> Layout:
+def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> RowLayout:
     """Finds the padding on the left and the rows that are cut at the limit.
 
     Args:
@@ -39,7 +39,7 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     tokens, sizes = arrays.get("tokens"), lengths - prompts
     below = sizes < sizes.max(initial=0)
     if tokens is None:
-        return Layout(np.zeros(len(mask), int), below, False)
+        return RowLayout(np.zeros(len(mask), int), below, False)
     behind = tokens[positions >= lengths[:, None]]
     if pad_id is None and behind.size and (behind == behind[0]).all():
         pad_id = int(behind[0])
@@ -48,10 +48,10 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     if eos_id is None and below.sum() > 1 and len(set(last[below].tolist())) == 1:
         eos_id = int(last[below][0])
     known = eos_id is not None
-    return Layout(np.minimum(starts, prompts), last == eos_id if known else below, known)
+    return RowLayout(np.minimum(starts, prompts), last == eos_id if known else below, known)
 
 
-def apply_rule(mask: np.ndarray, rule: MaskRule, layout: Layout) -> np.ndarray:
+def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarray:
     """Returns the mask with the faults of a rule.
 
     Args:

@@ -15,7 +15,7 @@ class MaskRule:
 
     Attributes:
       shift: how many positions to the right the mask is moved.
-      prompt: prompt tokens in it: "none", "all", or "predicted", those after the first.
+      prompt: prompt tokens in it: "none", "all", or "predicted", all but the first.
       left: whether padding on the left of the prompt is in it.
       pad: whether padding behind the completion is in it.
       last: which rows have their last token in it: "all", "cut" (only rows without an end-of-sequence token), "none".

@@ -21,7 +21,7 @@ from kljax.parity.stages import comparable, reason_not_compared, recorded
 # Causes of one report, groups of equally good candidates that are followed at a field, ties that are kept.
 MAX_CAUSES, GROUPS, TIES = 4, 3, 12
 # Candidates of a search for pairs, and the choices that are paired first.
-CANDIDATES, PROMISING = 20_000, 24
+CANDIDATES, PROMISING = 2_000, 24
 # Results by which one number is looked for while another may be wrong as well.
 PEELED = 3
 # Different numbers that a field needs for its grid to tell a dtype.

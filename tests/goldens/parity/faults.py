@@ -73,9 +73,7 @@ FAULTS = (
     DumpFault("advantage sign", {"advantage_sign": -1}, ("advantage: sign flipped",)),
     DumpFault("groups interleaved", {"interleaved": True}, ("advantage: groups interleaved",)),
     DumpFault("no dual clip", {"clips": (("clip_ratio_c", 1e6),)}, ("loss: no dual clip",)),
-    DumpFault(
-        "symmetric clip", {"clips": (("clip_ratio_high", 0.2),)}, ("loss: clip_high 0.2", "loss: clip_high 0.2")
-    ),
+    DumpFault("symmetric clip", {"clips": (("clip_ratio_high", 0.2),)}, ("loss: clip_high 0.2", "loss: clip_high 0.2")),
     DumpFault("sequence mean", {"mode": "seq-mean-token-mean"}, ("reduction: sequence mean of token means",)),
     DumpFault("sequence sum", {"mode": "seq-mean-token-sum"}, ("reduction: sequence mean of token sums",)),
     DumpFault("Dr. GRPO", {"mode": DR_GRPO}, ("reduction: Dr. GRPO over the padded length",)),

@@ -57,11 +57,14 @@ def test_unknown_causes_name_the_deciding_field(tmp_path: pathlib.Path, capsys: 
     arrays = {name: recorded[key] for name, key in dump["arrays"].items() if name not in parity.LOSS_ONLY}
     arrays["loss"] = np.float32(0.123)
     write_dump(tmp_path / "dump.npz", dump["header"], arrays)
-    assert main(["parity", str(tmp_path / "dump.npz"), "--seconds", "0"]) == 1
+    assert main(["parity", str(tmp_path / "dump.npz"), "--candidates", "0"]) == 1
     printed = capsys.readouterr().out
     assert "loss: cause unknown; recorded 0.123" in printed
     assert "to decide: record token_loss, kl, weights" in printed
-    assert "the search for pairs of causes stopped at its time limit" in printed
+    assert "the search stopped at its limit of 0 candidates;" in printed
+    assert "pairs were left" in printed
+    assert "    by the factor 0.999" in printed or "    one number differs" in printed or "by the factor" in printed
+    assert "note: tried: " in printed
 
 
 @pytest.mark.parametrize(

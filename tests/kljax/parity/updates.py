@@ -96,9 +96,7 @@ def mask_of(name: str, arrays: Arrays) -> np.ndarray:
 
 def advantages_of(arrays: Arrays, mask: np.ndarray, plant: Plant) -> np.ndarray:
     """GRPO's advantages, `[B, T]`."""
-    k1 = (arrays["old_log_probs"] - arrays["ref_log_probs"]) * (
-        mask_of("pad", arrays) if plant.reward_padded else mask
-    )
+    k1 = (arrays["old_log_probs"] - arrays["ref_log_probs"]) * (mask_of("pad", arrays) if plant.reward_padded else mask)
     rewards = (arrays["rewards"] - plant.reward_coef * k1.sum(1)).reshape(-1, GROUP)
     centered = rewards - rewards.mean(1, keepdims=True)
     variance = rewards.var(1, ddof=1, keepdims=True)
@@ -124,10 +122,7 @@ def weights_of(mask: np.ndarray, arrays: Arrays, advantages: np.ndarray, plant: 
         rows = (arrays["lengths"] < LENGTH).astype(float)
     mask = mask * rows[:, None]
     lengths = np.maximum(mask.sum(1, keepdims=True), 1)
-    if plant.mode == "token_mean":
-        weights = mask / mask.sum()
-    else:
-        weights = mask / lengths / ROWS
+    weights = mask / mask.sum() if plant.mode == "token_mean" else mask / lengths / ROWS
     return plant.scale * weights / (lengths if plant.length_twice else 1)
 
 
@@ -157,5 +152,5 @@ def update(plant: Plant, seed: int = 0) -> Arrays:
     fields |= {"mask": recorded, "ratio": ratio, "weights": weights, "advantages": advantages, "kl": kl * used}
     fields |= {"token_loss": token_loss * used, "loss": (per_token * shares).sum(), "grad_log_probs": grad}
     fields["grad_log_probs"] = plant.grad_scale * fields["grad_log_probs"]
-    whole = ("tokens", "prompt_lengths", "lengths", "group_ids")
-    return {name: np.asarray(value, None if name in whole else np.float32) for name, value in fields.items()}
+    integers = ("tokens", "prompt_lengths", "lengths", "group_ids")
+    return {name: np.asarray(value, None if name in integers else np.float32) for name, value in fields.items()}
