@@ -31,6 +31,19 @@ BYTE_VOCABULARY = 264
 MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one of {', '.join(PRESETS)}"
 
 
+class Experts(Section):
+    count: Size
+    """Experts of a layer."""
+    active: Size = 2
+    """Experts that compute a token; at most count."""
+    width: Size
+    """Hidden size of an expert."""
+    normalize: bool = True
+    """Divide the gates of a token by their sum."""
+    shared_width: Size | None = None
+    """Hidden size of an expert that computes every token, times a sigmoid; null: none."""
+
+
 class Model(Section):
     path: PathText | None = None
     """Hugging Face folder or GGUF file to start from, which sets the shape, so leave the shape fields out."""
@@ -68,6 +81,8 @@ class Model(Section):
     """Biases in the query, key and value projections (Qwen 2)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen 3)."""
+    experts: Experts | None = None
+    """A mixture of experts in place of the MLP of every layer; null: dense layers."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from train.models.cache import DecoderState, KeyValues
 from train.models.config import (
     DecoderConfig,
+    ExpertsConfig,
     LayerKind,
     LinearScaling,
     Llama3Scaling,
@@ -19,6 +20,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
+    "ExpertsConfig",
     "KeyValues",
     "LayerKind",
     "LinearScaling",

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from train.models.config import AttentionKind, DecoderConfig, LayerKind, MlpKind, shortest_period
+from train.models.experts import ExpertMlp, Routed
 from train.models.layers import InitKey, norm
 from train.models.mlp import DenseMlp
 from train.models.self_attention import LayerContext, SelfAttention
@@ -22,8 +23,12 @@ class Mlp(Protocol):
     def __init__(self, config: DecoderConfig, key: InitKey) -> None:
         """Draws the parameters of one layer."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Computes [B, T, D] of [B, T, D], each token alone; the values of padding are arbitrary, but finite."""
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Routed | None]:
+        """Computes [B, T, D] of [B, T, D], each token alone; the values of padding are arbitrary, but finite.
+
+        Returns:
+          [B, T, D], and what a router did; None of an MLP without one.
+        """
 
 
 class Mixer(Protocol):
@@ -61,7 +66,7 @@ class Mixer(Protocol):
 
 # Kinds with one class have the same parameters: whether a layer is a sliding one is an input of the scan.
 ATTENTIONS: Mapping[AttentionKind, type[Mixer]] = {"full": SelfAttention, "sliding": SelfAttention}
-MLPS: Mapping[MlpKind, type[Mlp]] = {"dense": DenseMlp}
+MLPS: Mapping[MlpKind, type[Mlp]] = {"dense": DenseMlp, "experts": ExpertMlp}
 
 
 class DecoderLayer(nnx.Module):
@@ -79,16 +84,17 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: jax.Array, state: Any, sliding: bool | jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, Any]:
-        """Returns the output [B, T, D] and the layer's state; see `Mixer`."""
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        """Returns the output [B, T, D], the layer's state and what its router did; see `Mixer` and `Mlp`."""
         mixed, new = self.self_attn(self.input_layernorm(x), state, sliding, context)
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(mixed)
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            y, routed = self.mlp(self.pre_feedforward_layernorm(x), context)
+            y = self.post_feedforward_layernorm(y)
         else:
             x = x + mixed
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        return split_tokens(x), new
+            y, routed = self.mlp(self.post_attention_layernorm(x), context)
+        return split_tokens(x + y), new, routed
 
 
 @dataclasses.dataclass(frozen=True)

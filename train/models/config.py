@@ -8,13 +8,15 @@ from typing import Any, Literal, TypeAlias, get_args
 from train.config.types import LoraTarget
 
 AttentionKind: TypeAlias = Literal["full", "sliding"]
-MlpKind: TypeAlias = Literal["dense"]
+MlpKind: TypeAlias = Literal["dense", "experts"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "xla"]
 Remat: TypeAlias = Literal["full", "dots"]
 Quantization: TypeAlias = Literal["int8"]
-PROJECTIONS: tuple[str, ...] = get_args(LoraTarget)
+ROUTER = "gate"
+"""The router of a mixture of experts, as a target of an adapter."""
+PROJECTIONS: tuple[str, ...] = tuple(name for name in get_args(LoraTarget) if name != ROUTER)
 
 
 def shortest_period(values: Sequence[Any]) -> int:
@@ -128,14 +130,48 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"lora.rank: got {self.rank}, expected at least 1")
-        unknown = sorted(set(self.targets) - set(PROJECTIONS))
+        unknown = sorted(set(self.targets) - {*PROJECTIONS, ROUTER})
         if unknown or not self.targets:
-            raise ValueError(f"lora.targets: got {unknown or 'none'}, expected some of {', '.join(PROJECTIONS)}")
+            raise ValueError(
+                f"lora.targets: got {unknown or 'none'}, expected some of {', '.join((*PROJECTIONS, ROUTER))}"
+            )
 
     @property
     def scale(self) -> float:
         """The factor of `A B`."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The shape of a mixture of experts.
+
+    Attributes:
+      count: experts of a layer.
+      active: experts that compute a token, the most probable ones of the router.
+      width: hidden width of an expert.
+      normalize: divides the gates of a token by their sum.
+      wide_gates: gates stay float32 in a bfloat16 model (Mixtral); otherwise they are rounded to its compute type.
+      shared_width: hidden width of an expert that computes every token, times a sigmoid; None: there is none.
+
+    Raises:
+      ValueError: a number below 1, or more active experts than there are.
+    """
+
+    count: int
+    active: int
+    width: int
+    normalize: bool = True
+    wide_gates: bool = False
+    shared_width: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "width", "shared_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"experts.{name}: got {value}, expected at least 1")
+        if self.active > self.count:
+            raise ValueError(f"experts.active: got {self.active}, expected at most experts.count = {self.count}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +203,9 @@ class DecoderConfig:
         as the shortest one with these layers.
       qkv_bias, output_bias, mlp_bias: biases of q/k/v_proj, of o_proj, of the three projections of the MLP.
       qk_norm: RMSNorm on every head's query and key.
+      wide_qk_norm: RMSNorm on the queries, and on the keys, of all heads together (OLMoE).
+      qkv_clip: queries, keys and values are clipped to `[-clip, clip]`; None: unchanged.
+      experts: the mixture of the layers whose MLP kind is "experts"; None: there are none.
       norm_offset: norms multiply by `1 + scale` (Gemma) instead of `scale`.
       post_norms: norms also after attention and MLP, before the residual is added (Gemma).
       embed_scale: factor of the embeddings; None: 1.
@@ -200,6 +239,9 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    qkv_clip: float | None = None
+    experts: ExpertsConfig | None = None
     embed_scale: float | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -226,10 +268,12 @@ class DecoderConfig:
         _check_choice("remat", self.remat, Remat)
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization: got {self.quantization!r}, expected {get_args(Quantization)[0]} or None")
-        for name in ("embed_scale", "attention_scale", "attention_softcap", "final_softcap"):
+        for name in ("embed_scale", "attention_scale", "attention_softcap", "final_softcap", "qkv_clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: got {value}, expected a number > 0 or None")
+        if self.qk_norm and self.wide_qk_norm:
+            raise ValueError("wide_qk_norm: got true beside qk_norm; set only one of them")
         self._check_pattern()
 
     def _check_pattern(self) -> None:
@@ -246,11 +290,26 @@ class DecoderConfig:
             raise ValueError(
                 f"sliding_window: got {self.sliding_window}, expected None, as pattern has no sliding layer"
             )
+        if bool(self.expert_layers) != (self.experts is not None):
+            expected = "a mixture, as pattern has some" if self.experts is None else "None, as pattern has none"
+            raise ValueError(f"experts: got {self.experts}, expected {expected}")
+        if self.lora is not None and ROUTER in self.lora.targets and self.experts is None:
+            raise ValueError(f"lora.targets: got {ROUTER}, but the model has no router; leave it out")
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
         return (self.pattern * -(-self.layers // len(self.pattern)))[: self.layers]
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts."""
+        return tuple(number for number, kind in enumerate(self.kinds) if kind.mlp == "experts")
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers with experts, and experts of a token: the axes of routes after `[B, T]`."""
+        return len(self.expert_layers), self.experts.active if self.experts else 0
 
 
 def _check_factor(factor: float) -> None:

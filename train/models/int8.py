@@ -17,6 +17,8 @@ Int8Arrays: TypeAlias = Mapping[str, jax.Array]
 """`qvalue` int8 [..., in, out] and `scale` float32 [..., out]."""
 
 LARGEST = 127
+NOT_QUANTISED = ("gate", "shared_expert_gate")
+"""Modules whose kernels stay floats: a router decides by small differences, and is small itself."""
 
 
 def is_int8(kernel: Any) -> bool:
@@ -54,9 +56,9 @@ def quantise_params(params: Tree) -> Tree:
     """
 
     def convert(path: Any, leaf: jax.Array) -> Tree:
-        if path[-1].key != "kernel":
+        if path[-1].key != "kernel" or path[-2].key in NOT_QUANTISED:
             return leaf
-        made = jax.block_until_ready(_quantiser(leaf.sharding)(leaf))
+        made = jax.block_until_ready(_quantiser(leaf.sharding, leaf.ndim)(leaf))
         leaf.delete()
         return made
 
@@ -75,10 +77,10 @@ def dequantise_params(params: Tree, dtype: Any) -> Tree:
 
 
 @functools.cache
-def _quantiser(sharding: Any) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    """Compiles `quantise` for kernels [layers, in, out] of a sharding."""
+def _quantiser(sharding: Any, axes: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """Compiles `quantise` for kernels [layers, ..., in, out] of a sharding, with so many axes."""
     if not isinstance(sharding, NamedSharding):
         return jax.jit(quantise)
-    spec = (*sharding.spec, None, None, None)
-    scale = NamedSharding(sharding.mesh, PartitionSpec(spec[0], spec[2]))
+    spec = (*sharding.spec, *(None,) * (axes - len(sharding.spec)))
+    scale = NamedSharding(sharding.mesh, PartitionSpec(*spec[:-2], spec[-1]))
     return jax.jit(quantise, out_shardings={"qvalue": sharding, "scale": scale})

@@ -181,12 +181,12 @@ def _at(stack: jax.Array, index: jax.Array) -> jax.Array:
 
 
 class Int8Kernel(nnx.Module):
-    """A kernel in int8: `qvalue` [in, out] and `scale` [out]."""
+    """A kernel in int8: `qvalue` [..., in, out] and `scale` [..., out]."""
 
-    def __init__(self, kernel: jax.Array, axes: tuple[str, str]):
+    def __init__(self, kernel: jax.Array, axes: tuple[str, ...]):
         quantised = quantise(kernel)
         self.qvalue = param(quantised["qvalue"], axes)
-        self.scale = param(quantised["scale"], axes[1:])
+        self.scale = param(quantised["scale"], (*axes[:-2], axes[-1]))
 
 
 def int8_matmul(x: jax.Array, kernel: Int8Kernel, axes: tuple[str, str]) -> jax.Array:

@@ -5,21 +5,29 @@ from flax import nnx
 
 from train.models.config import DecoderConfig
 from train.models.layers import InitKey, projection, residual_scale
+from train.models.self_attention import LayerContext
 
 
 class DenseMlp(nnx.Module):
     """`down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, key: InitKey):
+    def __init__(self, config: DecoderConfig, key: InitKey, *, width: int | None = None):
         self.config = config
-        sizes, axes, bias = (config.width, config.mlp_width), ("embed", "mlp"), config.mlp_bias
+        sizes, axes, bias = (config.width, width or config.mlp_width), ("embed", "mlp"), config.mlp_bias
         self.gate_proj = projection(config, "gate_proj", sizes, axes, key, bias=bias)
         self.up_proj = projection(config, "up_proj", sizes, axes, key, bias=bias)
         self.down_proj = projection(
             config, "down_proj", sizes[::-1], axes[::-1], key, bias=bias, init_scale=residual_scale(config)
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        activated = jax.nn.silu(gate) if self.config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down_proj(activated * up)
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, None]:
+        return self.run(x), None
+
+    def run(self, x: jax.Array) -> jax.Array:
+        """Computes [B, T, D] of [B, T, D]."""
+        return self.down_proj(activate(self.config, self.gate_proj(x)) * self.up_proj(x))
+
+
+def activate(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    """Computes the activation of a decoder."""
+    return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)

@@ -29,12 +29,14 @@ class LayerContext:
       real: [B, T] bool, the tokens that are no padding.
       rope: cosines and sines of the queries' positions.
       column: the queries' cache column, a scalar.
+      routes: [B, T, k] int, the experts of each token in this layer; -1: the router chooses. None: it does everywhere.
     """
 
     mask: AttentionMask | SharedPromptMask
     real: jax.Array
     rope: RopeTables
     column: int | jax.Array = 0
+    routes: jax.Array | None = None
 
 
 class SelfAttention(nnx.Module):
@@ -59,8 +61,9 @@ class SelfAttention(nnx.Module):
         self.q_proj = projection(config, "q_proj", (width, heads), ("embed", "heads"), key, bias=bias)
         self.k_proj = projection(config, "k_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
         self.v_proj = projection(config, "v_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = norm(config, config.head_dim), norm(config, config.head_dim)
+        if config.qk_norm or config.wide_qk_norm:
+            widths = (heads, kv_heads) if config.wide_qk_norm else (config.head_dim, config.head_dim)
+            self.q_norm, self.k_norm = norm(config, widths[0]), norm(config, widths[1])
         self.o_proj = projection(
             config,
             "o_proj",
@@ -80,7 +83,12 @@ class SelfAttention(nnx.Module):
         def heads_of(projected: jax.Array) -> jax.Array:
             return projected.reshape(*x.shape[:-1], -1, config.head_dim)
 
-        query, key, value = heads_of(self.q_proj(x)), heads_of(self.k_proj(x)), heads_of(self.v_proj(x))
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.wide_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if config.qkv_clip is not None:
+            query, key, value = (jnp.clip(y, -config.qkv_clip, config.qkv_clip) for y in (query, key, value))
+        query, key, value = heads_of(query), heads_of(key), heads_of(value)
         if config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         rope = context.rope.for_layer(sliding)

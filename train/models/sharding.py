@@ -18,6 +18,8 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": None,
+    "router": None,
     "norm": None,
     "layers": None,
     "lora_rank": None,

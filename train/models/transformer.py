@@ -11,12 +11,14 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from train.models.attention import AttentionMask, cache_mask, causal_mask, token_positions
 from train.models.blocks import DecoderLayer, LayerStack, check_rows_may_join, layer_segments, layer_stacks
 from train.models.cache import DecoderState, PromptState
 from train.models.config import DecoderConfig
+from train.models.experts import NO_EXPERT, Routed
 from train.models.layers import Embed, InitKey, Linear, in_pieces, norm, nth_layer, scanned_layers
 from train.models.packing import (
     PackedRows,
@@ -33,7 +35,7 @@ from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
 from train.models.sharding import split_tokens
 
-LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any]]
+LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
 
 class Transformer(nnx.Module):
@@ -81,7 +83,30 @@ class Transformer(nnx.Module):
         Returns:
           [B, T, D], finite but meaningless at padding.
         """
-        return self._sequences(tokens, token_mask, positions)[0]
+        return self.routed(tokens, token_mask, positions)[0]
+
+    def routed(
+        self,
+        tokens: jax.Array,
+        token_mask: jax.Array,
+        positions: jax.Array | None = None,
+        *,
+        routes: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routed | None]:
+        """Computes hidden states as `__call__` does with routes, and tells what the routers did.
+
+        Args:
+          tokens: [B, T] int32.
+          token_mask: [B, T] bool.
+          positions: [B, T] int32, or None.
+          routes: [B, T, L, k] int, the experts of each token in the L layers that have some; a token with -1 in a layer
+            chooses for itself there. None: all tokens do.
+
+        Returns:
+          [B, T, D], and `Routed` with arrays [B, T, L, ...]; None for a decoder without experts.
+        """
+        hidden, _, routed = self._sequences(tokens, token_mask, positions, routes=routes)
+        return hidden, routed
 
     def grouped(self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int) -> jax.Array:
         """Computes the hidden states of completions of shared prompts; each prompt goes through the layers once.
@@ -96,12 +121,20 @@ class Transformer(nnx.Module):
         Returns:
           [B, P + C, D], equal to `__call__` of the same rows, up to rounding.
         """
+        return self.routed_groups(tokens, token_mask, prompt=prompt, group=group)[0]
+
+    def routed_groups(
+        self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int, routes: jax.Array | None = None
+    ) -> tuple[jax.Array, Routed | None]:
+        """Computes `grouped` with routes as `routed` takes and returns them; a prompt has its first row's."""
         check_rows_may_join(self.config, "optim.share_prompts")
         mask = shared_prompt_mask(token_mask, prompt, group, self.config.sliding_window)
         mask = SharedPromptMask(self._for_kernels(mask.prompt), self._for_kernels(mask.completion))
         inputs = (tokens, token_mask, token_positions(token_mask))
         packed_tokens, real, positions = (pack(x, prompt, group) for x in inputs)
-        return unpack(self._run(packed_tokens, real, positions, mask)[0], prompt, group)
+        routes = None if routes is None else pack(routes, prompt, group)
+        states, _, routed = self._run(packed_tokens, real, positions, mask, routes=routes)
+        return jax.tree.map(lambda x: unpack(x, prompt, group), (states, routed))
 
     def packed(self, tokens: jax.Array, token_mask: jax.Array, packed: PackedRows, *, prompt: int) -> jax.Array:
         """Computes the hidden states of packed rows; the layers do not pay for padding.
@@ -116,16 +149,38 @@ class Transformer(nnx.Module):
           [B, P + C, D], equal to `__call__` of the same rows where a token of a completion follows, up to rounding; 0
           elsewhere.
         """
+        return self.routed_packed(tokens, token_mask, packed, prompt=prompt)[0]
+
+    def routed_packed(
+        self,
+        tokens: jax.Array,
+        token_mask: jax.Array,
+        packed: PackedRows,
+        *,
+        prompt: int,
+        routes: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routed | None]:
+        """Computes `packed` with routes as `routed` takes them; a prompt has the routes of its own row.
+
+        `Routed` has arrays [R, W, L, ...] of the packed rows.
+        """
         check_rows_may_join(self.config, "optim.packing")
         mask = self._for_kernels(packed_mask(token_mask, packed, prompt, self.config.sliding_window))
         real, positions = pack_rows(token_mask, packed), packed_positions(token_mask, packed)
-        states, _ = self._run(pack_rows(tokens, packed), real, positions, mask)
-        return unpack_states(states, token_mask, packed, prompt)
+        routes = None if routes is None else pack_rows(routes, packed, NO_EXPERT)
+        states, _, routed = self._run(pack_rows(tokens, packed), real, positions, mask, routes=routes)
+        return unpack_states(states, token_mask, packed, prompt), routed
 
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[PromptState, ...]]:
         """Computes hidden states as `__call__` does, and what each stack of layers keeps for `decode`."""
+        return self.routed_prefill(tokens, token_mask, positions)[:2]
+
+    def routed_prefill(
+        self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
+        """Computes `prefill`, and tells what the routers did, as `routed` does."""
         return self._sequences(tokens, token_mask, positions, keep=True)
 
     def decode(
@@ -155,13 +210,31 @@ class Transformer(nnx.Module):
         Returns:
           Hidden states [B, D], and the state with the token in `column`.
         """
+        return self.routed_decode(tokens, positions, state, token_mask, column, key_positions=key_positions, rope=rope)[
+            :2
+        ]
+
+    def routed_decode(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        state: DecoderState,
+        token_mask: jax.Array,
+        column: int | jax.Array,
+        *,
+        key_positions: jax.Array | None = None,
+        rope: RopeTables | None = None,
+    ) -> tuple[jax.Array, DecoderState, Routed | None]:
+        """Computes `decode`, and tells what the routers did: arrays [B, L, ...]; None for a decoder without experts."""
         mask = cache_mask(token_mask, self.config.sliding_window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
         x = self._embed(tokens[:, None], real)
         rope = rope_tables(self.config, positions[:, None], x.dtype) if rope is None else rope
         context = LayerContext(mask, real, rope, column)
-        x, new = self._decode_layers(x, state, context) if state.unrolled else self._scan_state(x, state, context)
-        return self.norm(x)[:, 0], dataclasses.replace(state, stacks=new)
+        run = self._decode_layers if state.unrolled else self._scan_state
+        x, new, routed = run(x, state, context)
+        routed = jax.tree.map(lambda array: array[:, 0], routed)
+        return self.norm(x)[:, 0], dataclasses.replace(state, stacks=new), routed
 
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
@@ -186,11 +259,12 @@ class Transformer(nnx.Module):
         positions: jax.Array | None,
         *,
         keep: bool = False,
-    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
+        routes: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
         mask = self._for_kernels(causal_mask(token_mask, self.config.sliding_window))
         if positions is None:
             positions = token_positions(token_mask)
-        return self._run(tokens, token_mask, positions, mask, keep=keep)
+        return self._run(tokens, token_mask, positions, mask, keep=keep, routes=routes)
 
     def _for_kernels(self, mask: AttentionMask) -> AttentionMask:
         """Drops the segments that kernels read if the config wants no kernel."""
@@ -204,11 +278,16 @@ class Transformer(nnx.Module):
         mask: AttentionMask | SharedPromptMask,
         *,
         keep: bool = False,
-    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
-        """Computes hidden states [B, T, D] after the last norm, and what each stack keeps, nothing unless `keep`."""
+        routes: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
+        """Computes hidden states [B, T, D] after the last norm, and what each stack keeps, nothing unless `keep`.
+
+        Routes [B, T, L, k] go in, and `Routed` with arrays [B, T, L, ...] comes out.
+        """
         x = self._embed(tokens, real)
-        x, new = self._scan(x, LayerContext(mask, real, rope_tables(self.config, positions, x.dtype)), keep)
-        return self.norm(x), new
+        context = LayerContext(mask, real, rope_tables(self.config, positions, x.dtype))
+        x, new, routed = self._scan(x, context, keep, None if routes is None else jnp.moveaxis(routes, 2, 0))
+        return self.norm(x), new, routed
 
     def _embed(self, tokens: jax.Array, real: jax.Array) -> jax.Array:
         """Computes the inputs [B, T, D] of the first layer."""
@@ -220,67 +299,92 @@ class Transformer(nnx.Module):
 
     def _decode_layers(
         self, x: jax.Array, state: DecoderState, context: LayerContext
-    ) -> tuple[jax.Array, tuple[list[Any], ...]]:
+    ) -> tuple[jax.Array, tuple[list[Any], ...], Routed | None]:
         """Runs the layers on one token per row, each with a state of its own."""
         new: tuple[list[Any], ...] = tuple([] for _ in state.stacks)
+        routed = list[Routed]()
         unrolled = isinstance(self.layers, nnx.List)
         for layer_number, (number, index) in enumerate(self._stack_indices()):
             stack = layer_stacks(self.config)[number]
             layer = self.layers[layer_number] if unrolled else nth_layer(self._stack(stack), index, after=x)
             sliding = self.config.kinds[layer_number].attention == "sliding"
-            x, written = layer(x, state.stacks[number][index], sliding, context)
+            x, written, of_router = layer(x, state.stacks[number][index], sliding, context)
             new[number].append(written)
-        return x, new
+            routed += [] if of_router is None else [of_router]
+        return x, new, jax.tree.map(lambda *arrays: jnp.stack(arrays, 2), *routed) if routed else None
 
-    def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, tuple[PromptState, ...]]:
+    def _scan(
+        self, x: jax.Array, context: LayerContext, keep: bool, routes: jax.Array | None
+    ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
+        """Runs the layers on whole rows, with routes [L, B, T, k]."""
         # With "full", memory grows by one [B, T, D] a layer. Inside a scan nothing can be shared between the two passes
         # anyway, so CSE needs no barrier.
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
 
         def layer_runner(run: LayerRunner) -> LayerRunner:
-            def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, Any]:
-                x, new = run(part, x, None, *args)
-                return x, new if keep else None
+            def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, Any, Routed | None]:
+                x, new, of_router = run(part, x, None, *args)
+                return x, new if keep else None, of_router
 
             return jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
 
-        prompt_states: list[PromptState] = []
+        prompt_states, routed = list[PromptState](), list[Routed | None]()
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
             rematerialised = [layer_runner(run) for run in runs]
 
             def run_repeat(x: jax.Array, of_layers: Any, runs: Any = rematerialised) -> tuple[jax.Array, list[Any]]:
-                news = []
-                for run, (part, sliding) in zip(runs, of_layers, strict=True):
-                    x, new = run(part, x, sliding, context)
-                    news.append(new)
-                return x, news
+                results = []
+                for run, (part, sliding), replayed in zip(runs, *of_layers, strict=True):
+                    x, *result = run(part, x, sliding, dataclasses.replace(context, routes=replayed))
+                    results.append(result)
+                return x, results
 
-            x, news = jax.lax.scan(run_repeat, x, inputs)
-            prompt_states += news
-        return x, tuple(prompt_states) if keep else ()
+            x, results = jax.lax.scan(run_repeat, x, (inputs, [self._of_stack(routes, stack) for stack in segment]))
+            prompt_states += [new for new, _ in results]
+            routed += [of_router for _, of_router in results]
+        return x, tuple(prompt_states) if keep else (), self._in_layer_order(routed)
 
     def _scan_state(
         self, x: jax.Array, state: DecoderState, context: LayerContext
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Runs the layers on one token per row; every layer writes its part of the stack in place."""
-        stacks, new = iter(state.stacks), []
+        stacks, new, routed = iter(state.stacks), list[Any](), list[Routed | None]()
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
 
-            def run_repeat(carry: Any, of_layers: Any, runs: Any = runs) -> tuple[Any, None]:
+            def run_repeat(carry: Any, of_layers: Any, runs: Any = runs) -> tuple[Any, list[Routed | None]]:
                 x, states = carry
                 number, inputs = of_layers
-                written = []
+                written, of_routers = [], []
                 for run, stack, (part, sliding) in zip(runs, states, inputs, strict=True):
-                    x, layer = run(part, x, stack.at_layer(number), sliding, context)
+                    x, layer, of_router = run(part, x, stack.at_layer(number), sliding, context)
                     written.append(layer.stack)
-                return (x, written), None
+                    of_routers.append(of_router)
+                return (x, written), of_routers
 
             states = [next(stacks) for _ in segment]
-            (x, written), _ = jax.lax.scan(run_repeat, (x, states), (jnp.arange(len(segment[0].layers)), inputs))
+            numbers = jnp.arange(len(segment[0].layers))
+            (x, written), of_routers = jax.lax.scan(run_repeat, (x, states), (numbers, inputs))
             new += written
-        return x, tuple(new)
+            routed += of_routers
+        return x, tuple(new), self._in_layer_order(routed)
+
+    def _of_stack(self, routes: jax.Array | None, stack: LayerStack) -> jax.Array | None:
+        """Selects a stack's layers from the routes of all layers with experts, [L, ...]."""
+        numbers = self.config.expert_layers
+        if routes is None or stack.layers[0] not in numbers:
+            return None
+        return routes[np.array([numbers.index(layer) for layer in stack.layers])]
+
+    def _in_layer_order(self, routed: list[Routed | None]) -> Routed | None:
+        """Joins what the routers of each stack did, [layers, B, T, ...], to [B, T, L, ...]."""
+        stacks = [stack for stack in layer_stacks(self.config) if stack.layers[0] in self.config.expert_layers]
+        if not stacks:
+            return None
+        order = np.argsort(np.concatenate([list(stack.layers) for stack in stacks]))
+        parts = [of_router for of_router in routed if of_router is not None]
+        return jax.tree.map(lambda *arrays: jnp.moveaxis(jnp.concatenate(arrays)[order], 0, 2), *parts)
 
     def _stack(self, stack: LayerStack) -> DecoderLayer:
         """Returns the module whose parameters are the stack."""

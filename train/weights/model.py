@@ -9,7 +9,7 @@ from train.config.checks.layout import divisions
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
-from train.models import Decoder, DecoderConfig, LoraConfig, Rope
+from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope
 from train.weights.huggingface.config import decoder_config
 
 
@@ -29,8 +29,13 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
     options = section.model_dump(include={"dtype", "param_dtype", "attention", "remat", "quantization"})
     if section.path is None:
         shape = section.shape()
-        rope = Rope(shape.pop("rope_theta"))
-        return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
+        rope, experts = Rope(shape.pop("rope_theta")), shape.pop("experts")
+        if experts is not None:
+            with field_errors("model"):
+                shape["experts"] = ExpertsConfig(**experts.model_dump())
+            shape["pattern"] = (LayerKind(mlp="experts"),)
+        with field_errors("config"):
+            return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
     with field_errors(f"model.path {section.path}"):
         decoder = decoder_config(folder_config or section.path, lora=lora, **options)
     lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config)]

@@ -20,7 +20,7 @@ from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader
 from train.models import Decoder, LoraConfig
 from train.models.blocks import split_path
-from train.models.config import PROJECTIONS
+from train.models.config import PROJECTIONS, ROUTER
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
@@ -155,6 +155,12 @@ def save_adapter(
     got, expected = {name: leaf.shape for name, leaf in leaves.items()}, _shapes(model)
     if lora is None or got != expected:
         raise ValueError(f"adapter does not fit the model: got {got}, expected {expected}")
+    stacked = sorted({name.split(".")[-2] for name in leaves if ".experts." in name or f".mlp.{ROUTER}." in name})
+    if stacked:
+        raise ValueError(
+            f"lora.targets: got {', '.join(stacked)} of a mixture of experts, which PEFT has no modules for in "
+            "transformers 5; export the merged weights (`python -m train.export --merge`)"
+        )
     prefix = f"base_model.model.{_prefix(source)}"
     leaves = to_host(leaves)
     if not is_leader():

@@ -111,6 +111,34 @@ def qwen3_yarn() -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
 
 
+def qwen3_moe() -> Any:
+    """Experts in all layers but the second, which is dense."""
+    config = COMMON | {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    config |= {"norm_topk_prob": True, "mlp_only_layers": [1]}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**config))
+
+
+def qwen2_moe() -> Any:
+    """A shared expert beside the others in every second layer, and gates that do not add up to 1."""
+    config = COMMON | {"num_hidden_layers": 4, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+    config |= {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2}
+    config.pop("head_dim")
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**config))
+
+
+def mixtral() -> Any:
+    """The names of its files are its own; a window in every layer."""
+    config = COMMON | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**config | {"intermediate_size": 20}))
+
+
+def olmoe() -> Any:
+    """Norms of the queries and keys of all heads together, and clips that are low enough to matter."""
+    config = COMMON | {"num_hidden_layers": 2, "num_experts": 7, "num_experts_per_tok": 3, "clip_qkv": 1.0}
+    config.pop("head_dim")
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**config | {"intermediate_size": 12}))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
@@ -119,6 +147,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": gemma3,
     "gemma2": gemma2,
     "qwen3_yarn": qwen3_yarn,
+    "qwen3_moe": qwen3_moe,
+    "qwen2_moe": qwen2_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
 }
 STORED = {"mistral": torch.bfloat16}
 SHARDS = {"qwen3": "60KB"}
@@ -142,6 +174,12 @@ GRADIENTS = (
     "LAST.mlp.gate_proj.weight",
     "LAST.mlp.down_proj.weight",
     "LAST.post_feedforward_layernorm.weight",
+    "LAST.self_attn.k_norm.weight",
+    "LAST.mlp.gate.weight",
+    "LAST.mlp.experts.gate_up_proj",
+    "LAST.mlp.experts.down_proj",
+    "LAST.mlp.shared_expert.up_proj.weight",
+    "LAST.mlp.shared_expert_gate.weight",
 )
 
 
@@ -169,7 +207,7 @@ def write(name: str, folder: pathlib.Path) -> None:
     model = FAMILIES[name]().float().eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(3 if weight.ndim == 2 else 1).add_(torch.randn_like(weight) * 0.1)
+            weight.mul_(3 if weight.ndim >= 2 else 1).add_(torch.randn_like(weight) * 0.1)
     model.to(STORED.get(name, torch.float32))
     model.save_pretrained(folder, max_shard_size=SHARDS.get(name, "50GB"))
     if name == "qwen3":
@@ -312,13 +350,14 @@ def main() -> None:
     """Writes, or compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="some of the families")
     parser.add_argument("--load", type=pathlib.Path, metavar="OUT", help="load what kljax saved")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.load:
         check_saved(options.load)
         return
-    for name in FAMILIES:
+    for name in options.only:
         with tempfile.TemporaryDirectory() as scratch:
             folder = HERE / name if not options.check else pathlib.Path(scratch) / name
             write(name, folder)

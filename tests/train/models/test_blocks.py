@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 
 from tests import rounding
-from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope, blocks, config, sharding
+from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope, blocks, config
 from train.models.blocks import layer_segments
 from train.models.layers import InitKey, param
 from train.models.merge import merge
 from train.models.mlp import DenseMlp
+from train.models.self_attention import LayerContext
 from train.models.sharding import make_mesh
 from train.rl.host_memory import host_memory
 from train.rl.policy import init_adapter, init_params
@@ -48,10 +49,10 @@ class Mixture(nnx.Module):
         down = 0.2 * jax.random.normal(key.child("down").draw(0, 1), (EXPERTS, *shape[:0:-1]))
         self.down = param(down, ("expert", "mlp", "embed"))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, None]:
         hidden = jax.nn.silu(jnp.einsum("...D,EDF->...EF", x, self.up[...]))
         outputs = jnp.einsum("...EF,EFD->...ED", hidden, self.down[...])
-        return jnp.einsum("...E,...ED->...D", jax.nn.softmax(x @ self.gate[...]), outputs)
+        return jnp.einsum("...E,...ED->...D", jax.nn.softmax(x @ self.gate[...]), outputs), None
 
 
 @pytest.fixture
@@ -59,7 +60,6 @@ def mixture(monkeypatch) -> DecoderConfig:
     """Adds the kind; a pattern of three layers, of which two have the same parameters, and a layer that is left."""
     monkeypatch.setattr(config, "MlpKind", Literal["dense", "mixture"])
     monkeypatch.setitem(blocks.MLPS, "mixture", Mixture)
-    monkeypatch.setitem(sharding.RULES, "expert", None)
     for leaf in ("gate", "up", "down"):
         monkeypatch.setitem(names.ENDINGS, leaf, f"{leaf}_proj")
     pattern = (LayerKind(), LayerKind("sliding", "mixture"), LayerKind("full", "mixture"))
@@ -80,7 +80,7 @@ def test_pattern_is_stored_at_its_shortest():
     assert shape.pattern == (sliding, full)
     assert shape.kinds == (sliding, full, sliding, full, sliding, full, sliding)
     assert dataclasses.replace(shape, layers=1).pattern == (sliding,)
-    with pytest.raises(ValueError, match="mlp: got 'moe', expected one of dense"):
+    with pytest.raises(ValueError, match="mlp: got 'moe', expected one of dense, experts"):
         LayerKind(mlp="moe")  # type: ignore[arg-type]
     for change, message in (
         ({"pattern": ()}, "pattern: got no layer"),

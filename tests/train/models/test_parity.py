@@ -17,11 +17,13 @@ from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.names import HEAD, leaf_mappings
 from train.weights.peft import load_adapter, read_peft_config
 
 pytestmark = pytest.mark.one_jax
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
-FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma2", "qwen3_yarn")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma2", "qwen3_yarn", *MIXTURES)
 ADAPTED = ("qwen3", "gemma3")
 TOLERANCE = 5e-6
 # Half the time to compile, for a program that runs once and whose result is no float.
@@ -68,17 +70,29 @@ def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray,
     return jax.device_get((value, log_probs, logits, grads))
 
 
-def tensor(tree: dict, name: str) -> np.ndarray:
-    """The tensor of a name as transformers or PEFT gives it, from a tree of the parameters' structure."""
-    *path, _ = name.removeprefix("base_model.model.").removeprefix("model.").replace(".default", "").split(".")
-    layer = int(path.pop(1)) if path[0] == "layers" else None
-    node = functools.reduce(lambda node, key: node[key], path, tree)
-    kind = next(kind for kind in ("kernel", "embedding", "scale") if kind in node) if isinstance(node, dict) else ""
-    if name.endswith("bias"):
-        kind = "bias"
-    leaf = node[kind] if kind else node
-    layer_leaf = leaf if layer is None else leaf[layer]
-    return layer_leaf.T if kind == "kernel" or "lora_" in name else layer_leaf
+def tensors(model: Decoder, tree: dict) -> dict[str, np.ndarray]:
+    """The tensors of a tree of the parameters' structure by the names of transformers, which fuses experts."""
+    arrays: dict[str, np.ndarray] = {}
+    for mapping in leaf_mappings(model):
+        leaf = functools.reduce(lambda node, key: node[key], mapping.path, tree)
+        for name, index in zip(mapping.names, mapping.indices(), strict=True):
+            full = name if name == HEAD else f"model.{name}"
+            arrays[full] = leaf[index].T if mapping.transposed else leaf[index]
+    for number in model.config.expert_layers:
+        base, count = f"model.layers.{number}.mlp.experts", model.config.experts.count
+        gate, up, down = (
+            np.stack([arrays[f"{base}.{expert}.{name}_proj.weight"] for expert in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        arrays |= {f"{base}.gate_up_proj": np.concatenate([gate, up], 1), f"{base}.down_proj": down}
+    return arrays
+
+
+def adapter_tensor(tree: dict, name: str) -> np.ndarray:
+    """The tensor of a name as PEFT gives it."""
+    *path, _ = name.removeprefix("base_model.model.model.").replace(".default", "").split(".")
+    layer = int(path.pop(1))
+    return functools.reduce(lambda node, key: node[key], path, tree)[layer].T
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
@@ -96,12 +110,15 @@ def test_left_padded_logits_and_log_probs_match_transformers(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_gradients_match_transformers(family):
     value, _, _, grads = results(family)
+    arrays = tensors(loaded(family)[0], grads)
     assert_close(value, golden(family)["loss"], "loss")
     recorded = {name[5:]: array for name, array in golden(family).items() if name.startswith("grad/")}
     assert len(recorded) >= 8
     for name, want in recorded.items():
         assert np.abs(want).max() > 1e-4
-        assert_close(tensor(grads, name), want, name)
+        assert_close(arrays[name], want, name)
+    if family in MIXTURES:
+        assert {name.rpartition(".mlp.")[2] for name in recorded} > {"gate.weight", "experts.gate_up_proj"}
 
 
 @pytest.mark.parametrize("family", ADAPTED)
@@ -114,7 +131,7 @@ def test_adapter_values_and_gradients_match_peft(family):
     recorded = [name for name in want if name.startswith("grad/")]
     assert len(recorded) == 2
     for name in recorded:
-        assert_close(tensor(grads, name[5:]), want[name], name)
+        assert_close(adapter_tensor(grads, name[5:]), want[name], name)
     assert np.abs(golden(family)["logits"] - want["logits"]).max() > 0.1
 
 

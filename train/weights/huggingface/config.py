@@ -10,9 +10,11 @@ from train.models.config import (
     AttentionKind,
     DecoderConfig,
     DType,
+    ExpertsConfig,
     Kernels,
     LayerKind,
     LoraConfig,
+    MlpKind,
     Quantization,
     Remat,
     Rope,
@@ -33,6 +35,8 @@ from train.weights.huggingface.rope import read_rope, write_rope
 
 # Servers use it as their maximum sequence length. A `DecoderConfig` has no such limit.
 MAX_POSITIONS = 32768
+# Families whose layers all slide where there is a window.
+_ALL_SLIDING = ("mistral", "mixtral", "qwen3_moe")
 
 
 def decoder_config(
@@ -65,8 +69,10 @@ def decoder_config(
     values = _check_keys(raw, family)
     ropes = _ropes(values, family)
     kinds, window = _layers(values, raw["model_type"])
+    experts, mlps = _experts(values, family)
     heads, head_dim = _count(values, "num_attention_heads"), _head_dim(values)
     biases = {"qkv_bias": True, "output_bias": True} if values.get("attention_bias") else {}
+    biases |= {"qkv_bias": True} if values.get("qkv_bias") else {}
     scalar = values.get("query_pre_attn_scalar")
     fields = {**biases, **family.implied}
     return DecoderConfig(
@@ -80,7 +86,7 @@ def decoder_config(
         rope=ropes[0],
         local_rope=ropes[1] if "sliding" in kinds and ropes[0] != ropes[1] else None,
         sliding_window=window if "sliding" in kinds else None,
-        pattern=tuple(map(LayerKind, kinds)),
+        pattern=tuple(map(LayerKind, kinds, mlps)),
         activation=_choice(values, family.activation, ACTIVATIONS),
         norm_eps=_number(values, "rms_norm_eps"),
         tie_embeddings=_flag(values, "tie_word_embeddings"),
@@ -89,6 +95,8 @@ def decoder_config(
         attention_scale=None if scalar in (None, head_dim) else _number(values, "query_pre_attn_scalar") ** -0.5,
         attention_softcap=_optional(values, "attn_logit_softcapping"),
         final_softcap=_optional(values, "final_logit_softcapping"),
+        qkv_clip=_optional(values, "clip_qkv"),
+        experts=experts,
         dtype=dtype,
         param_dtype=param_dtype,
         attention=attention,
@@ -221,9 +229,9 @@ def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
 def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, ...], int | None]:
     """Reads the attention of every layer, and the window of the sliding layers."""
     count = _count(values, "num_hidden_layers")
-    window = None if values.get("sliding_window") is None else _count(values, "sliding_window")
-    if not values.get("use_sliding_window", True):
-        window = None
+    # A window that is switched off may have any value: transformers writes 0 for Qwen 2 MoE.
+    off = values.get("sliding_window") is None or not values.get("use_sliding_window", True)
+    window = None if off else _count(values, "sliding_window")
     first = _integer(values, "max_window_layers", least=0) if "max_window_layers" in values else count
     named, kinds = values.get("layer_types"), ["full"] * count
     if named is not None:
@@ -236,13 +244,44 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, 
         # beside `layer_types`, is never read.
         pattern = 2 if kind == "gemma2" else _count(values, "sliding_window_pattern")
         kinds = ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+    elif kind == "qwen2_moe" and window is not None:
+        kinds = ["full" if layer % 2 or layer >= first else "sliding" for layer in range(count)]
+    elif kind in _ALL_SLIDING and window is not None:
+        kinds = ["sliding"] * count
     elif "max_window_layers" in values and window is not None:
         kinds = ["sliding" if layer >= first else "full" for layer in range(count)]
-    elif kind == "mistral" and window is not None:
-        kinds = ["sliding"] * count
     if "sliding" in kinds and window is None:
         raise ValueError("sliding_window: got null, or use_sliding_window is off, but layer_types has sliding layers")
     return tuple(kinds), window  # type: ignore[arg-type]
+
+
+def _experts(values: Mapping[str, Any], family: Family) -> tuple[ExpertsConfig | None, tuple[MlpKind, ...]]:
+    """Reads the mixture of experts, and the MLP of every layer."""
+    layers, keys = _count(values, "num_hidden_layers"), family.mixture
+    mlps: list[MlpKind] = ["dense"] * layers
+    if keys is None:
+        return None, tuple(mlps)
+    names = [name for name in ("num_experts", "num_local_experts") if values[name] is not None]
+    if len({values[name] for name in names}) > 1:
+        both = " and ".join(f"{name} = {values[name]!r}" for name in names)
+        raise ValueError(f"num_experts: got {both}, expected one number; remove one of the keys")
+    step = _count(values, "decoder_sparse_step") if "decoder_sparse_step" in values else 1
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"mlp_only_layers: got {dense!r}, expected a list of numbers of layers, or null")
+    mlps = ["dense" if n in dense or (n + 1) % step else "experts" for n in range(layers)]
+    if "experts" not in mlps:
+        return None, tuple(mlps)
+    shared = "shared_expert_intermediate_size"
+    experts = ExpertsConfig(
+        count=_count(values, names[0]) if names else keys.count,
+        active=_count(values, "num_experts_per_tok"),
+        width=_count(values, keys.width),
+        normalize=_flag(values, "norm_topk_prob") if keys.normalize is None else keys.normalize,
+        wide_gates=keys.wide_gates,
+        shared_width=_count(values, shared) if shared in values else None,
+    )
+    return experts, tuple(mlps)
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:
@@ -262,7 +301,7 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
     to_hub = {kind: hub_kind for hub_kind, kind in KINDS.items()}
     full, local = write_rope(config.rope), write_rope(config.local_rope or config.rope)
     scaling = {key: value for key, value in full.items() if key != "rope_theta"}
-    optional = {
+    optional: dict[str, Any] = {
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "query_pre_attn_scalar": int(scalar) if float(scalar).is_integer() else scalar,
@@ -273,7 +312,19 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
         "layer_types": [to_hub[kind.attention] for kind in config.kinds],
         "max_window_layers": sum(kind.attention == "full" for kind in config.kinds),
         "rope_local_base_freq": (config.local_rope or config.rope).theta,
+        "qkv_bias": config.qkv_bias,
+        "clip_qkv": config.qkv_clip,
     }
+    if family.mixture is not None and config.experts is not None:
+        optional |= {
+            family.mixture.count_key: config.experts.count,
+            "num_experts_per_tok": config.experts.active,
+            family.mixture.width: config.experts.width,
+            "norm_topk_prob": config.experts.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [n for n, kind in enumerate(config.kinds) if kind.mlp == "dense"],
+            "shared_expert_intermediate_size": config.experts.shared_width,
+        }
     return {
         "architectures": [family.architecture],
         "model_type": name,
@@ -291,7 +342,7 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.scaling is None else scaling,
         "rope_parameters": dict(zip(KINDS, (full, local), strict=True)) if family.nested_rope else full,
-        **{key: value for key, value in optional.items() if key in known},
+        **{key: value for key, value in optional.items() if key in known or key in REQUIRED},
     }
 
 

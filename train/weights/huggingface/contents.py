@@ -11,8 +11,16 @@ from kljax.checkpoint import first_five
 from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
-from train.weights.huggingface.names import EMBEDDINGS, HEAD, LeafMapping, find_prefix, full_name, leaf_mappings
-from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor, read_header
+from train.weights.huggingface.names import (
+    EMBEDDINGS,
+    HEAD,
+    LeafMapping,
+    canonical_name,
+    find_prefix,
+    full_name,
+    leaf_mappings,
+)
+from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor, read_header, split_experts
 from train.weights.saved_array import SavedArray
 
 SINGLE = "model.safetensors"
@@ -22,7 +30,7 @@ CONFIG = "config.json"
 # model.
 IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 IGNORED_PREFIXES = ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.")
-LAYER = re.compile(r"\.\d+\.")
+LAYER = re.compile(r"\.\d+(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +106,8 @@ def read_contents(folder: str | Path, model: Decoder) -> Contents:
     folder = Path(folder)
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
-        tensors |= read_header(path)
+        tensors |= {canonical_name(name): tensor for name, tensor in read_header(path).items()}
+    tensors = split_experts(tensors)
     prefix = find_prefix(frozenset(tensors))
     expected = {
         full_name(name, prefix): (name, mapping.shape) for mapping in leaf_mappings(model) for name in mapping.names
@@ -155,7 +164,7 @@ def folder_arrays(folder: Path) -> dict[str, SavedArray]:
 
     def lazy_array(mapping: LeafMapping) -> SavedArray:
         layer_shape = mapping.shape[::-1] if mapping.transposed else mapping.shape
-        shape = (len(mapping.names), *layer_shape) if mapping.stacked else layer_shape
+        shape = (*mapping.lead, *layer_shape)
         return SavedArray(shape, np.dtype(np.float32), lambda: _read_leaf(contents, mapping))
 
     return {".".join(mapping.path): lazy_array(mapping) for mapping in leaf_mappings(model)}
@@ -164,7 +173,7 @@ def folder_arrays(folder: Path) -> dict[str, SavedArray]:
 def _read_leaf(contents: Contents, mapping: LeafMapping) -> np.ndarray:
     tensors = [contents.tensors[name].rows(0, mapping.shape[0]).astype(np.float32) for name in mapping.names]
     matrices = [tensor.T if mapping.transposed else tensor for tensor in tensors]
-    return np.stack(matrices) if mapping.stacked else matrices[0]
+    return np.stack(matrices).reshape(*mapping.lead, *matrices[0].shape)
 
 
 def _differences(
@@ -197,6 +206,6 @@ def _summary(names: list[str]) -> str:
     """Joins the first five names; a name that repeats in several layers counts once."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
+        layers.setdefault(LAYER.sub(".*", name), []).append(name)
     lines = [same[0] if len(same) == 1 else f"{same[0]} (and in {len(same) - 1} more)" for same in layers.values()]
     return first_five(lines, separator=", ")

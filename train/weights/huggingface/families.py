@@ -22,6 +22,7 @@ class Family:
       activation: key of the activation.
       theta: default base of the rotary frequencies.
       nested_rope: whether full and sliding layers have separate ropes.
+      mixture: the keys of its experts, or None for a family without them.
     """
 
     architecture: str
@@ -30,6 +31,27 @@ class Family:
     activation: str = "hidden_act"
     theta: float = 10000.0
     nested_rope: bool = False
+    mixture: "MixtureKeys | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureKeys:
+    """The keys of a mixture of experts.
+
+    Attributes:
+      count: default number of experts. `num_experts` and `num_local_experts` both name it: transformers writes one of
+        them, whatever it has read.
+      count_key: the key that transformers writes.
+      width: key of the hidden width of an expert.
+      normalize: whether gates are normalised; None: `norm_topk_prob` says so.
+      wide_gates: as in `ExpertsConfig`.
+    """
+
+    count: int
+    count_key: str
+    width: str
+    normalize: bool | None = None
+    wide_gates: bool = False
 
 
 _GEMMA: Mapping[str, Any] = {
@@ -54,11 +76,68 @@ _QWEN: Mapping[str, Any] = {
     "layer_types": None,
 }
 
+_MIXTURE: Mapping[str, Any] = {"num_experts": None, "num_local_experts": None}
+_SPARSE: Mapping[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+
 FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128, "attention_bias": False}, {"qk_norm": True}),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}),
     "llama": Family("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            # transformers does not read `layer_types` here, so that it stays an unknown key.
+            **{key: value for key, value in _QWEN.items() if key != "layer_types"},
+            **_MIXTURE,
+            **_SPARSE,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        {"qk_norm": True},
+        mixture=MixtureKeys(128, "num_experts", "moe_intermediate_size"),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            **_QWEN,
+            **_MIXTURE,
+            **_SPARSE,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        mixture=MixtureKeys(60, "num_experts", "moe_intermediate_size"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            **_MIXTURE,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+        },
+        theta=1_000_000.0,
+        mixture=MixtureKeys(8, "num_local_experts", "intermediate_size", normalize=True, wide_gates=True),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {
+            **_MIXTURE,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        {"wide_qk_norm": True},
+        mixture=MixtureKeys(64, "num_experts", "intermediate_size"),
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
@@ -151,7 +230,9 @@ IGNORED: Mapping[str, frozenset[str]] = {
             "exponential_decay_length_penalty",
         }
     ),
-    "past training": frozenset({"initializer_range", "attention_dropout", "pretraining_tp"}),
+    "past training": frozenset(
+        {"initializer_range", "attention_dropout", "pretraining_tp", "router_aux_loss_coef", "output_router_logits"}
+    ),
     "execution in transformers": frozenset(
         {
             "use_cache",
@@ -191,6 +272,7 @@ ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "rope_interleaved": (False,),
     "is_llama_config": (True,),
+    "router_jitter_noise": (0, 0.0),
 }
 
 ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

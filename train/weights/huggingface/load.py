@@ -102,25 +102,25 @@ def _fill(
     assert isinstance(sharding, NamedSharding)
     mesh = sharding.mesh
     spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-    layer_spec = spec[1:] if mapping.stacked else spec
-    if mapping.stacked and spec[0] is not None:
+    lead = len(mapping.lead)
+    layer_spec = spec[lead:]
+    if any(axis is not None for axis in spec[:lead]):
         raise ValueError(
-            f"{'.'.join(mapping.path)}: got the axis of layers sharded over {spec[0]}, expected it replicated"
+            f"{'.'.join(mapping.path)}: got the axes of layers and experts sharded over {spec[:lead]}, expected them "
+            "replicated"
         )
     rows = PartitionSpec(*(layer_spec[::-1] if mapping.transposed else layer_spec))
     parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
     if dtype is None:
         write = _int8_writer(mesh, PartitionSpec(*spec), rows)
     else:
-        write = _writer(
-            mesh, PartitionSpec(*spec), rows, stacked=mapping.stacked, transposed=mapping.transposed, dtype=dtype
-        )
-    for layer, name in enumerate(mapping.names):
+        write = _writer(mesh, PartitionSpec(*spec), rows, lead=lead, transposed=mapping.transposed, dtype=dtype)
+    for index, name in zip(mapping.indices(), mapping.names, strict=True):
         tensor = contents.tensors[name]
         for start, count in tensor.pieces(chunk_bytes, parts=parts):
             piece = _read(tensor, NamedSharding(mesh, rows), parts, start, count, check=check)
             # Waiting frees the host memory of the piece before the next read.
-            leaf = jax.block_until_ready(write(leaf, piece, np.int32(layer), np.int32(start)))
+            leaf = jax.block_until_ready(write(leaf, piece, np.array(index, np.int32), np.int32(start)))
     return leaf
 
 
@@ -149,18 +149,20 @@ def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count
 
 @functools.cache
 def _writer(
-    mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, *, stacked: bool, transposed: bool, dtype: np.dtype
+    mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, *, lead: int, transposed: bool, dtype: np.dtype
 ) -> Callable[..., jax.Array]:
-    """Compiles `(leaf, piece, layer, start) -> leaf`: every device writes its rows into its shard, in place."""
+    """Compiles `(leaf, piece, index, start) -> leaf`: every device writes its rows into its shard, in place.
 
-    def write(leaf: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
+    The index [lead] is that of the tensor in the leading axes of the leaf, over layers and experts.
+    """
+
+    def write(leaf: jax.Array, piece: jax.Array, index: jax.Array, start: jax.Array) -> jax.Array:
         block = (piece.T if transposed else piece).astype(dtype)
         if leaf.dtype != dtype:
             block = lax.bitcast_convert_type(block, leaf.dtype)
         first = [jnp.zeros((), jnp.int32)] * block.ndim
         first[-1 if transposed else 0] = start
-        if stacked:
-            block, first = block[None], [layer, *first]
+        block, first = block.reshape(*(1,) * lead, *block.shape), [*index, *first]
         return lax.dynamic_update_slice(leaf, block, first)
 
     replicated = PartitionSpec()
@@ -172,15 +174,18 @@ def _writer(
 def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callable[..., Tree]:
     """Compiles `_writer` for stacked int8 kernels: each tensor row, an output channel, is quantized on its devices."""
 
-    def write(leaf: Tree, piece: jax.Array, layer: jax.Array, start: jax.Array) -> Tree:
-        block = quantise(piece.T, axis_name=_names(spec[1]))
+    lead = len(spec) - 2
+
+    def write(leaf: Tree, piece: jax.Array, index: jax.Array, start: jax.Array) -> Tree:
+        block = quantise(piece.T, axis_name=_names(spec[-2]))
+        qvalue, scale = (x.reshape(*(1,) * lead, *x.shape) for x in (block["qvalue"], block["scale"]))
         first = jnp.zeros((), jnp.int32)
         return {
-            "qvalue": lax.dynamic_update_slice(leaf["qvalue"], block["qvalue"][None], (layer, first, start)),
-            "scale": lax.dynamic_update_slice(leaf["scale"], block["scale"][None], (layer, start)),
+            "qvalue": lax.dynamic_update_slice(leaf["qvalue"], qvalue, (*index, first, start)),
+            "scale": lax.dynamic_update_slice(leaf["scale"], scale, (*index, start)),
         }
 
-    specs, replicated = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
+    specs, replicated = {"qvalue": spec, "scale": PartitionSpec(*spec[:-2], spec[-1])}, PartitionSpec()
     mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, replicated, replicated), out_specs=specs)
     shardings = {name: NamedSharding(mesh, leaf_spec) for name, leaf_spec in specs.items()}
     return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)

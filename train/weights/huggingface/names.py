@@ -1,11 +1,15 @@
 """The mapping of parameter leaves to tensors of a Hugging Face checkpoint: one rule for every family.
 
 Paths of the parameters follow the names of transformers, with two differences: a kernel is `[in, out]`, its tensor
-`[out, in]`; and a leaf stacks layers along a leading axis, while the checkpoint has one tensor per layer.
+`[out, in]`; and a leaf stacks layers, and experts, along leading axes, while the checkpoint has one tensor for each.
+
+Mixtral's files have names of their own for experts and router: `canonical_name` reads them, `family_name` writes them.
 """
 
 import dataclasses
 import functools
+import itertools
+import re
 from typing import Any
 
 import jax
@@ -19,6 +23,10 @@ Tree = Any
 ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+EXPERTS = "experts"
+"""The module below which a leaf stacks experts, and a checkpoint has a number."""
+MIXTRAL = "mixtral"
+_MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 # Prefixes of the body: causal model, bare model, text part of a multimodal model (two conventions).
 PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 
@@ -29,9 +37,11 @@ class LeafMapping:
 
     Attributes:
       path: path of the leaf.
-      names: names of the tensors without the prefix: one per layer of a stack, else a single name.
+      names: names of the tensors without the prefix: one per layer of a stack, and per expert of each layer, else a
+        single name.
       shape: shape of each tensor in the file.
       layers: numbers of the layers that the leaf stacks; None: it is no part of a layer.
+      experts: the number of experts that it stacks in each layer; None: it has no such axis.
       transposed: whether the leaf is the transpose of the tensor.
     """
 
@@ -40,11 +50,22 @@ class LeafMapping:
     shape: tuple[int, ...]
     layers: range | None
     transposed: bool
+    experts: int | None = None
 
     @property
     def stacked(self) -> bool:
         """Whether the leaf stacks layers."""
         return self.layers is not None
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Sizes of the leading axes, over layers and experts; `names` has an entry for each index, in C order."""
+        sizes = (None if self.layers is None else len(self.layers), self.experts)
+        return tuple(size for size in sizes if size is not None)
+
+    def indices(self) -> list[tuple[int, ...]]:
+        """Lists the index in the leading axes of each of `names`."""
+        return list(itertools.product(*map(range, self.lead)))
 
 
 def layout(model: Decoder) -> Tree:
@@ -61,11 +82,48 @@ def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
 
 def _leaf_mapping(config: DecoderConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> LeafMapping:
     stack, (*modules, kind) = split_path(config, path)
-    last, transposed = f"{'.'.join(modules)}.{ENDINGS[kind]}", kind == "kernel"
-    names = (last,) if stack is None else tuple(f"layers.{layer}.{last}" for layer in stack.layers)
-    layer_shape = shape if stack is None else shape[1:]
-    layers = None if stack is None else stack.layers
-    return LeafMapping(path, names, layer_shape[::-1] if transposed else layer_shape, layers, transposed)
+    ending, transposed = ENDINGS[kind], kind == "kernel"
+    if stack is None:
+        name = ".".join((*modules, ending))
+        return LeafMapping(path, (name,), shape[::-1] if transposed else shape, None, transposed)
+    experts = shape[1] if EXPERTS in modules else None
+    names = tuple(
+        f"layers.{layer}.{'.'.join((*numbered, ending))}"
+        for layer in stack.layers
+        for numbered in _numbered(modules, experts)
+    )
+    matrix = shape[1:] if experts is None else shape[2:]
+    return LeafMapping(path, names, matrix[::-1] if transposed else matrix, stack.layers, transposed, experts)
+
+
+def _numbered(modules: list[str], experts: int | None) -> list[list[str]]:
+    """Lists the modules of the tensors of a layer: with the number of each expert after `EXPERTS`, if it has some."""
+    if experts is None:
+        return [modules]
+    after = modules.index(EXPERTS) + 1
+    return [[*modules[:after], str(expert), *modules[after:]] for expert in range(experts)]
+
+
+def canonical_name(name: str) -> str:
+    """Returns the name of a tensor as all families but Mixtral have it.
+
+    Example:
+      >>> canonical_name("model.layers.0.block_sparse_moe.experts.7.w1.weight")
+      'model.layers.0.mlp.experts.7.gate_proj.weight'
+    """
+    originals = {short: projection for projection, short in _MIXTRAL_NAMES.items()}
+    if ".block_sparse_moe." not in name:
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"\.(w[123])\.weight$", lambda match: f".{originals[match[1]]}.weight", name)
+
+
+def family_name(name: str, model_type: str) -> str:
+    """Returns the name of a tensor in the files of a family: the inverse of `canonical_name` for Mixtral."""
+    if model_type != MIXTRAL or ".mlp." not in name:
+        return name
+    name = name.replace(".mlp.", ".block_sparse_moe.")
+    return re.sub(r"\.(\w+_proj)\.weight$", lambda match: f".{_MIXTRAL_NAMES[match[1]]}.weight", name)
 
 
 def full_name(name: str, prefix: str) -> str:

@@ -4,6 +4,7 @@ Reading and writing a few rows or one tensor at a time, the host needs a fractio
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -37,12 +38,15 @@ class Tensor:
 
     Attributes:
       dtype: name in the format, such as "F32" or "BF16".
+      shape: of the tensor, or of the part of a fused one.
+      part: the expert and the first row of the part of a fused tensor `[experts, rows, columns]`; None: all of it.
     """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    part: tuple[int, int] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -57,7 +61,11 @@ class Tensor:
         """
         # Opened for each piece: pages that stay mapped would count as memory of the process.
         with open_tensors(self.file) as file:
-            return file.get_slice(self.name)[start : start + count]
+            stored = file.get_slice(self.name)
+            if self.part is None:
+                return stored[start : start + count]
+            expert, first = self.part
+            return stored[expert : expert + 1, first + start : first + start + count][0]
 
     def check_finite(self, rows: np.ndarray) -> None:
         """Raises ValueError if rows of this tensor have a NaN or an infinity."""
@@ -95,6 +103,27 @@ def read_header(path: Path) -> dict[str, Tensor]:
     with open_tensors(path) as file:
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
         return {name: Tensor(path, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+
+
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replaces fused tensors of experts by their parts, one for each projection of each expert.
+
+    transformers 5 fuses them in memory, and writes them so where a folder has no per-expert names: `gate_up_proj`
+    [E, 2 F, D], gates first, and `down_proj` [E, D, F].
+    """
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if names is None or not path.endswith(".experts") or len(tensor.shape) != 3:
+            split[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        rows //= len(names)
+        for expert, (number, projection) in itertools.product(range(experts), enumerate(names)):
+            part = dataclasses.replace(tensor, shape=(rows, columns), part=(expert, number * rows))
+            split[f"{path}.{expert}.{projection}.weight"] = part
+    return split
 
 
 def dtype_name(dtype: np.dtype) -> str:

@@ -24,7 +24,15 @@ from train.models.merge import merge, rounded_away
 from train.weights.files import check_free, new_directory, write_text_atomic
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
-from train.weights.huggingface.names import EMBEDDINGS, HEAD, PREFIXES, LeafMapping, full_name, leaf_mappings
+from train.weights.huggingface.names import (
+    EMBEDDINGS,
+    HEAD,
+    PREFIXES,
+    LeafMapping,
+    family_name,
+    full_name,
+    leaf_mappings,
+)
 from train.weights.huggingface.safetensors import dtype_name, nbytes, write_file
 from train.weights.tensor_digests import write_tensor_digests
 
@@ -92,7 +100,8 @@ def save_folder(
                     _copy_others(Path(source), folder)
                 config = _config(model, source, tokenizer, stored)
                 write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-                layout = {name: (stored, mapping.shape) for name, mapping, _ in pieces}
+                model_type = config["model_type"]
+                layout = {family_name(name, model_type): (stored, mapping.shape) for name, mapping, _ in pieces}
                 _write_weights(folder, layout, arrays, max_file_bytes)
                 write_tensor_digests(folder)
     finally:
@@ -120,39 +129,40 @@ def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np
     return config
 
 
-def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, int | None]]:
-    """Yields name, leaf and index in its stack of every tensor: embeddings, layers in order, last norm and head."""
+def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, tuple[int, ...]]]:
+    """Yields name, leaf and index in its leading axes of every tensor: embeddings, layers in order, norm and head."""
     rank = {EMBEDDINGS: 0, HEAD: 3}
     single = [mapping for mapping in leaf_mappings(model) if not mapping.stacked]
     ordered = sorted(single, key=lambda mapping: rank.get(mapping.names[0], 2))
-    first = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) == 0]
+    first = [(mapping.names[0], mapping, ()) for mapping in ordered if rank.get(mapping.names[0]) == 0]
     layers = [
-        (mapping.names[mapping.layers.index(layer)], mapping, mapping.layers.index(layer))
+        (name, mapping, index)
         for layer in range(model.config.layers)
         for mapping in leaf_mappings(model)
-        if mapping.layers is not None and layer in mapping.layers
+        for name, index in zip(mapping.names, mapping.indices(), strict=True)
+        if mapping.layers is not None and mapping.layers[index[0]] == layer
     ]
-    last = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) != 0]
-    for name, mapping, layer in [*first, *layers, *last]:
-        yield full_name(name, PREFIXES[0]), mapping, layer
+    last = [(mapping.names[0], mapping, ()) for mapping in ordered if rank.get(mapping.names[0]) != 0]
+    for name, mapping, index in [*first, *layers, *last]:
+        yield full_name(name, PREFIXES[0]), mapping, index
 
 
 def _arrays(
     model: Decoder,
     policy: kljax.Policy,
-    pieces: list[tuple[str, LeafMapping, int | None]],
+    pieces: list[tuple[str, LeafMapping, tuple[int, ...]]],
     dtype: np.dtype,
     sums: list[jax.Array],
 ) -> Iterator[np.ndarray]:
     """Yields the tensors of the files; appends what `rounded_away` measures of each merged kernel to `sums`."""
     # A kernel in int8 becomes a float of `param_dtype`; merging rounds once, to the dtype of the files.
     stored = Decoder(dataclasses.replace(model.config, param_dtype="float32" if dtype.itemsize > 2 else "bfloat16"))
-    for _, mapping, layer in pieces:
+    for _, mapping, index in pieces:
         leaf, adapter = _subtree(policy.params, mapping.path), _subtree(policy.adapter, mapping.path[:-1])
-        if layer is not None:
-            leaf = jax.tree.map(lambda x, n=layer: lax.dynamic_slice_in_dim(x, n, 1), leaf)
+        if index:
+            leaf = jax.tree.map(lambda x, n=index: _matrix(x, n), leaf)
             if adapter is not None and mapping.path[-1] == "kernel":
-                layer_adapter = {name: lax.dynamic_slice_in_dim(value, layer, 1) for name, value in adapter.items()}
+                layer_adapter = {name: _matrix(value, index) for name, value in adapter.items()}
                 wide = leaf if is_int8(leaf) else leaf.astype(jnp.promote_types(leaf.dtype, dtype))
                 merged = merge(stored, {"kernel": wide}, layer_adapter)["kernel"].astype(dtype)
                 sums.append(_measure(model)(leaf, layer_adapter, merged))
@@ -162,6 +172,13 @@ def _arrays(
         sharding = leaf.sharding
         replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
         yield np.asarray(_converter(mapping.stacked, mapping.transposed, dtype, replicated)(leaf))
+
+
+def _matrix(x: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """Takes an entry of the leading axes of a stack, [1, ...]."""
+    for number in index[:-1]:
+        x = lax.dynamic_index_in_dim(x, number, keepdims=False)
+    return lax.dynamic_slice_in_dim(x, index[-1], 1)
 
 
 @functools.cache

@@ -41,7 +41,10 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
         np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("family", "shape"), [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1)), ("qwen2_moe", (1, 2, 2)), ("mixtral", (1, 1, 1))],
+)
 def test_loaded_folder_is_saved_bit_by_bit(tmp_path, family, shape):
     model, policy = loaded(family, shape)
     save_folder(tmp_path / "out", model, policy, source=GOLDENS / family)

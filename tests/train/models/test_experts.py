@@ -1,0 +1,203 @@
+"""A mixture of experts: its routes, its layouts, its narrow forms and its adapters.
+
+`test_parity.py` compares values and gradients with transformers.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import rounding
+from train.models import Decoder, DecoderConfig, DecoderState, ExpertsConfig, LayerKind, LoraConfig, Rope
+from train.models.experts import route
+from train.models.int8 import dequantise_params, is_int8, quantise_params
+from train.models.merge import merge
+from train.models.packing import PackedRows
+from train.models.sharding import make_mesh
+from train.rl.policy import abstract_params, init_adapter, init_params
+from train.weights.peft import save_adapter
+
+EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4)
+SHAPE = DecoderConfig(
+    vocab_size=24,
+    layers=3,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    mlp_width=24,
+    rope=Rope(100.0),
+    pattern=(LayerKind(), LayerKind(mlp="experts"), LayerKind(mlp="experts")),
+    experts=EXPERTS,
+)
+BOUND = rounding.of_decoder(layers=SHAPE.layers, longest_sum=SHAPE.mlp_width)
+TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 24)
+MASK = jnp.arange(8) >= jnp.array([[0], [3], [1], [2]])
+
+
+def draw(shape: DecoderConfig = SHAPE) -> tuple[Decoder, dict]:
+    model = Decoder(shape)
+    return model, init_params(model, jax.random.key(0), make_mesh())
+
+
+def test_router_takes_the_lower_of_equal_experts():
+    logits = jnp.array([[1.0, 2.0, 2.0, 2.0, 0.0, 1.0], [0.0] * 6, [3.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    gates, routes, chosen = route(logits, EXPERTS, jnp.array([True, True, False]))
+    np.testing.assert_array_equal(routes, [[1, 2], [0, 1], [-1, -1]])
+    np.testing.assert_array_equal(chosen, routes)
+    np.testing.assert_allclose(gates[:2], 0.5, rtol=1e-6)
+    plain = jax.nn.softmax(logits)[0, 1]
+    unnormalised = route(logits, dataclasses.replace(EXPERTS, normalize=False), jnp.ones(3, bool))[0]
+    np.testing.assert_allclose(unnormalised[0], [plain, plain], rtol=1e-6)
+    assert route(logits.astype(jnp.bfloat16), EXPERTS, jnp.ones(3, bool))[0].dtype == jnp.float32
+
+
+def test_replayed_routes_get_the_gates_of_the_router():
+    """In any order; the gradient reaches the logits of all experts, and -1 leaves the choice to the router."""
+    logits = jax.random.normal(jax.random.key(0), (3, 6))
+    replayed = jnp.array([[5, 0], [0, 5], [-1, -1]])
+    gates, routes, chosen = route(logits[jnp.array([0, 0, 1])], EXPERTS, jnp.ones(3, bool), replayed)
+    np.testing.assert_array_equal(routes[:2], [[0, 5], [0, 5]])
+    np.testing.assert_array_equal(routes[2], chosen[2])
+    np.testing.assert_array_equal(chosen[0], np.sort(np.argsort(-logits[0])[:2]))
+    exact = np.exp(np.float64(logits[0]))[[0, 5]]
+    np.testing.assert_allclose(gates[0], exact / exact.sum(), rtol=1e-6)
+    plain = dataclasses.replace(EXPERTS, normalize=False)
+    slope = jax.grad(lambda z: route(z, plain, jnp.ones(1, bool), replayed[:1])[0][0, 0])(logits[:1])
+    probabilities = np.asarray(jax.nn.softmax(logits[0]))
+    np.testing.assert_allclose(slope[0], probabilities[0] * (np.eye(6)[0] - probabilities), atol=1e-7)
+
+
+def test_recorded_routes_replay_to_the_bit():
+    """In whole rows, with shared prompts and while decoding; other routes change the result."""
+    model, params = draw()
+    run = jax.jit(lambda routes: model.bind(params).routed(TOKENS, MASK, routes=routes))
+    hidden, routed = jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
+    assert routed.routes.shape == (4, 8, *SHAPE.route_shape) == (4, 8, 2, 2)
+    assert ((routed.routes == -1).all((2, 3)) == ~MASK).all()
+    chex.assert_trees_all_equal(run(routed.routes), (hidden, routed))
+    other = jnp.where(MASK[..., None, None], (routed.routes + 1) % 6, -1).astype(jnp.int16)
+    changed, second = run(other)
+    np.testing.assert_array_equal(second.routes, jnp.sort(other, -1))
+    np.testing.assert_array_equal(second.chosen[:, :, 0], routed.chosen[:, :, 0])
+    assert (jnp.abs(changed - hidden).max(-1) > 1e-3)[MASK].all()
+
+
+def test_decoded_tokens_have_the_routes_of_whole_rows():
+    model, params = draw()
+    hidden, routed = jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
+    bound = model.bind(params)
+    _, prompts, first = bound.routed_prefill(TOKENS[:, :5], MASK[:, :5])
+    np.testing.assert_array_equal(first.routes, routed.routes[:, :5])
+    for unroll in (False, True):
+        state = DecoderState.of(prompts, 1, 3, unroll=unroll)
+        for column in range(5, 8):
+            seen = MASK & (jnp.arange(8) <= column)
+            last, state, now = bound.routed_decode(TOKENS[:, column], seen.sum(-1) - 1, state, seen, column)
+            rounding.assert_close_by_norm(last, hidden[:, column], roundings=BOUND)
+            np.testing.assert_array_equal(now.routes, routed.routes[:, column])
+
+
+def test_shared_and_packed_rows_use_their_routes():
+    model, params = draw()
+    tokens = TOKENS.at[1::2, :4].set(TOKENS[::2, :4])
+    mask = MASK.at[1::2].set(MASK[::2])
+    _, routed = model.bind(params).routed(tokens, mask)
+    replayed = jnp.where(mask[..., None, None], (routed.routes + 2) % 6, -1)
+    shared, used = model.bind(params).routed_groups(tokens, mask, prompt=4, group=2, routes=replayed)
+    # The prompts of a group agree here, but not the routes of its second row, which are those of the first.
+    same = replayed.at[1::2, :4].set(replayed[::2, :4])
+    expected, _ = model.bind(params).routed(tokens, mask, routes=same)
+    rounding.assert_close_by_norm(shared[mask], expected[mask], roundings=BOUND)
+    np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
+    places = jnp.where(mask, jnp.arange(32).reshape(4, 8), -1)
+    starts = jnp.stack([jnp.arange(4) * 8 + 3, jnp.arange(4) * 8 + 4], 1)
+    packed = PackedRows(places, jnp.arange(4), starts, shared=False)
+    rows, used = model.bind(params).routed_packed(tokens, mask, packed, prompt=4, routes=same)
+    rounding.assert_close_by_norm(rows[:, 3:7], expected[:, 3:7], roundings=BOUND)
+    np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
+
+
+def test_padding_reaches_no_expert():
+    """Its values, NaN included, and those of replayed routes, change nothing."""
+    model, params = draw()
+    poisoned = {**params, "embed_tokens": {"embedding": params["embed_tokens"]["embedding"].at[0].set(jnp.nan)}}
+    tokens = jnp.where(MASK, jnp.maximum(TOKENS, 1), 0)
+
+    @jax.jit
+    def run(params: dict) -> jax.Array:
+        return jnp.where(MASK[..., None], model.bind(params)(tokens, MASK), 0)
+
+    chex.assert_trees_all_equal(run(poisoned), run(params))
+    slopes = jax.jit(jax.grad(lambda params: (run(params)[..., 0] ** 2).sum()))(poisoned)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes["layers"]))
+
+
+def test_mesh_changes_neither_values_nor_gradients():
+    model, params = draw()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    target = jax.random.normal(jax.random.key(3), (4, 8, 16))
+
+    def loss(params: dict) -> jax.Array:
+        return jnp.where(MASK[..., None], model.bind(params)(TOKENS, MASK) * target, 0).sum()
+
+    expected = jax.jit(jax.value_and_grad(loss))(params)
+    spread = jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(spread)
+    rounding.assert_close_by_norm(jax.device_get(actual), jax.device_get(expected), roundings=3 * BOUND)
+
+
+def test_int8_experts_keep_a_float_router():
+    model, params = draw()
+    expected = model.bind(params)(TOKENS, MASK)[MASK]
+    narrow = Decoder(dataclasses.replace(SHAPE, quantization="int8"))
+    quantised = quantise_params(jax.tree.map(jnp.copy, params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(quantised, narrow.structure().params)
+    mlp = quantised["layers"]["experts_1"]["mlp"]
+    assert is_int8(mlp["experts"]["up_proj"]["kernel"])
+    assert not is_int8(mlp["gate"]["kernel"])
+    wide = dequantise_params(quantised, jnp.float32)
+    actual, same = narrow.bind(quantised)(TOKENS, MASK)[MASK], model.bind(wide)(TOKENS, MASK)[MASK]
+    rounding.assert_close_by_norm(actual, same, roundings=2 * BOUND)
+    assert 1e-4 < np.abs(actual - expected).mean() < 0.05
+
+
+def test_adapters_of_experts_and_router_merge(tmp_path):
+    shape = dataclasses.replace(SHAPE, lora=LoraConfig(2, 4.0, ("q_proj", "up_proj", "down_proj", "gate")))
+    model, params = draw(shape)
+    adapter = jax.tree.map(lambda x: x + 0.1, init_adapter(model, jax.random.key(2), make_mesh()))
+    mlp = adapter["layers"]["experts_1"]["mlp"]
+    assert mlp["experts"]["down_proj"]["lora_A"].shape == (2, 6, 8, 2)
+    assert mlp["gate"]["lora_B"].shape == (2, 2, 6)
+    expected = model.bind(params, adapter)(TOKENS, MASK)[MASK]
+    actual = model.bind(merge(model, params, adapter))(TOKENS, MASK)[MASK]
+    rounding.assert_close_by_norm(actual, expected, roundings=2 * BOUND)
+    assert np.abs(expected - model.bind(params)(TOKENS, MASK)[MASK]).max() > 0.01
+    slopes = jax.grad(lambda adapter: model.bind(params, adapter)(TOKENS, MASK)[MASK][:, 0].sum())(adapter)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes))
+    with pytest.raises(ValueError, match=r"lora.targets: got down_proj, gate, up_proj of a mixture of experts, which"):
+        save_adapter(tmp_path / "adapter", model, adapter, base_name=None)
+
+
+def test_impossible_mixtures_are_named():
+    for change, message in (
+        ({"active": 7}, "experts.active: got 7, expected at most experts.count = 6"),
+        ({"width": 0}, "experts.width: got 0, expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(EXPERTS, **change)
+    for change, message in (
+        ({"experts": None}, "experts: got None, expected a mixture, as pattern has some"),
+        ({"pattern": (LayerKind(),)}, "experts: got .* expected None, as pattern has none"),
+        ({"qk_norm": True, "wide_qk_norm": True}, "wide_qk_norm: got true beside qk_norm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(SHAPE, **change)
+    dense = dataclasses.replace(SHAPE, experts=None, pattern=(LayerKind(),))
+    with pytest.raises(ValueError, match=r"lora\.targets: got gate, but the model has no router"):
+        dataclasses.replace(dense, lora=LoraConfig(2, 4.0, ("gate",)))

@@ -1,0 +1,264 @@
+"""A mixture of experts: a router, the experts that it chooses for each token, and an optional one for all tokens.
+
+Shapes: B rows, T tokens, D model width, E experts, k of them active, N tokens of all rows. The routes of a token are
+the numbers of its experts, in any order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from train.models.config import DecoderConfig, ExpertsConfig
+from train.models.grouped import grouped_dot
+from train.models.layers import InitKey, Int8Kernel, kaiming_uniform, param, projection, residual_scale
+from train.models.mlp import DenseMlp, activate
+from train.models.self_attention import LayerContext
+from train.models.sharding import axis_size, constrain, divides, mesh_axes, mesh_is_set, partition_spec
+
+NO_EXPERT = -1
+"""The route of padding, which nobody computes, and of a token whose experts the router has to choose."""
+_TOKENS = ("rows", "tokens")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """The choices of a router for the tokens of a layer.
+
+    Attributes:
+      routes: [B, T, k] int16, the experts that were used, ascending; -1 at padding.
+      chosen: [B, T, k] int16, the most probable experts, ascending; -1 at padding.
+      logits: [B, T, E], of the router, in the compute type.
+    """
+
+    routes: jax.Array
+    chosen: jax.Array
+    logits: jax.Array
+
+
+class ExpertMlp(nnx.Module):
+    """`sum over the routes e of a token: gate_e(x) down_e(act(gate_proj_e(x)) * up_proj_e(x))`.
+
+    Gates are the softmax of the router's logits, computed in float32, at the routes. The routes are the k most
+    probable experts, of equal ones the lower, unless `LayerContext.routes` has others.
+    """
+
+    def __init__(self, config: DecoderConfig, key: InitKey):
+        assert config.experts is not None
+        self.config, experts = config, config.experts
+        router = dataclasses.replace(config, quantization=None)
+        self.gate = projection(router, "gate", (config.width, experts.count), ("embed", "router"), key)
+        self.experts = ExpertWeights(config, key.child("experts"))
+        if experts.shared_width is not None:
+            self.shared_expert = DenseMlp(config, key.child("shared_expert"), width=experts.shared_width)
+            sizes = (config.width, 1)
+            self.shared_expert_gate = projection(router, "shared_expert_gate", sizes, ("embed", "router"), key)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Routed]:
+        experts = self.config.experts
+        assert experts is not None
+        logits = self.gate(x)
+        gates, routes, chosen = route(logits, experts, context.real, context.routes)
+        y = self.experts(x, routes, gates if experts.wide_gates else gates.astype(x.dtype))
+        if experts.shared_width is not None:
+            y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.run(x)
+        return y, Routed(routes.astype(jnp.int16), chosen.astype(jnp.int16), logits)
+
+
+def route(
+    logits: jax.Array, experts: ExpertsConfig, real: jax.Array, replayed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chooses the experts of every token, and their gates.
+
+    Args:
+      logits: [..., E] of the router.
+      experts: how many to choose, and whether gates add up to 1.
+      real: [...] bool, the tokens that are no padding.
+      replayed: [..., k] int, experts to use instead; a token with -1 chooses for itself. None: all tokens do.
+
+    Returns:
+      Gates [..., k] in float32 at least, routes [..., k] int32 and the router's own choice [..., k], both ascending, so
+      that replayed routes sum as chosen ones do; -1 at padding.
+
+    Gradient:
+      Of the logits through the gates, also of replayed experts: through the softmax over all experts.
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
+    chosen = jnp.sort(lax.top_k(lax.stop_gradient(probabilities), experts.active)[1], axis=-1)
+    routes = chosen
+    if replayed is not None:
+        routes = jnp.where(replayed >= 0, jnp.sort(replayed.astype(jnp.int32), axis=-1), chosen)
+    gates = jnp.take_along_axis(probabilities, routes, axis=-1)
+    if experts.normalize:
+        gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    routes, chosen = (jnp.where(real[..., None], ids, NO_EXPERT) for ids in (routes, chosen))
+    return gates, routes, chosen
+
+
+class ExpertLinear(nnx.Module):
+    """The matrices [E, I, O] of one projection of all experts, with adapters [E, I, r] and [E, r, O] if it is a target.
+
+    Args:
+      config: the decoder.
+      name: of the projection.
+      sizes: I and O.
+      axes: logical axes of a matrix.
+      key: random key of this projection.
+      init_scale: factor of the standard deviation `I ** -0.5` of new weights.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        name: str,
+        sizes: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        key: InitKey,
+        init_scale: float = 1.0,
+    ):
+        assert config.experts is not None
+        key, count = key.child(name), config.experts.count
+        self.axes = ("expert", *axes)
+        normal = jax.nn.initializers.normal(init_scale * sizes[0] ** -0.5)
+        kernel = normal(key.draw(0, 1), (count, *sizes), jnp.dtype(config.param_dtype))
+        self.kernel = param(kernel, self.axes) if config.quantization is None else Int8Kernel(kernel, self.axes)
+        lora = config.lora if config.lora is not None and name in config.lora.targets else None
+        self.lora_scale = None if lora is None else lora.scale
+        if lora is not None:
+            lora_a = kaiming_uniform(key.draw(0, 2), (count, sizes[0], lora.rank))
+            self.lora_A = param(lora_a, ("expert", axes[0], "lora_rank"), nnx.LoRAParam)
+            lora_b = jnp.zeros((count, lora.rank, sizes[1]))
+            self.lora_B = param(lora_b, ("expert", "lora_rank", axes[1]), nnx.LoRAParam)
+
+    def arrays(self, dtype: Any) -> tuple[dict[str, jax.Array], dict[str, tuple[str | None, ...]]]:
+        """Returns the arrays of `expert_product`, and the logical axes over which a device has a part of them.
+
+        Axis fsdp splits them between products alone, as it splits rows: they are gathered, in the compute type.
+        """
+        expert, *axes = (None if axis == "embed" else axis for axis in self.axes)
+        split: dict[str, tuple[str | None, ...]] = {"kernel": (expert, *axes), "scale": (expert, axes[1])}
+        split |= {"lora_A": (expert, axes[0], None), "lora_B": (expert, None, axes[1])}
+        arrays = {"kernel": self.kernel.qvalue[...] if isinstance(self.kernel, Int8Kernel) else self.kernel[...]}
+        if isinstance(self.kernel, Int8Kernel):
+            arrays["scale"] = self.kernel.scale[...]
+        elif axis_size("embed") > 1:
+            arrays["kernel"] = arrays["kernel"].astype(dtype)
+        if self.lora_scale is not None:
+            arrays |= {"lora_A": self.lora_A[...], "lora_B": self.lora_B[...]}
+        return {name: constrain(x, *split[name]) for name, x in arrays.items()}, {name: split[name] for name in arrays}
+
+
+class ExpertWeights(nnx.Module):
+    """The experts of a layer."""
+
+    def __init__(self, config: DecoderConfig, key: InitKey):
+        assert config.experts is not None
+        self.config = config
+        sizes, axes = (config.width, config.experts.width), ("embed", "mlp")
+        self.gate_proj = ExpertLinear(config, "gate_proj", sizes, axes, key=key)
+        self.up_proj = ExpertLinear(config, "up_proj", sizes, axes, key=key)
+        scale = residual_scale(config)
+        self.down_proj = ExpertLinear(config, "down_proj", sizes[::-1], axes[::-1], key=key, init_scale=scale)
+
+    def __call__(self, x: jax.Array, routes: jax.Array, gates: jax.Array) -> jax.Array:
+        """Computes [B, T, D] of x [B, T, D], routes [B, T, k] and gates [B, T, k]; 0 where all routes are -1."""
+        projections = {"gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
+        parts = {name: linear.arrays(x.dtype) for name, linear in projections.items()}
+        weights = {name: arrays for name, (arrays, _) in parts.items()}
+        scales = {name: linear.lora_scale for name, linear in projections.items()}
+        run = functools.partial(_run_experts, config=self.config, scales=scales)
+        if not mesh_is_set():
+            return run(x, routes, gates, weights)
+        # Every device sorts its own tokens. The partitioner would gather all of them to sort them together.
+        tokens = partition_spec(_TOKENS if divides(x.shape[1], "tokens") else _TOKENS[:1])
+        specs = {
+            name: {leaf: partition_spec(axes) for leaf, axes in split.items()} for name, (_, split) in parts.items()
+        }
+        return jax.shard_map(run, in_specs=(tokens, tokens, tokens, specs), out_specs=tokens, check_vma=False)(
+            x, routes, gates, weights
+        )
+
+
+Weights = Mapping[str, Mapping[str, jax.Array]]
+
+
+def _run_experts(
+    x: jax.Array,
+    routes: jax.Array,
+    gates: jax.Array,
+    weights: Weights,
+    *,
+    config: DecoderConfig,
+    scales: Mapping[str, float | None],
+) -> jax.Array:
+    """Computes the experts of the tokens of a device, with its part of their hidden width."""
+    count, active = len(weights["down"]["kernel"]), routes.shape[-1]
+    flat = routes.reshape(-1)
+    order = jnp.argsort(jnp.where(flat >= 0, flat, count), stable=True).astype(jnp.int32)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    ids = jnp.take(flat, order, mode="clip")
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    product = functools.partial(expert_product, ids=ids, sizes=sizes)
+    copies = jnp.repeat(x.reshape(-1, x.shape[-1]), active, axis=0)
+    rows = _permute(copies, order, back)
+    hidden = activate(config, product(rows, weights["gate"], scale=scales["gate"]))
+    hidden = hidden * product(rows, weights["up"], scale=scales["up"])
+    output = _permute(product(hidden, weights["down"], scale=scales["down"]), back, order)
+    # Each token sums its parts in the order of its routes, whatever the other tokens are.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    parts = output.reshape(-1, active, x.shape[-1]).astype(wide)
+    y = jnp.sum(parts * gates.reshape(-1, active, 1).astype(wide), axis=1)
+    if mesh_is_set() and axis_size("mlp") > 1:
+        y = lax.psum(y, mesh_axes("mlp"))
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def expert_product(
+    x: jax.Array, arrays: Mapping[str, jax.Array], *, ids: jax.Array, sizes: jax.Array, scale: float | None
+) -> jax.Array:
+    """Multiplies rows with the matrix of their expert, and adds its adapter.
+
+    Args:
+      x: [N, I], sorted by expert.
+      arrays: `kernel` [E, I, O]; `scale` [E, O] if it is int8; `lora_A` and `lora_B` if there is an adapter.
+      ids: [N] int32, the expert of each row; below 0: none.
+      sizes: [E] int32, the rows of each expert.
+      scale: of the adapter.
+    """
+    y = grouped_dot(x, arrays["kernel"], sizes)
+    if "scale" in arrays:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        y = (y.astype(wide) * jnp.take(arrays["scale"], jnp.maximum(ids, 0), axis=0)).astype(x.dtype)
+    if scale is not None:
+        inner = grouped_dot(x.astype(arrays["lora_A"].dtype), arrays["lora_A"], sizes)
+        update = grouped_dot(inner, arrays["lora_B"], sizes)
+        # Rounds once, after the sum, if the base computes in bfloat16.
+        y = (y + scale * update).astype(y.dtype)
+    return y
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """Takes the rows of an array in another order. The gradient is a gather too, by the inverse order.
+
+    A scatter takes its rows one after another on a CPU, and adds in no fixed order on a GPU.
+    """
+    return jnp.take(x, order, axis=0, mode="clip")
+
+
+def _permute_forward(x: jax.Array, order: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _permute(x, order, back), back
+
+
+def _permute_backward(back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+    return jnp.take(g, back, axis=0, mode="clip"), None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
