@@ -165,10 +165,10 @@ def test_every_field_is_documented_with_its_default():
     config = parse({"steps": 1, "lora": {}})[0].model_dump()
 
     def lookup(path: str):
-        """The value at a path of the default config, or nothing where another variant of a section is chosen."""
+        """The value at a path of the default config, or nothing where a section is null or another variant."""
         value = config
         for part in path.split("."):
-            if part not in value:
+            if value is None or part not in value:
                 return None
             value = value[part]
         return (value,)

@@ -87,12 +87,12 @@ def test_every_problem_is_reported_at_once(write):
         (
             "lora.targets=[k_proj, k_proj]",
             "lora.targets: got ['k_proj', 'k_proj'] (an entry is repeated), expected a list, without repeats, of "
-            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, gate",
         ),
         (
             "lora.targets=[k_proj, k_prjo]",
             "lora.targets[1]: got 'k_prjo', expected one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj; did you mean 'k_proj'?",
+            "down_proj, gate; did you mean 'k_proj'?",
         ),
         (
             "reference.source=stp",
