@@ -1,12 +1,14 @@
 """Files of a run that are flipped, cut, emptied or deleted, and the real `--resume` after it."""
 
 import functools
+import json
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kljax.checkpoint import seal
 from tests import programs
 from tests.faults import runs
 from tests.faults.case import Fault, Finished
@@ -51,6 +53,19 @@ def line_deleted(path: Path) -> None:
     """Deletes the third line of a file."""
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[3:]))
+
+
+def of_step_before(path: Path) -> None:
+    """Puts the checkpoint of the step before in the place of one."""
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name(str(int(path.name) - 1)), path)
+
+
+def of_other_run(path: Path) -> None:
+    """Gives the seal of a state, or of a base, the id of another run."""
+    metadata = json.loads((path / "_METADATA").read_text())
+    metadata["custom_metadata"] = seal({**metadata["custom_metadata"]["kljax"], "run": "0" * 16})
+    (path / "_METADATA").write_text(json.dumps(metadata))
 
 
 HARMS: dict[str, Damage] = {"cut": cut, "emptied": emptied, "deleted": deleted}
@@ -119,6 +134,9 @@ def _cases() -> Iterator[tuple[str, tuple[tuple[str, Damage], ...]]]:
     yield "checkpoints, deleted", (("checkpoints", deleted),)
     yield "checkpoints/0, deleted", (("checkpoints/0", deleted),)
     yield "samples, deleted", (("samples", deleted),)
+    yield f"{LAST}, the step before in its place", ((LAST, of_step_before),)
+    yield f"{LAST}, of another run", ((f"{LAST}/state", of_other_run),)
+    yield "base, of another run", (("base", of_other_run),)
     yield "summary.json, deleted", (("summary.json", deleted),)
     yield "base and reference.json, deleted", (("base", deleted), ("reference.json", deleted))
 

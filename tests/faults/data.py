@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import json
 import pathlib
+import struct
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from tests import tiny
 from tests.faults.case import Fault, raised
@@ -15,7 +17,8 @@ from train.data.tasks.jsonl import read_examples
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rollouts.open import open_source
-from train.rollouts.recorded import write_rows
+from train.rollouts.recorded import files, write_rows
+from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Request, Source, SourceError
 
 AREA = "data"
@@ -112,6 +115,65 @@ def _not_parquet(content: bytes) -> Run:
     return run
 
 
+def directory_of(change: Callable[[pathlib.Path], object], *words: str) -> Run:
+    """Makes a fault of a recording of three steps, one of whose files is changed."""
+
+    def run(directory: pathlib.Path) -> str:
+        for step in range(3):
+            write_rows(directory, step, [row(step, sample) for sample in range(2)])
+        _open(directory)
+        change(directory)
+        return raised(lambda: _open(directory), f"rollout.source.path: {directory}", *words)
+
+    return run
+
+
+def _checked_rows() -> list[dict[str, Any]]:
+    """Returns the rows of two steps with their checks, as one file."""
+    return [checked for step in range(2) for checked in with_checks([row(2 * step + i // 2, i % 2) for i in range(4)])]
+
+
+def checked_parquet(change: Callable[[list[dict[str, Any]]], Any], *words: str) -> Run:
+    """Makes a fault of recorded rows that were written to Parquet, and changed."""
+
+    def run(directory: pathlib.Path) -> str:
+        from pyarrow import Table
+        from pyarrow import parquet as writer
+
+        writer.write_table(Table.from_pylist(_checked_rows()), directory / "good.parquet")
+        _open(directory / "good.parquet")
+        rows = _checked_rows()
+        writer.write_table(Table.from_pylist(change(rows) or rows), directory / "rows.parquet")
+        return raised(lambda: _open(directory / "rows.parquet"), f"{directory}/rows.parquet, line ", *words)
+
+    return run
+
+
+def _parquet_bit(directory: pathlib.Path) -> str:
+    """Flips a bit of a stored double."""
+    from pyarrow import Table
+    from pyarrow import parquet as writer
+
+    path = directory / "rows.parquet"
+    rows = list(with_checks([row(0, i, log_probs=[-1.25, -0.5, -0.75]) for i in range(2)]))
+    writer.write_table(Table.from_pylist(rows), path, compression="none", use_dictionary=False)
+    content, stored = path.read_bytes(), struct.pack("<d", -1.25)
+    position = content.index(stored + struct.pack("<d", -0.5)) + 2
+    path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+    return raised(lambda: _open(path), f"{path}, line 1: the row is damaged")
+
+
+def _parquet_bomb(directory: pathlib.Path) -> str:
+    """Writes few bytes of Parquet that stand for many."""
+    from pyarrow import Table
+    from pyarrow import parquet as writer
+
+    path = directory / "rows.parquet"
+    writer.write_table(Table.from_pylist([row(0, 0) | {"note": "x" * 5000} for _ in range(4000)]), path)
+    with mock.patch.object(files, "MAX_DECODED", 1 << 20):
+        return raised(lambda: _open(path), f"{path} has more than", "when it is decompressed")
+
+
 TASKS: dict[str, Run] = {
     "JSON that is too deep": task('{"prompt": ' + DEEP, "nested too deeply"),
     "an integer of 6,000 digits": task('{"prompt": "a", "answer": ' + LONG + "}", "too many digits"),
@@ -162,8 +224,30 @@ PARQUET: dict[str, Run] = {
     "a positive log-prob": parquet([row(0, 0, log_probs=[1.0, -1.0, -1.0])], "log_probs: got [1.0", "not positive"),
     "a row without prompt": parquet([{"completion": "3"}], "missing both prompt_ids and prompt"),
 }
+CHECKED: dict[str, Run] = {
+    "a changed log-prob": checked_parquet(lambda rows: rows[2].update(log_probs=[-9.0, -0.5, 0.0]), "row is damaged"),
+    "a changed reward": checked_parquet(lambda rows: rows[1].update(reward=7), "row is damaged"),
+    "a row that is gone": checked_parquet(lambda rows: rows[:1] + rows[2:], "rows are missing or doubled"),
+    "two rows in another order": checked_parquet(lambda rows: [rows[1], rows[0], *rows[2:]], "missing or doubled"),
+    "a step that is doubled in part": checked_parquet(lambda rows: rows[:4] + rows[:2], "got 2 rows, expected 4"),
+    "a flipped bit of a double": _parquet_bit,
+    "a bomb": _parquet_bomb,
+}
+DIRECTORIES: dict[str, Run] = {
+    "the first file is gone": directory_of(lambda path: (path / "00000000.jsonl").unlink(), "lacks 00000000.jsonl"),
+    "a file between is gone": directory_of(lambda path: (path / "00000001.jsonl").unlink(), "1 of the 3 files"),
+    "the last file is gone": directory_of(lambda path: (path / "00000002.jsonl").unlink(), "lacks 00000002.jsonl"),
+    "a file is empty": directory_of(lambda path: (path / "00000001.jsonl").write_bytes(b""), "got no row"),
+    "the count is damaged": directory_of(lambda path: (path / "count.sealed").write_text("{}"), "is damaged"),
+}
 FAULTS = [
     Fault(AREA, f"{kind}: {name}", run)
-    for kind, cases in (("task file", TASKS), ("recording", ROWS), ("Parquet", PARQUET))
+    for kind, cases in (
+        ("task file", TASKS),
+        ("recording", ROWS),
+        ("Parquet", PARQUET),
+        ("recorded Parquet", CHECKED),
+        ("directory of a recording", DIRECTORIES),
+    )
     for name, run in cases.items()
 ]

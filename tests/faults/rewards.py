@@ -70,6 +70,16 @@ def renamed(directory: Path) -> str:
     return raised(lambda: score(EXAMPLE, COMPLETION, True), *NAMED, "first, reward before", error=RewardError)
 
 
+def reserved(name: str) -> Callable[[Path], str]:
+    """Makes a fault of a reward with a name of the trainer."""
+
+    def run(_: Path) -> str:
+        scores = {"reward": np.float32([1]), name: np.float32([1])}
+        return raised(lambda: compose(Rewards(), scores, np.array([1]), longest=4), f"a reward named {name!r}")
+
+    return run
+
+
 def weight_that_overflows(_: Path) -> str:
     """Multiplies a reward beyond float32."""
     scores = {"reward": np.float32([1, 1e30])}
@@ -110,6 +120,13 @@ CASES = {
         "import collections; return type('M', (collections.UserDict,), {'keys': lambda self: 1 / 0})()",
         "ZeroDivisionError",
     ),
+    "a number of a class that fails": call(
+        "return type('F', (float,), {'__float__': lambda self: 1 / 0})(0.5)", "cannot be read", "ZeroDivisionError"
+    ),
+    "a value whose text fails": call("return type('T', (), {'__repr__': lambda self: 1 / 0})()", "without a text"),
+    "a reward named phase": reserved("phase"),
+    "a reward named loss": reserved("loss"),
+    "a reward named as a KL": reserved("kl_reference"),
     "other names": renamed,
     "a hang": call(FOREVER, *LATE, timeout=0.2),
     "a hang that catches everything": call(STUBBORN, *LATE, timeout=0.2),

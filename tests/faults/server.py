@@ -146,6 +146,12 @@ def _choices(change: Callable[[list[Any]], Any]) -> Reply:
     return _answer(lambda answer: {"choices": change(answer["choices"])})
 
 
+def _twice(connection: socket.socket, body: dict[str, Any]) -> None:
+    """Answers with two lists of ids in a completion, of which a reader of JSON takes the last."""
+    answer = Digits(ByteTokenizer().eos_id)("/v1/completions", body)[1]
+    connection.sendall(response(answer.replace('"index"', '"token_ids": [49, 257], "index"', 1).encode()))
+
+
 def _memory(directory: pathlib.Path) -> str:
     """Sends a small answer that decompresses to a large one, whose memory must not be taken."""
     packed = blanks(200 * MEGABYTE)
@@ -199,6 +205,20 @@ def _repeated_key(directory: pathlib.Path) -> str:
             client.get("/v1/models", bytes)
         except UserError as error:
             return "refused" if "[key]" in str(error) and key not in str(error) else "silent"
+    return "silent"
+
+
+def _part_of_key(directory: pathlib.Path) -> str:
+    key = "sk-of-this-run-0123456789"
+
+    def reply(path: str) -> Reply:
+        return sends(response(f"no such key: {key[:18]}...".encode(), "401 Unauthorized"))
+
+    with wire(reply) as url, contextlib.closing(Client(url, timeout=SECONDS, retries=0, key=key)) as client:
+        try:
+            client.get("/v1/models", bytes)
+        except UserError as error:
+            return "refused" if "[key]..." in str(error) and key[:8] not in str(error) else "silent"
     return "silent"
 
 
@@ -291,6 +311,13 @@ MORE: dict[str, Callable[[pathlib.Path], str]] = {
     ),
     "an integer of 400 digits as id": choice(IDS, token_ids=[10**400, 257]),
     "a log-prob below float32": log_probs([-1e39, -1.0], "-1e+39"),
+    "an id after the end": choice(IDS, "no id after one of stop_token_ids", token_ids=[257, 49]),
+    "an end that is no reason": choice("finish_reason of the answer: got length", finish_reason="length"),
+    "a stop without an end": choice("finish_reason of the answer: got stop", token_ids=[49, 50]),
+    "no id at all": choice(IDS, "0 tokens", token_ids=[], finish_reason="length"),
+    "ids twice": refused(_twice, "token_ids of the answer: got the field 3 times"),
+    "a log-prob of -3e38": log_probs([-3e38, -1.0], "-3e+38", "at least -10000"),
+    "a million ids": choice("values of the answer: got", "expected at most", token_ids=[49] * 10**6),
     "no index": choice(INDEX, "None", index=...),
     "gzip that ends too early": refused(
         sends(response(zipped(b"{}" * 100).partition(b"\r\n\r\n")[2][:-4], Content_Encoding="gzip")), "ends too early"
@@ -302,6 +329,7 @@ MORE: dict[str, Callable[[pathlib.Path], str]] = {
 PASSWORD = "hunter2"
 ADDRESS_CASES: dict[str, Callable[[pathlib.Path], str]] = {
     "the key in a refusal": _repeated_key,
+    "a part of the key in a refusal": _part_of_key,
     "a password": address(f"http://user:{PASSWORD}@host", "rollout.source.url: got", "api_key", hidden=PASSWORD),
     "a password with a slash": address(f"http://user:/{PASSWORD}@host", "rollout.source.url: got", hidden=PASSWORD),
     "a password in a long address": address(f"http://u:{PASSWORD * 20}@host", "rollout.source.url", hidden=PASSWORD),

@@ -214,6 +214,10 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest float32; larger numbers become infinite on the devices."""
 
 
+FLOAT32_TINY = 2.0**-126
+"""The smallest normal float32; smaller numbers are 0 on the devices."""
+
+
 def fits_float32(value: object) -> bool:
     """Returns whether a value is a number, not a bool, that is finite in float32.
 
@@ -230,7 +234,7 @@ def fits_float32(value: object) -> bool:
 class Section(BaseModel):
     """A frozen group of fields: unknown keys, infinities and silent conversions (text to number, 1 to true) fail.
 
-    A number that float32 cannot hold is an infinity, too.
+    A number that float32 cannot hold is an infinity, too, and one that it rounds to 0 fails as well.
     """
 
     model_config = ConfigDict(
@@ -242,6 +246,8 @@ class Section(BaseModel):
     def _fits_float32(cls, value: Any) -> Any:
         if isinstance(value, float) and not fits_float32(value):
             raise ValueError("infinite in float32")
+        if isinstance(value, float) and 0 < abs(value) < FLOAT32_TINY:
+            raise ValueError("0 in float32")
         return value
 
 

@@ -4,10 +4,12 @@ import errno
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
+REMOVED = "its directory was removed"
 NEXT_STEP = "complete checkpoints are intact: make room, then continue with --resume"
 
 
@@ -21,6 +23,8 @@ def disk_problem(error: BaseException | None) -> str | None:
         seen.add(id(error))
         if isinstance(error, OSError) and error.errno in (*FULL, *REFUSED):
             return f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror}"
+        if isinstance(error, FileNotFoundError) and error.filename and not Path(str(error.filename)).parent.exists():
+            return f"cannot write {error.filename}: {REMOVED}"
         for number in FULL:
             if os.strerror(number) in str(error):
                 return f"cannot write: {os.strerror(number)}"

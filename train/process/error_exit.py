@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from train.config.errors import GuardError, UserError
-from train.process.disk_problem import NEXT_STEP, disk_problem
+from train.process.disk_problem import NEXT_STEP, REMOVED, disk_problem
 from train.process.interrupt import INTERRUPTED
 
 
@@ -16,7 +16,9 @@ def known_ending(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     problem = disk_problem(error) or memory_problem(error) if isinstance(error, Exception) else None
-    return None if problem is None else (f"error: {problem}; {NEXT_STEP}", 2)
+    if problem is None:
+        return None
+    return f"error: {problem}; {'start a new run' if problem.endswith(REMOVED) else NEXT_STEP}", 2
 
 
 def memory_problem(error: Exception) -> str | None:

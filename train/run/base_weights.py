@@ -27,7 +27,7 @@ from train.run.directory import RunDirectory
 from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_arrays, folder_digest, load_params
 from train.weights.model import field_errors, unquantized
-from train.weights.orbax import orbax_arrays, restore_base
+from train.weights.orbax import carried_with, orbax_arrays, restore_base
 from train.weights.peft import is_peft
 from train.weights.saved_array import SavedArray
 
@@ -107,8 +107,9 @@ def record_folder(root: Path, folder: str | Path) -> None:
     """Records in the run directory `root` that its base is a folder, with the digest of the folder."""
 
     def write() -> None:
-        record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder)}
-        write_record(RunDirectory(root).base_record, record)
+        directory = RunDirectory(root)
+        record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder), **directory.identity}
+        write_record(directory.base_record, record)
 
     on_leader("base", write)
 
@@ -131,11 +132,14 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
     """Loads the base of a run that continues: from the run directory, or from the recorded folder.
 
     Raises:
-      UserError: the folder is gone, or its digest is not the recorded one.
+      UserError: the folder is gone, its digest is not the recorded one, or the base is of another run.
     """
     root, base = directory.root, saved_base(directory.root)
     if base is None or base.digest is None:
-        return restore_weights(directory.base, model, mesh, "base")
+        restored = restore_weights(directory.base, model, mesh, "base")
+        directory.check_origin(directory.base, carried_with(directory.base))
+        return restored
+    directory.check_origin(directory.base_record, read_record(directory.base_record, RECORD_HINT))
     try:
         digest = on_leader("base", lambda: folder_digest(base.path))
         if digest != base.digest:

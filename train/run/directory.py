@@ -1,9 +1,12 @@
 """The directory of one run, and the rules for starting and resuming it. Files of other runs are never overwritten."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from train.config.errors import UserError
 from train.config.load import dump_yaml, load
@@ -13,6 +16,7 @@ from train.run.lock import claim, locked
 from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text
 
+ID_LINE = "# id of the run: "
 CONFIG_HINT = "restore it from a copy, or delete its first line if the change is wanted"
 
 # Fields that may differ when a run is resumed. None of them changes an update, except the reference and the
@@ -57,6 +61,31 @@ class RunDirectory(RunPaths):
     def of(cls, config: Config) -> "RunDirectory":
         """Returns the directory of the run of this name, whether or not it exists."""
         return cls(Path(config.output) / config.name)
+
+    @property
+    def run_id(self) -> str | None:
+        """The id that ties base and checkpoints to the run; None for a run of version 0.2."""
+        with self.config.open(encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip("\n") for line in itertools.islice(file, 2)]
+        return next((line.removeprefix(ID_LINE) for line in lines if line.startswith(ID_LINE)), None)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The id as a value to save beside arrays; empty for a run without one."""
+        return {} if self.run_id is None else {"run": self.run_id}
+
+    def check_origin(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """Raises `UserError` if the values saved beside a base are not of this run."""
+        if self.identity and saved.get("run") != self.run_id:
+            raise UserError(
+                f"{path} is of another run: its id is {saved.get('run')}, that of {self.root} {self.run_id}; move it "
+                "away, and restore that of this run from a copy"
+            )
+
+    def write_config(self, config: Config, run_id: str | None) -> None:
+        """Writes the config, sealed, with the id of the run."""
+        line = "" if run_id is None else f"{ID_LINE}{run_id}\n"
+        write_sealed_text(self.config, line + dump_yaml(config))
 
     def check_config(self) -> None:
         """Raises `UserError` if the config is not the one that the run wrote."""
@@ -116,7 +145,7 @@ def start_run(config: Config) -> RunDirectory:
         while not claim(root):
             root, number = first.with_name(f"{config.name}-{number}"), number + 1
         run = RunDirectory(root)
-        write_sealed_text(run.config, dump_yaml(config.model_copy(update={"name": root.name})))
+        run.write_config(config.model_copy(update={"name": root.name}), secrets.token_hex(8))
     except OSError as error:
         raise UserError(f"output: cannot create {root}: {error.strerror}") from error
     return run
@@ -148,7 +177,7 @@ def resume_run(config: Config) -> RunDirectory:
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
-    write_sealed_text(run.config, dump_yaml(config))
+    run.write_config(config, run.run_id)
     return run
 
 

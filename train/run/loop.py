@@ -104,6 +104,9 @@ def rl_step(
 
     `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token. The programs
     of a `recorder` are per token.
+
+    Raises:
+      UserError: a field of the batch is missing, or a reward has the name of a metric.
     """
     config, plan, base, clock = context.config, context.plan, frozen.base, time.perf_counter()
     enter(step + 1, "rollout")
@@ -140,7 +143,10 @@ def rl_step(
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
     totals = jax.device_get(totals)
-    values = rollout.metrics | metric_values(totals) | dict(packing.metrics)
+    measured = metric_values(totals) | dict(packing.metrics)
+    if repeated := rollout.metrics.keys() & measured.keys():
+        raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
+    values = rollout.metrics | measured
     if programs.store is not None:
         programs.store.collect()
     if inspect is not None:

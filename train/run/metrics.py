@@ -77,7 +77,7 @@ def _lines_of_mark(path: Path, mark: Mapping[str, Any]) -> str:
         what = f"got {len(text)} bytes, expected {mark['bytes']}" if len(text) < mark["bytes"] else "a line differs"
         raise UserError(
             f"{path} is damaged: it is not what the run had written when it saved its last checkpoint ({what}); "
-            "restore it from a copy, or delete it to go on without the metrics of the steps so far"
+            "restore it from a copy, or move it away to go on without the metrics of the steps so far"
         )
     return text.decode()
 

@@ -66,7 +66,9 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         open_run(config, resume=resume) as directory,
         jax.set_mesh(context.mesh),
         closing(source),
-        closing(RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
+        closing(
+            RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config), run_id=directory.run_id)
+        ) as checkpoints,
         ending_alone(),
         progress(console) as bars,
     ):
@@ -97,11 +99,15 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         print(f"interrupted after step {done} of {config.steps}; saved, continue with --resume", file=sys.stderr)
         return INTERRUPTED
     before, after = _before_and_after(directory)
+    skipped = _skipped_updates(config, directory)
     write_curves(directory.root)
     # A finished run that is resumed did nothing: its summary, with its seconds, stays.
     if done > first or not directory.summary.exists():
-        write_summary(directory.summary, _summary(before, after, done, time.perf_counter() - began))
+        summary = _summary(before, after, done, time.perf_counter() - began) | {"skipped_updates": skipped}
+        write_summary(directory.summary, summary)
     print_comparison(console, before, after)
+    if skipped:
+        console.print(f"{skipped} updates were skipped", markup=False, highlight=False)
     return 0
 
 
@@ -237,6 +243,12 @@ def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[s
         {name: record[name] for name in ACCURACIES if name in record} for record in (first, (evaluations or [{}])[-1])
     )
     return before, after | measured
+
+
+def _skipped_updates(config: Config, directory: RunDirectory) -> int:
+    """Counts the updates that were skipped, by the metrics of all steps."""
+    shares = [record.get("skipped_updates") or 0.0 for record in read_metrics(directory.metrics)]
+    return round(sum(shares) * config.optim.updates_per_batch * config.optim.epochs)
 
 
 def _summary(before: dict[str, float], after: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def make_base(context: RunContext, directory: RunDirectory, *, bars: Start, writ
         unquantized_context = dataclasses.replace(context, model=model)
         params = _run_warm_start(unquantized_context, params, bars=bars, writer=writer)
         check_finite(params, "warm start")
-    save_base(directory.base, params, {"metrics": writer.mark()})
+    save_base(directory.base, params, {"metrics": writer.mark(), **directory.identity})
     return quantize_if_needed(context.model, params)
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -99,18 +100,12 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    # `mkdtemp` would make it private to its owner, and the mask of the process cannot be read without a change of it.
+    partial = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
+    partial.mkdir()
     try:
-        # mkdtemp makes the directory private to its owner.
-        partial.chmod(0o777 & ~_umask())
         yield partial
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

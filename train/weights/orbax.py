@@ -117,8 +117,18 @@ class RunCheckpoints:
     carry: Callable[[], Mapping[str, Any]] | None = None
     batch_of: Callable[[int], Tree | None] | None = None
 
-    def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
-        self._directory = directory.absolute()
+    def __init__(
+        self, directory: Path, section: Checkpoint, pinned: Sequence[int] = (), *, run_id: str | None = None
+    ) -> None:
+        """Opens the directory.
+
+        Args:
+          directory: created if missing.
+          section: of the config.
+          pinned: steps to keep.
+          run_id: sealed with each save and compared with what is read; None compares nothing.
+        """
+        self._directory, self._run_id = directory.absolute(), run_id
         policies = [preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])]
         if section.keep_every is not None:
             policies.append(preservation_policy.EveryNSteps(section.keep_every))
@@ -145,8 +155,9 @@ class RunCheckpoints:
         trees, batch = _items(state), None if self.batch_of is None else self.batch_of(step)
         if batch is not None:
             trees[BATCH] = batch
-        content = None if self.carry is None else self.carry()
-        items = {name: _with_digests(item, content if name == ITEM else None) for name, item in trees.items()}
+        identity: dict[str, Any] = {"step": step} if self._run_id is None else {"step": step, "run": self._run_id}
+        of_state = identity if self.carry is None else {**identity, **self.carry()}
+        items = {name: _with_digests(item, of_state if name == ITEM else identity) for name, item in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore_last(self, like: TrainState) -> TrainState | None:
@@ -187,6 +198,7 @@ class RunCheckpoints:
     def _read(self, step: int, expected: dict[str, Tree]) -> dict[str, SavedTree]:
         """Reads the metadata and the arrays of a step: its state, and its reference if that fits."""
         saved = {ITEM: read_metadata(self._directory / str(step) / ITEM)}
+        self._check_origin(saved[ITEM])
         self._check_fits(step, saved[ITEM], expected[ITEM])
         if REFERENCE in expected and (reference := self._fitting_reference(step, expected[REFERENCE])) is not None:
             saved[REFERENCE] = reference
@@ -199,7 +211,19 @@ class RunCheckpoints:
         """Reads the metadata of the reference of a step; None if the step has none, or one of another layout."""
         directory = self._directory / str(step) / REFERENCE
         metadata = read_metadata(directory) if directory.is_dir() else None
+        if metadata is not None:
+            self._check_origin(metadata)
         return None if metadata is None or _layout(metadata.tree) != _layout(like) else metadata
+
+    def _check_origin(self, metadata: checkpoint.CheckpointMetadata) -> None:
+        """Raises UserError for a checkpoint of another run, and ValueError for one of another step."""
+        saved = (metadata.content or {}).get("run")
+        if metadata.content is not None and self._run_id is not None and saved != self._run_id:
+            raise UserError(
+                f"checkpoint {metadata.path.parent} is of another run: its id is {saved}, that of this run "
+                f"{self._run_id}; move it out of {self._directory}"
+            )
+        _check_step(metadata)
 
     def _check_fits(self, step: int, metadata: checkpoint.CheckpointMetadata, like: Tree) -> None:
         saved, expected = _layout(metadata.tree), _layout(like)
@@ -240,11 +264,20 @@ class RunCheckpoints:
         self._manager.close()
 
 
+def _check_step(metadata: checkpoint.CheckpointMetadata) -> None:
+    """Raises ValueError if a checkpoint lies in the directory of another step than it was saved after."""
+    saved, named = (metadata.content or {}).get("step"), metadata.path.parent
+    in_run = named.parent.name == "checkpoints" and named.name.isdigit()
+    if saved is not None and in_run and int(named.name) != saved:
+        raise ValueError(f"checkpoint {metadata.path.parent} is a copy: it was saved after step {saved}")
+
+
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
 
     def read() -> dict[str, SavedTree]:
         metadata = read_metadata(path)
+        _check_step(metadata)
         return {ITEM: (metadata, checkpoint.restore(metadata, abstract_params, item=item, verify=False))}
 
     try:

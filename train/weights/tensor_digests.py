@@ -1,4 +1,6 @@
-"""Digests of the tensors in safetensors files that this trainer writes: `digests.json` beside them, read by every load.
+"""Digests of the exports of this trainer, in `digests.json` beside them: of tensors and of the texts beside them.
+
+Every load compares them.
 
 Each tensor has the CRC-32 of its bytes, and so has the header of each file. The files of others have no digests.
 """
@@ -12,23 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from kljax.checkpoint import first_five
+from kljax.checkpoint import first_five, text_hash
 from train.weights.files import read_record, write_record
 
 FILE_NAME = "digests.json"
 HEADER = "its header"
 LENGTH_BYTES = 8
 HINT = "restore it from a copy, or delete it if the weights were changed on purpose"
+CHANGED = f"restore it from a copy, or delete {FILE_NAME} if the weights were changed on purpose"
+TEXTS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
+"""Files that say what the tensors mean: the scale of an adapter, for one."""
 
 
 def write_tensor_digests(folder: Path) -> None:
-    """Writes the digests of all safetensors files of a folder."""
+    """Writes the digests of all safetensors files of a folder, and of the texts that say what they mean."""
     files = {path.name: _file_digests(path) for path in sorted(folder.glob("*.safetensors"))}
-    write_record(folder / FILE_NAME, {"files": files})
+    texts = {name: _text_digest(folder / name) for name in TEXTS if (folder / name).is_file()}
+    write_record(folder / FILE_NAME, {"files": files, "texts": texts})
 
 
 def check_tensors(folder: str | Path) -> None:
-    """Compares the safetensors files of a folder with its digests; a folder without digests passes.
+    """Compares the files of a folder with its digests; a folder without digests passes.
 
     Within a process, an unchanged file is read once.
 
@@ -40,17 +46,22 @@ def check_tensors(folder: str | Path) -> None:
     record = Path(folder) / FILE_NAME
     if not record.is_file():
         return
-    for name, expected in read_record(record, HINT)["files"].items():
+    content = read_record(record, HINT)
+    for name, digest in content.get("texts", {}).items():
+        if _text_digest(Path(folder) / name) != digest:
+            raise ValueError(f"{Path(folder) / name} is damaged: it differs from what was exported; {CHANGED}")
+    for name, expected in content["files"].items():
         path = Path(folder) / name
         status = path.stat()
         got = _cached_digests(path.resolve(), status.st_size, status.st_mtime_ns)
         differing = [tensor for tensor in expected.keys() | got.keys() if expected.get(tensor) != got.get(tensor)]
         if differing:
             names = first_five(sorted(differing), separator=", ")
-            raise ValueError(
-                f"{path} is damaged: got other bytes than were exported in {names}; "
-                f"restore it from a copy, or delete {FILE_NAME} if the weights were changed on purpose"
-            )
+            raise ValueError(f"{path} is damaged: got other bytes than were exported in {names}; {CHANGED}")
+
+
+def _text_digest(path: Path) -> str:
+    return text_hash(path.read_bytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=256)

@@ -51,7 +51,11 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     assert isinstance(source, JaxSource)
     source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
     rollouts = [collect(context, source, step) for step in range(2)]
-    assert sorted(file.name for file in (tmp_path / "r").iterdir()) == ["00000000.jsonl", "00000001.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "r").iterdir()) == [
+        "00000000.jsonl",
+        "00000001.jsonl",
+        "count.sealed",
+    ]
 
     reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
     recorded = open_source(reading)
@@ -169,7 +173,7 @@ def test_unusable_files_are_named(tmp_path):
     cases = {
         "a.jsonl": ("{\n", "line 1: not JSON"),
         "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object"),
-        "c.jsonl": ("\n", "has no group of completions that fits"),
+        "c.jsonl": ("\n", "line 1: got no row"),
         "d.csv": ("", "expected a file, or a directory of files, of .jsonl (JSON lines)"),
         "e.jsonl": (
             json.dumps(row(0, 0)) + "\n",
@@ -223,7 +227,13 @@ def test_every_damage_to_a_recorded_file_is_named(tmp_path):
             with pytest.raises(UserError, match=rf"{path}, line "):
                 list(JsonLinesFile(path))
     lines = content.splitlines(keepends=True)
-    for left, message in ((lines[:2], "got 2 rows, expected 3"), (lines[1:], "got row 2 of 3, expected row 1")):
+    path.write_bytes(content * 2)
+    assert len(list(JsonLinesFile(path))) == 6  # two steps in one file
+    for left, message in (
+        (lines[:2], "got 2 rows, expected 3"),
+        (lines[1:], "got row 2 of 3, expected row 1"),
+        ([], "got no row"),
+    ):
         path.write_bytes(b"".join(left))
         with pytest.raises(UserError, match=message):
             list(JsonLinesFile(path))

@@ -15,7 +15,7 @@ from tests.goldens.vllm import record, tiny
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
 from train.rollouts.server import Client, ServerSource
-from train.rollouts.server.answers import read_answers
+from train.rollouts.server.answers import Requested, read_answers
 from train.rollouts.source import SourceError
 
 EXCHANGES = json.loads(record.FIXTURE.read_text())
@@ -91,9 +91,7 @@ def test_stop_texts_end_their_completion_inclusively():
 
 def test_ending_id_is_part_of_the_completion():
     first = EXCHANGES["others"][0]
-    answers = read_answers(
-        first["response"].encode(), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
-    )
+    answers = read_answers(first["response"].encode(), Requested([1], 1, 4, 264, eos_ids=(119,)))
     assert [(len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) for answer in answers] == [
         (1, 1, True)
     ]
@@ -138,7 +136,9 @@ def test_incomplete_answer_is_an_error_before_the_run(field):
 def test_invalid_or_excess_ids_are_errors():
     with pytest.raises(SourceError, match="token_ids of the answer: got 264, expected an id below 264"):
         opened(changed(token_ids=[264]))
-    with pytest.raises(SourceError, match="token_ids of the answer: got 2 tokens, expected at most max_tokens = 1"):
+    with pytest.raises(
+        SourceError, match="token_ids of the answer: got 2 tokens, expected at least 1, at most max_tokens = 1"
+    ):
         opened(changed(token_ids=[1, 2]))
     both = changed(token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})
     with pytest.raises(SourceError, match=r"token_logprobs of the answer: got \[-1.0, -2.0\], expected 1 numbers"):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tests.train.config.built import build, problems
 from train.__main__ import main
 from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
+from train.process.error_exit import known_ending
 from train.rl.algorithms import make_optimizer
 from train.rl.metrics import SHARE, LargestToken
 from train.run.guard import StepGuard, describe_token
@@ -92,6 +94,17 @@ def test_skipped_updates_report_the_array_and_batch(watch_of, tmp_path, capsys):
     # The weights are good, so they are saved, and a run that goes on counts anew.
     restored = watch.checkpoints.restore_last(state)
     assert (int(restored.step), int(restored.guard.skipped)) == (3, 0)
+
+
+def test_a_removed_directory_is_one_line(watch_of, tmp_path):
+    watch, state = watch_of()
+    shutil.rmtree(tmp_path)
+    batch = tiny.full_batch(np.zeros((tiny.ROWS, tiny.LENGTH)))
+    with pytest.raises(FileNotFoundError) as caught:
+        watch.inspect(batch, at(state, 3), VALUES | {"skipped_updates": 1.0}, {})
+    text, code = known_ending(caught.value)
+    assert (code, text.count("\n")) == (2, 0)
+    assert text.endswith("its directory was removed; start a new run")
 
 
 def test_limit_stops_the_run_without_saving_the_step(watch_of):

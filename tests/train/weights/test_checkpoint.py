@@ -275,7 +275,22 @@ def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
     assert record["arrays"]["trainable.params.w"] == array_digest(state.trainable["params"]["w"])
     assert len(record["arrays"]) == len(jax.tree.leaves(state)) - 1
     moving = read_metadata(tmp_path / "checkpoints" / "1" / "reference").content
-    assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}}
+    assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}, "step": 1}
+
+
+def test_a_checkpoint_of_another_run_is_refused(run):
+    with contextlib.closing(RunCheckpoints(run / "checkpoints", SECTION, run_id="ab12")) as checkpoints:
+        with pytest.raises(UserError, match=r"checkpoints/4 is of another run: its id is None, .* move it out of"):
+            checkpoints.restore_last(state_of(9))
+        assert checkpoints.steps()[-1] == 4
+
+
+def test_a_step_under_another_number_is_set_aside(run, caplog):
+    shutil.copytree(run / "checkpoints" / "3", run / "checkpoints" / "7")
+    with contextlib.closing(opened(run)) as checkpoints:
+        chex.assert_trees_all_equal(checkpoints.restore_last(state_of(9)), state_of(4))
+        assert "checkpoints/7 is a copy: it was saved after step 3" in caplog.text
+        assert checkpoints.steps()[-1] == 4
 
 
 def test_checkpoint_without_digests_is_read_with_warnings(tmp_path, caplog):

@@ -50,6 +50,16 @@ def test_a_cut_file_is_named(folder, size):
         check_tensors(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors.index.json"])
+def test_a_changed_text_is_named(folder, name):
+    (folder / name).write_text('{"lora_alpha": 16}')
+    write_tensor_digests(folder)
+    check_tensors(folder)
+    (folder / name).write_text('{"lora_alpha": 8}')
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .* delete {FILE_NAME} if the weights were changed"):
+        check_tensors(folder)
+
+
 def test_missing_file_and_damaged_digests_are_named(folder):
     copy = Path(shutil.copytree(folder, folder / "copy"))
     (copy / "model-2.safetensors").unlink()

@@ -34,6 +34,9 @@ def function_problems(
     except LookupError as error:
         yield problem(f"got {target!r}, but {error.args[0]}", field)
         return
+    if arrays is not None and not any(array_name(parameter) in available for parameter in signature.parameters):
+        yield problem(f"{target} reads no array of the batch; available: {', '.join(available)}", field)
+        return
     options = {p.name for p in signature.parameters if array_name(p) not in available} - {*supplied}
     for name in arguments:
         if name not in options:

@@ -84,6 +84,14 @@ def _controller(config: Config) -> Iterator[Problem]:
             )
 
 
+def _controller_gains(config: Config) -> Iterator[Problem]:
+    for name in ("reward", "loss", "advantage"):
+        controller = getattr(config.kl, name).controller
+        if controller.type == "pi" and controller.kp == 0 and controller.ki == 0:
+            field = f"kl.{name}.controller"
+            yield problem("got kp 0 and ki 0, with which the coefficient never moves; set one of them > 0", field)
+
+
 def _controller_bounds(config: Config) -> Iterator[Problem]:
     for name in ("reward", "loss", "advantage"):
         term = getattr(config.kl, name)
@@ -97,4 +105,4 @@ def _controller_bounds(config: Config) -> Iterator[Problem]:
             )
 
 
-CHECKS = (_kl_loss, _exact, _direction, _own_reduction, _controller, _controller_bounds)
+CHECKS = (_kl_loss, _exact, _direction, _own_reduction, _controller, _controller_gains, _controller_bounds)

@@ -37,8 +37,8 @@ def _number(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:80]
-    except ValueError:  # an integer of thousands of digits
-        return f"a large {type(value).__name__}"
+    except Exception:  # an integer of thousands of digits, or a class that has no text
+        return f"a {type(value).__name__} without a text"
 
 
 def call(function: RewardFunction, record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
@@ -56,7 +56,10 @@ def call(function: RewardFunction, record: Mapping[str, Any], completion: str, f
         raise Wrong(f"{type(error).__name__}: {error}") from error
     values = {}
     for name, value in named.items():
-        number = _number(value)
+        try:
+            number = _number(value)
+        except Exception as error:  # a number may be of a class of the function's own
+            raise Wrong(f"returned {name!r}, whose number cannot be read: {type(error).__name__}: {error}") from error
         if not isinstance(name, str) or number is None:
             raise Wrong(f"returned {name!r}: {_shown(value)}, expected names and finite numbers of float32")
         values[name] = number

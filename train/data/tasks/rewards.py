@@ -10,6 +10,13 @@ from train.config.errors import UserError
 from train.data.tasks.task import Example, Task
 
 Scores = dict[str, np.ndarray]
+RESERVED = (
+    *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
+    *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
+    *("prompt", "completion", "answer"),
+)
+"""Names of metrics of the trainer, and of fields of its samples, which a reward would replace or be replaced by."""
+RESERVED_PREFIXES = ("kl_", "rollout_", "mismatch_", "correction_", "packing_", "time/")
 
 
 def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], finished: np.ndarray) -> Scores:
@@ -77,9 +84,12 @@ def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarr
       "reward", each `[B]` float32.
 
     Raises:
-      UserError: a weight names an unknown reward, there are no weights and the task returns no "reward", or a sum is
-        not finite.
+      UserError: a reward has the name of a metric of the trainer, a weight names an unknown reward, there are no
+        weights and the task returns no "reward", or a sum is not finite.
     """
+    for name in scores:
+        if name in RESERVED or name.startswith(RESERVED_PREFIXES):
+            raise UserError(f"rewards: got a reward named {name!r}, a name of the trainer; rename it")
     rewards = dict(scores)
     with np.errstate(over="ignore", invalid="ignore"):
         total = weighted(config.weights, rewards)

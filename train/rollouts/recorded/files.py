@@ -1,14 +1,20 @@
 """Random access to the rows of recorded files: JSON lines and Parquet."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from train.config.errors import UserError
 from train.config.json_text import parse_json
-from train.rollouts.recorded.row_checks import FIELD, RowCounter, take_check
+from train.rollouts.recorded.row_checks import RowCounter, take_check
+from train.weights.files import read_record, write_record
 
+COUNT = "count.sealed"
+"""Beside the files of a run: how many there are, so that a lost one is noticed."""
+PARQUET_BATCH = 64
+MAX_DECODED, MAX_RATIO = 1 << 30, 64
+"""Bytes that a Parquet file may take in memory, and bytes more for each byte on disk: a few may stand for many."""
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
 
@@ -32,6 +38,14 @@ class RowFile(Protocol):
         """Reads the record at an offset; raises OSError or ValueError if the file has changed."""
 
 
+@contextmanager
+def _errors(path: Path, line: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"rollout.source.path: {path}, line {line}: {error}") from error
+
+
 class JsonLinesFile:
     """A file of one JSON object per line; empty lines are skipped."""
 
@@ -44,19 +58,12 @@ class JsonLinesFile:
             for line, text in enumerate(file, start=1):
                 if text.strip():
                     record = self._parse(text, line)
-                    with self._errors(line):
+                    with _errors(self.path, line):
                         counter.add(take_check(record))
                     yield offset, line, record
                 offset += len(text)
-        with self._errors(line):
+        with _errors(self.path, line):
             counter.finish()
-
-    @contextmanager
-    def _errors(self, line: int) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise UserError(f"rollout.source.path: {self.path}, line {line}: {error}") from error
 
     def read(self, offset: int) -> dict[str, Any]:
         """Reads the line that begins at byte `offset`; raises `ValueError` if it is no object, or is damaged."""
@@ -91,20 +98,44 @@ class ParquetFile:
             ) from error
         self.path = path
         try:
-            self._table = parquet.read_table(path, memory_map=True)
+            self._table = self._decoded(parquet.ParquetFile(path, memory_map=True))
         except (ArrowException, OSError) as error:
             raise UserError(f"rollout.source.path: {path} cannot be read as Parquet: {error}") from error
 
+    def _decoded(self, file: Any) -> Any:
+        """Decodes the rows part by part, and stops at the limit of memory."""
+        from pyarrow import Table
+
+        most = MAX_DECODED + MAX_RATIO * self.path.stat().st_size
+        declared = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        parts, decoded = [], 0
+        for part in () if declared > most else file.iter_batches(batch_size=PARQUET_BATCH):
+            decoded += part.nbytes
+            if decoded > most:
+                break
+            parts.append(part)
+        if max(decoded, declared) > most:
+            raise UserError(
+                f"rollout.source.path: {self.path} has more than {most:,} bytes when it is decompressed; split it"
+            )
+        return Table.from_batches(parts, file.schema_arrow)
+
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset = 0
+        offset, counter = 0, RowCounter()
         for part in self._table.to_batches(max_chunksize=1024):
-            for record in part.to_pylist():
-                yield offset, offset + 1, _drop_empty(record)
+            for record in map(_drop_empty, part.to_pylist()):
+                with _errors(self.path, offset + 1):
+                    counter.add(take_check(record))
+                yield offset, offset + 1, record
                 offset += 1
+        with _errors(self.path, offset):
+            counter.finish()
 
     def read(self, offset: int) -> dict[str, Any]:
         """Reads row `offset`."""
-        return _drop_empty(self._table.slice(offset, 1).to_pylist()[0])
+        record = _drop_empty(self._table.slice(offset, 1).to_pylist()[0])
+        take_check(record)
+        return record
 
 
 def _drop_empty(record: dict[str, Any]) -> dict[str, Any]:
@@ -112,18 +143,55 @@ def _drop_empty(record: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _drop_empty(value) if isinstance(value, dict) else value
         for name, value in record.items()
-        if value is not None and name != FIELD
+        if value is not None
     }
+
+
+def count_file(directory: Path, step: int) -> None:
+    """Writes down that a run has recorded the files of all steps up to this one.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path, files = directory / COUNT, step + 1
+    if path.is_file():
+        with suppress(UserError):  # a damaged count is written again
+            files = max(files, read_record(path, "")["files"])
+    write_record(path, {"files": files})
+
+
+def _check_count(directory: Path) -> None:
+    """Raises UserError if a file is gone that a run recorded in this directory."""
+    if not (directory / COUNT).is_file():
+        return
+    hint = f"restore it, or delete {COUNT} if the directory is to have other files"
+    try:
+        files = read_record(directory / COUNT, hint)["files"]
+    except UserError as error:
+        raise UserError(f"rollout.source.path: {error}") from error
+    missing = [name for name in map(file_name, range(files)) if not (directory / name).is_file()]
+    if missing:
+        raise UserError(
+            f"rollout.source.path: {directory} lacks {missing[0]}, {len(missing)} of the {files} files that a run "
+            f"recorded there; {hint}"
+        )
+
+
+def file_name(step: int) -> str:
+    """Returns the name of the file with the rows of a step."""
+    return f"{step:08d}.jsonl"
 
 
 def open_files(path: Path) -> list[RowFile]:
     """Opens a file, or the files of a directory in the order of their names.
 
     Raises:
-      UserError: the file does not exist, or its format is not supported.
+      UserError: the file does not exist, its format is not supported, or files of a recording are missing.
     """
     if not path.exists():
         raise UserError(f"rollout.source.path: got {str(path)!r}, but there is no such file or directory")
+    if path.is_dir():
+        _check_count(path)
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or files[0].suffix not in SUFFIXES:
         known = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())

@@ -1,4 +1,4 @@
-"""The check of a recorded row: its number, the number of rows of its file, and a digest of its other fields."""
+"""The check of a recorded row: its number, the number of rows of its step, and a digest of its other fields."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,24 +37,31 @@ def take_check(record: dict[str, Any]) -> str | None:
 
 
 class RowCounter:
-    """Compares the numbers in the checks of a file with the rows that are read."""
+    """Compares the numbers in the checks of a file, which has one step or several, with the rows that are read."""
 
     def __init__(self) -> None:
-        self._rows, self._expected = 0, 0
+        # The row of its step, and the rows of that step, 0 until a check tells.
+        self._all, self._row, self._expected = 0, 0, 0
 
     def add(self, numbers: str | None) -> None:
         """Counts a row; raises ValueError if a row before it is missing."""
-        self._rows += 1
-        if numbers is not None:
-            first, _, last = numbers.partition("/")
-            self._expected = int(last)
-            if int(first) != self._rows:
-                raise ValueError(f"got row {first} of {last}, expected row {self._rows}: rows are missing or doubled")
+        self._all += 1
+        if self._row == self._expected:
+            self._row, self._expected = 0, 0
+        self._row += 1
+        if numbers is None:
+            return
+        first, last = map(int, numbers.split("/"))
+        if first != self._row or self._expected not in (0, last):
+            raise ValueError(f"got row {first} of {last}, expected row {self._row}: rows are missing or doubled")
+        self._expected = last
 
     def finish(self) -> None:
-        """Raises ValueError if rows are missing at the end."""
-        if self._rows < self._expected:
-            raise ValueError(f"got {self._rows} rows, expected {self._expected}: the file was cut")
+        """Raises ValueError if there is no row, or rows are missing at the end."""
+        if not self._all:
+            raise ValueError("got no row; restore the file, or delete it if it was empty from the start")
+        if self._row < self._expected:
+            raise ValueError(f"got {self._row} rows, expected {self._expected}: the file was cut")
 
 
 def _digest(row: Mapping[str, Any]) -> str:

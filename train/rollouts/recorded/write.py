@@ -11,6 +11,7 @@ import numpy as np
 from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
+from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Completions, SourceError
 from train.weights.files import usable_directory, write_text_atomic
@@ -69,9 +70,10 @@ def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
       SourceError: the file cannot be written.
     """
     lines = "".join(_escape(json.dumps(row, ensure_ascii=False)) + "\n" for row in with_checks(rows))
-    file = directory / f"{step:08d}.jsonl"
+    file = directory / file_name(step)
     try:
         write_text_atomic(file, lines)
+        count_file(directory, step)
     except OSError as error:
         raise SourceError(f"rollout.record: cannot write {file}: {error.strerror}") from error
 

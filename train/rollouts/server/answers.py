@@ -1,12 +1,12 @@
 """The forms of a server's answers, as pydantic models; nothing in an answer is trusted."""
 
+import dataclasses
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from train.config.types import FLOAT32_MAX
 from train.rl.token_fields import MAX_LOG_PROB
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
@@ -30,7 +30,11 @@ class _Form(BaseModel):
 
 # A list stops at its first wrong entry, so that a long list of them costs no memory.
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-LogProb = Annotated[float, Field(ge=-FLOAT32_MAX, le=MAX_LOG_PROB)]
+LEAST_LOG_PROB = -1e4
+"""A sampled token has none below: servers write -9999 for a probability of 0."""
+LogProb = Annotated[float, Field(ge=LEAST_LOG_PROB, le=MAX_LOG_PROB)]
+VALUES_PER_TOKEN = 64
+"""Values that an answer may have for each requested token: more are refused before they are parsed."""
 
 
 class _LogProbs(_Form):
@@ -66,7 +70,8 @@ EXPECTED = {
     "logprobs": "an object with token_logprobs",
     "prompt_token_ids": "a list of ids, or null",
     "token_ids": "a list of ids",
-    "token_logprobs": f"finite numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding)",
+    "token_logprobs": f"finite numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding) and at least "
+    f"{LEAST_LOG_PROB:g}",
 }
 """What each field of an answer has to be, for error messages."""
 
@@ -93,36 +98,76 @@ def read_models(content: bytes) -> list[str]:
     return [model.id for model in _parse(_Models, content).data]
 
 
-def read_answers(
-    content: bytes, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
-) -> list[ServerAnswer]:
+@dataclasses.dataclass(frozen=True)
+class Requested:
+    """The request for the completions of one prompt.
+
+    Attributes:
+      prompt: its ids.
+      samples: the number of completions.
+      max_new_tokens: the most ids of each.
+      vocab_size: ids are below it.
+      eos_ids: the ids that end a completion.
+      stops: whether texts end one too.
+      log_probs: whether each id has a log-prob.
+    """
+
+    prompt: Sequence[int]
+    samples: int
+    max_new_tokens: int
+    vocab_size: int
+    eos_ids: Collection[int]
+    stops: bool = False
+    log_probs: bool = True
+
+
+def read_answers(content: bytes, requested: Requested) -> list[ServerAnswer]:
     """Reads the completions of one prompt in the order of their index.
 
     Raises:
       AnswerError: the content is no JSON, or a field is missing or wrong; names it with the value and the expected
         value.
     """
+    samples = requested.samples
+    most = VALUES_PER_TOKEN * (64 + samples * (len(requested.prompt) + requested.max_new_tokens))
+    if (values := content.count(b",")) > most:
+        raise _wrong("values", f"{values}", f"at most {most} for {samples} completions")
     choices = sorted(_parse(_Completions, content).choices, key=lambda choice: choice.index)
     if len(choices) != samples:
         raise _wrong("choices", f"{len(choices)} completions", f"{samples}, the requested n")
+    if (fields := content.count(b'"token_ids"')) > samples:
+        raise _wrong("token_ids", f"the field {fields} times", f"it once in each of {samples} completions")
     indices = [choice.index for choice in choices]
     if indices != list(range(samples)):
         raise _wrong("index", _SHORT.repr(indices), f"each of 0 to {samples - 1} once")
-    return [_read(choice, prompt, max_new_tokens, vocab_size, log_probs) for choice in choices]
+    return [_read(choice, requested) for choice in choices]
 
 
-def _read(
-    choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool
-) -> ServerAnswer:
-    tokens, seen = choice.token_ids, choice.prompt_token_ids
-    if seen is not None and seen != list(prompt):
-        raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(list(prompt))}")
-    if len(tokens) > max_new_tokens:
-        raise _wrong("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
-    if outside := [token for token in tokens if token >= vocab_size]:
-        raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
-    fields = {"log_probs": _log_probs(choice, len(tokens))} if log_probs else {}
+def _read(choice: _Choice, requested: Requested) -> ServerAnswer:
+    tokens, seen, prompt = choice.token_ids, choice.prompt_token_ids, list(requested.prompt)
+    if seen is not None and seen != prompt:
+        raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(prompt)}")
+    if not 0 < len(tokens) <= requested.max_new_tokens:
+        raise _wrong(
+            "token_ids", f"{len(tokens)} tokens", f"at least 1, at most max_tokens = {requested.max_new_tokens}"
+        )
+    if outside := [token for token in tokens if token >= requested.vocab_size]:
+        raise _wrong("token_ids", outside[0], f"an id below {requested.vocab_size}, the vocabulary that is trained")
+    _check_end(choice, requested)
+    fields = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
     return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
+
+
+def _check_end(choice: _Choice, requested: Requested) -> None:
+    """Raises AnswerError if the ids and the reason of the end contradict the requested ends."""
+    *before, last = choice.token_ids
+    ends = sorted(requested.eos_ids)
+    if any(token in ends for token in before):
+        raise _wrong("token_ids", _SHORT.repr(choice.token_ids), f"no id after one of stop_token_ids = {ends}")
+    if choice.finish_reason == "length" and last in ends:
+        raise _wrong("finish_reason", "length", f"stop, as the last id is {last}, one of stop_token_ids")
+    if choice.finish_reason == "stop" and last not in ends and not requested.stops:
+        raise _wrong("finish_reason", "stop", f"length, as the last id is {last}, none of stop_token_ids = {ends}")
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:

@@ -1,6 +1,7 @@
 """An HTTP client that bounds every answer and retries requests, for servers that restart or are overloaded."""
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -26,6 +27,9 @@ MOST_BYTES = 2**24
 """Limit of an answer that has no limit of its own."""
 MOST_ERROR_BYTES = 2**16
 """Limit of the message of a refusal."""
+
+SHOWN_OF_KEY = 8
+"""A part of the key of this size or more is not shown."""
 
 _Parsed = TypeVar("_Parsed")
 
@@ -62,6 +66,23 @@ def acknowledged(content: bytes) -> None:
     """
     if content.lstrip()[:1] == b"<":
         raise AnswerError(f"the answer is a page: {content[:1000].decode(errors='replace')}", retry=True)
+
+
+def without_key(text: str, key: str) -> str:
+    """Replaces the key, and every part of it of at least 8 characters, by `[key]`.
+
+    Example:
+      >>> without_key("no such key: sk-0123456789ab...", "sk-0123456789abcdef")
+      'no such key: [key]...'
+    """
+    size = min(SHOWN_OF_KEY, len(key))
+    parts = {key[start : start + size] for start in range(len(key) - size + 1)}
+    hidden = bytearray(len(text))
+    for start in range(len(text) - size + 1):
+        if text[start : start + size] in parts:
+            hidden[start : start + size] = b"\1" * size
+    runs = itertools.groupby(range(len(text)), lambda index: hidden[index])
+    return "".join("[key]" if secret else "".join(text[index] for index in run) for secret, run in runs)
 
 
 class Client:
@@ -166,7 +187,7 @@ class Client:
     def clean(self, text: str, longest: int = 1000) -> str:
         """Makes text of a server fit to be shown: one line of printable characters, shortened, without the key."""
         # The key goes first: a part of it would stay if the text were cut before.
-        shown = " ".join((text.replace(self._key, "[key]") if self._key else text).split())[:longest]
+        shown = " ".join((without_key(text, self._key) if self._key else text).split())[:longest]
         return "".join(letter if letter.isprintable() else "?" for letter in shown)
 
     def _run(self, request: Coroutine[Any, Any, _Parsed]) -> _Parsed:

@@ -21,7 +21,7 @@ from train.distributed.exchange import any_of, run_together
 from train.distributed.global_arrays import gather_rows, row_owners
 from train.distributed.peers import process
 from train.models.sharding import batch_sharding
-from train.rollouts.server.answers import ServerAnswer, read_answers, read_models
+from train.rollouts.server.answers import Requested, ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key
 from train.rollouts.server.weights import Sync, make_sync
@@ -179,14 +179,16 @@ class ServerSource:
         )
 
     def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[ServerAnswer]]:
-        return functools.partial(
-            read_answers,
+        requested = Requested(
             prompt=body["prompt"],
             samples=body["n"],
             max_new_tokens=body["max_tokens"],
             vocab_size=self._context.model.config.vocab_size,
+            eos_ids=body["stop_token_ids"],
+            stops="stop" in body,
             log_probs=self._context.config.rollout.record_log_probs,
         )
+        return functools.partial(read_answers, requested=requested)
 
     def _held_rows(self, sent: Sent, answers: Sequence[ServerAnswer]) -> dict[str, np.ndarray]:
         """Pads the answers to the prompts of this process, and returns the rows that it holds."""
