@@ -74,7 +74,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-report report-page find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -187,6 +187,18 @@ $(TRANSFORMERS_VENV)/.ready:
 
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
+
+# The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
+test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium (Debian, as root)
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
+	command -v npm >/dev/null || apt-get install -qq -y --no-install-recommends npm
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
+	$(MAKE) --silent report-page
+	git diff --exit-code --stat -- train/report/page
+	$(BIN)/python -m pytest -q -n 0 tests/train/report $(ARGS)
+
+report-page: ## the script and style of the page of a run, after a change of train/report/web
+	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build
 
 clean: ## removes the environments, the built documentation and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -66,7 +66,7 @@ def show(
     from train.distributed.exchange import agree
     from train.distributed.peers import is_leader
     from train.run.directory import flat_fields
-    from train.run.report import default_console, print_evaluation, write_summary
+    from train.run.display import default_console, print_evaluation, write_summary
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import make_context
 

@@ -16,6 +16,7 @@ MODULES = {
 # A module imports from its own folder or one before it; the run context counts as one of the rollouts.
 FOLDERS = (
     *("config", "distributed", "process", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
+    "report",
     "commands",
 )
 COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import")

@@ -72,7 +72,7 @@ def show(options: argparse.Namespace) -> int:
     from train.plan.compiler.lowering import LEAST_EFFORT
     from train.plan.report import markdown
     from train.plan.search import best, plan_config
-    from train.run.report import default_console, write_summary
+    from train.run.display import default_console, write_summary
     from train.weights.files import write_text_atomic
 
     console, effort = default_console(), None if options.full_effort else LEAST_EFFORT

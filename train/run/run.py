@@ -26,13 +26,13 @@ from train.rollouts.server import AheadSource
 from train.rollouts.source import Source
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
+from train.run.display import Start, default_console, print_comparison, progress, write_summary
 from train.run.guard import StepGuard
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
 from train.run.recorder import RolloutRecorder
-from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import (
     check_examples,
     check_start,

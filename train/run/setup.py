@@ -31,9 +31,9 @@ from train.rl.state import HOST, TrainState, initial_state
 from train.rollouts.lag import initial_past
 from train.run.base_weights import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
+from train.run.display import Start
 from train.run.guard import check_finite
 from train.run.metrics import Metrics
-from train.run.report import Start
 from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
 from train.weights.huggingface import check_folder

@@ -5,7 +5,7 @@ import math
 import pytest
 from rich.console import Console
 
-from train.run import report
+from train.run import display
 
 ESCAPE = "\x1b"
 
@@ -24,7 +24,7 @@ def output(console):
 
 def test_piped_progress_prints_a_line_periodically():
     console = piped()
-    with report.progress(console, every=3) as start:
+    with display.progress(console, every=3) as start:
         advance = start("train", 7, 0)
         for step in range(1, 8):
             advance(f"reward [{step}]")
@@ -33,7 +33,7 @@ def test_piped_progress_prints_a_line_periodically():
 
 def test_piped_progress_of_a_resumed_run_counts_on():
     console = piped()
-    with report.progress(console, every=10) as start:
+    with display.progress(console, every=10) as start:
         advance = start("train", 20, 18)
         advance("")
         advance("")
@@ -42,14 +42,14 @@ def test_piped_progress_of_a_resumed_run_counts_on():
 
 def test_piped_lines_are_not_wrapped():
     console = piped()
-    with report.progress(console, every=1) as start:
+    with display.progress(console, every=1) as start:
         start("train", 1, 0)("x" * 200)
     assert output(console).count("\n") == 1
 
 
 def test_terminal_progress_draws_bars_with_the_note():
     console = terminal()
-    with report.progress(console) as start:
+    with display.progress(console) as start:
         advance = start("warm start", 2, 0)
         advance("loss [red]")
         advance("loss 0.5")
@@ -62,7 +62,7 @@ def test_terminal_progress_draws_bars_with_the_note():
 
 def test_an_error_inside_progress_is_not_swallowed():
     def interrupted(console):
-        with report.progress(console) as start:
+        with display.progress(console) as start:
             start("train", 2, 0)
             raise KeyboardInterrupt
 
@@ -73,9 +73,9 @@ def test_an_error_inside_progress_is_not_swallowed():
 
 def test_default_console_writes_no_control_codes_into_pipes(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    console = report.default_console()
+    console = display.default_console()
     console.print("[bold]done[/bold]")
-    with report.progress(console, every=1) as start:
+    with display.progress(console, every=1) as start:
         start("train", 1, 0)("")
     assert capsys.readouterr().out == "done\ntrain 1/1\n"
 
@@ -83,7 +83,7 @@ def test_default_console_writes_no_control_codes_into_pipes(monkeypatch, capsys)
 def test_table_shows_accuracy_and_kl_twice():
     console = piped()
     after = {"accuracy": 87.5, "kl_reference": 0.0123456, "kl_reference_exact": 0.0123}
-    report.print_comparison(console, {"accuracy": 31.25, "rollout_kl": 1e-9}, after)
+    display.print_comparison(console, {"accuracy": 31.25, "rollout_kl": 1e-9}, after)
     rows = [line.replace("│", " ").split("  ") for line in output(console).splitlines()]
     cells = {row[0].strip(): row[1:] for row in ([cell for cell in row if cell.strip()] for row in rows) if row}
     assert [cell.strip() for cell in cells["held-out accuracy, sampled (%)"]] == ["31.2", "87.5"]
@@ -95,13 +95,13 @@ def test_table_shows_accuracy_and_kl_twice():
 
 def test_table_leaves_out_unmeasured_values():
     console = piped()
-    report.print_comparison(console, {"accuracy": 1.0}, {"accuracy": 2.0})
+    display.print_comparison(console, {"accuracy": 1.0}, {"accuracy": 2.0})
     assert "KL" not in output(console)
 
 
 def test_summary_is_sorted_json_without_nan(tmp_path):
     path = tmp_path / "summary.json"
-    report.write_summary(
+    display.write_summary(
         path, {"steps": 3, "accuracy_after": 0.1 + 0.2, "kl": math.nan, "nested": {"x": [math.inf, 1]}}
     )
     text = path.read_text()
@@ -112,10 +112,10 @@ def test_summary_is_sorted_json_without_nan(tmp_path):
 
 def test_failed_summary_write_leaves_the_old_one(tmp_path):
     path = tmp_path / "summary.json"
-    report.write_summary(path, {"steps": 1})
+    display.write_summary(path, {"steps": 1})
     with pytest.raises(TypeError):
-        report.write_summary(path, {"steps": object()})
+        display.write_summary(path, {"steps": object()})
     assert json.loads(path.read_text()) == {"steps": 1}
-    report.write_summary(path, {"steps": 2})
+    display.write_summary(path, {"steps": 2})
     assert json.loads(path.read_text()) == {"steps": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

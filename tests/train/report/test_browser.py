@@ -1,0 +1,156 @@
+"""The page of a run in headless Chromium: it sorts, filters, colours and compares, with no error and no request."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+try:
+    from playwright.sync_api import Page, expect, sync_playwright
+except ImportError:
+    pytest.skip("the package playwright is not installed; run `make test-report`", allow_module_level=True)
+if CHROMIUM is None:
+    pytest.skip("no Chromium was found; run `make test-report`", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with sync_playwright() as playwright:
+        # Root, as whom containers run, has no sandbox.
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser, pages) -> Iterator[SimpleNamespace]:
+    """`opened.at(name, "#view")`: a page; the test fails if it says anything in the console, or asks for anything."""
+    tab, said, requests = browser.new_page(viewport={"width": 1300, "height": 900}), [], []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+
+    def at(name: str, view: str = "", path: Path | None = None) -> Page:
+        tab.goto((path or pages[name]).as_uri() + view)
+        return tab
+
+    yield SimpleNamespace(at=at)
+    assert said == []
+    assert all(url.startswith("file:") for url in requests)
+    tab.close()
+
+
+def column(tab: Page, name: str) -> list[str]:
+    """The cells of a column of the table."""
+    titles = [title.strip() for title in tab.locator(".rollouts thead tr:first-child th").all_inner_texts()]
+    index = next(i for i, title in enumerate(titles) if title.rstrip(" ▲▼") == name)
+    return [cell.inner_text() for cell in tab.locator(f".rollouts tbody td:nth-child({index + 1})").all()]
+
+
+def test_curves_are_drawn_and_read_by_keyboard(opened):
+    tab = opened.at("one")
+    panel = tab.locator(".panel", has_text="Held-out accuracy")
+    expect(panel.locator("canvas")).to_have_count(1)
+    chart = panel.get_by_role("group")
+    assert re.match("Held-out accuracy, %. sampled: 1 points, first ", chart.get_attribute("aria-label"))
+    reward = tab.locator(".panel", has_text="Reward").first
+    reward.get_by_role("group").focus()
+    tab.keyboard.press("Home")
+    expect(reward.locator(".legend")).to_contain_text("step 1")
+    tab.keyboard.press("ArrowRight")
+    expect(reward.locator(".legend")).to_contain_text("step 2")
+    for label, choice in (("Smoothing", "off"), ("Axis", "log")):
+        tab.get_by_label(label).first.select_option(label=choice)
+    expect(reward.locator("canvas")).to_have_count(1)
+
+
+def test_table_sorts_both_ways_and_back(opened):
+    tab = opened.at("one", "#rollouts")
+    expect(tab.locator("caption")).to_have_text("96 recorded rollouts")
+    heading = tab.get_by_role("columnheader", name="Mean entropy")
+    orders = {}
+    for direction in ("descending", "ascending", "none"):
+        heading.get_by_role("button").click()
+        expect(heading).to_have_attribute("aria-sort", direction)
+        orders[direction] = [float(cell) for cell in column(tab, "Mean entropy")]
+    assert orders["descending"] == sorted(orders["descending"], reverse=True)
+    assert orders["ascending"] == sorted(orders["ascending"])
+    assert orders["descending"][0] > orders["ascending"][-1]
+    assert orders["none"] != orders["ascending"]
+
+
+def test_table_filters_numbers_and_words(opened):
+    tab = opened.at("one", "#rollouts")
+    tab.get_by_label("Filter Step").fill("2..3")
+    expect(tab.locator("caption")).to_have_text("32 of 96 recorded rollouts")
+    assert set(column(tab, "Step")) == {"2", "3"}
+    tab.get_by_label("Filter Reward, such").fill(">0.5")
+    assert set(column(tab, "Reward")) == {"1"}
+    tab.get_by_label("Filter Reward, such").fill("much")
+    expect(tab.get_by_label("Filter Reward, such")).to_have_attribute("aria-invalid", "true")
+    tab.get_by_label("Filter Reward, such").fill("")
+    tab.get_by_label("Search prompts").fill("QUESTION 1 of step 3")
+    expect(tab.locator("caption")).to_have_text("8 of 96 recorded rollouts")
+
+
+def test_rollout_shows_exact_numbers_of_coloured_tokens(opened):
+    tab = opened.at("one", "#rollouts")
+    tab.get_by_role("link", name="Open row 3 of step 1").click()
+    expect(tab.get_by_role("heading", name="Rollout: step 1, row 3")).to_be_focused()
+    tokens = tab.locator(".token:not(.prompt)")
+    expect(tokens).to_have_count(12)
+    colours = []
+    for quantity in ("KL to the reference (k3)", "log-ratio, policy to reference", "policy version"):
+        tab.get_by_label("Colour by").select_option(label=quantity)
+        colours.append([token.evaluate("x => x.style.backgroundColor") for token in tokens.all()])
+        expect(tab.locator(".largest h4")).to_have_text(f"Farthest from 0: {quantity}")
+    assert all(len(set(row)) > 3 for row in colours[:2])
+    assert any("--below" in colour for colour in colours[1])
+    assert len(set(colours[2])) == 1
+    tokens.nth(4).hover()
+    numbers = tab.get_by_role("tooltip")
+    expect(numbers).to_contain_text("5 of 12")
+    tokens.first.focus()
+    tab.keyboard.press("ArrowRight")
+    expect(tokens.nth(1)).to_be_focused()
+    expect(numbers).to_contain_text("2 of 12")
+    assert re.match(r"token 2, .*, policy version 0$", tokens.nth(1).get_attribute("aria-label"))
+    shown = numbers.locator("tr", has_text="advantage").locator("td").inner_text()
+    assert shown in ("1", "-1")
+    tab.locator(".largest button").first.click()
+    assert tab.evaluate("document.activeElement.classList.contains('token')")
+
+
+def test_group_stands_side_by_side(opened):
+    tab = opened.at("one", "#rollouts")
+    tab.locator(".rollouts tbody a[href='#group=0.1.1']").first.click()
+    expect(tab.get_by_role("heading", name="Group 1 of step 1")).to_be_focused()
+    expect(tab.locator(".card")).to_have_count(8)
+    expect(tab.locator(".text.shared")).to_have_count(1)
+
+
+def test_two_runs_are_compared(opened):
+    tab = opened.at("both")
+    expect(tab.locator(".overview h2")).to_have_text(["a", "b"])
+    legend = tab.locator(".panel", has_text="Reward").first.locator(".legend")
+    expect(legend).to_contain_text("a: reward")
+    expect(legend).to_contain_text("b: reward")
+    tab.get_by_role("link", name="Config").click()
+    difference = tab.locator(".config").first.locator("tbody tr")
+    expect(difference).to_have_text(["nameab", "seed01"])
+    tab.goto(tab.url.partition("#")[0] + "#rollout=0")
+    tab.get_by_role("link", name="The same row in b").click()
+    expect(tab.locator(".card h3")).to_have_text(["a, step 1, row 0", "b, step 1, row 0"])
+
+
+def test_page_fits_a_narrow_window(opened):
+    tab = opened.at("both")
+    tab.set_viewport_size({"width": 400, "height": 800})
+    for view in ("#curves", "#rollouts", "#rollout=1", "#distributions", "#config"):
+        tab.evaluate(f"location.hash = {view!r}")
+        tab.wait_for_timeout(50)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400, view

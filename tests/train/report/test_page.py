@@ -1,0 +1,185 @@
+"""The page of a run from its files: damaged files, runs that are going, exports of prime-rl, replayed dumps."""
+
+import base64
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from kljax.parity.dump import write_dump
+from tests.train.report.conftest import ROLLOUTS, TOKENS
+from train.report.__main__ import main
+from train.report.quantities import QUANTITIES, color_limit, histogram
+from train.report.rollouts import read_parquet
+from train.report.runs import config_difference, read_run
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def block_of(page: str, index: int) -> tuple[dict, np.ndarray]:
+    """Unpacks the tokens of a rollout as the script of the page does."""
+    text = re.search(rf'id="rollout-{index}">(.*?)</script>', page)[1]
+    packed = zlib.decompress(base64.b64decode(text))
+    start = 4 + int.from_bytes(packed[:4], "little")
+    header = json.loads(packed[4:start])
+    planes = np.frombuffer(packed[start:], np.uint8).reshape(4, -1)
+    return header, np.ascontiguousarray(planes.T).view("<f4").reshape(len(header["columns"]), -1)
+
+
+def test_page_has_the_numbers_of_the_recording(runs, pages):
+    page = pages["one"].read_text()
+    data = data_of(page)
+    assert len(data["rollouts"]) == ROLLOUTS
+    file = sorted((runs[0] / "rollouts").glob("*.parquet"))[1]
+    records = parquet.read_table(file).to_pylist()
+    index = next(i for i, rollout in enumerate(data["rollouts"]) if rollout["step"] == 2)
+    header, columns = block_of(page, index)
+    assert header["ids"] == records[0]["prompt_ids"] + records[0]["completion_ids"]
+    assert "".join(header["texts"]) == "".join(records[0]["token_texts"])
+    for name, values in zip(header["columns"], columns, strict=True):
+        np.testing.assert_array_equal(values, np.array(records[0][name], np.float32))
+    mean, largest = data["rollouts"][index]["numbers"]["log_ratio_reference"]
+    gap = np.array(records[0]["policy_log_probs"]) - np.array(records[0]["ref_log_probs"])
+    np.testing.assert_allclose(mean, gap.mean(), rtol=1e-4)
+    np.testing.assert_allclose(largest, gap[np.abs(gap).argmax()], rtol=1e-4)
+    for shown in data["histograms"]:
+        run = shown["runs"][0]
+        assert sum(run["counts"]) + run["below"] + run["above"] == ROLLOUTS * TOKENS
+
+
+def test_page_names_nothing_outside_of_itself(pages):
+    page = re.sub(r'<script type="text/plain".*?</script>', "", pages["both"].read_text())
+    urls = set(re.findall(r"""(?:src|href)=["'](?!#)[^"']*|url\([^)]*\)|@import[^;]*""", page))
+    assert not urls
+    assert "default-src 'none'" in page
+
+
+def test_damaged_files_are_noted_and_left_out(runs, tmp_path):
+    going = tmp_path / "going"
+    shutil.copytree(runs[0], going)
+    files = sorted((going / "rollouts").glob("*.parquet"))
+    files[1].write_bytes(files[1].read_bytes()[:-40])
+    files[2].write_bytes(b"")
+    (going / "rollouts" / "00000099.parquet.partial").write_bytes(b"PAR1")
+    with (going / "metrics.jsonl").open("a") as file:
+        file.write('not a record\n{"phase": "train", "step": 7, "rew')
+    run = read_run(going, rollouts=1000)
+    assert len(run.recording.rollouts) == ROLLOUTS - 32
+    assert run.notes[0] == "1 lines of the metrics are damaged and left out."
+    assert run.notes[1].startswith("2 of 6 files of rollouts cannot be read, such as 00000002.parquet (")
+    assert len(run.metrics["train"]["reward"]) == 6
+
+
+def test_fewer_rollouts_are_taken_evenly(runs):
+    recording = read_parquet(runs[0] / "rollouts", 48)
+    assert sorted({rollout.step for rollout in recording.rollouts}) == [1, 3, 5, 6]
+    assert recording.notes == ["shows 4 of 6 recorded steps; --rollouts N shows more"]
+
+
+def test_differing_fields_of_configs_have_both_values(runs):
+    first, second = (read_run(path, rollouts=16).config for path in runs)
+    assert config_difference(first, second) == [("name", "a", "b"), ("seed", 0, 1)]
+    assert config_difference(first, {}) == [(name, value, None) for name, value in first.items()]
+
+
+EXPORT = {
+    "schema_version": 1,
+    "step": 3,
+    "export_step": 3,
+    "rank": 0,
+    "micro_step": 0,
+    "micro_sequence_idx": 0,
+    "export_sequence_idx": 0,
+    "run_id": None,
+    "env_name": "math",
+    "token_ids": [5, 6, 7, 8],
+    "position_ids": [0, 1, 2, 3],
+    "loss_mask": [False, False, True, True],
+    "advantages": [0.0, 0.0, 0.5, 0.5],
+    "losses": [{}, {}, {"rl": {"advantage": 0.5, "mask": True}}, {"rl": {"advantage": 0.5, "mask": True}}],
+    "rewards": [1.0, 1.0, 1.0, 1.0],
+    "inference_logprobs": [0.0, 0.0, -1.0, -2.0],
+    "trainer_logprobs": [0.0, 0.0, -1.25, -2.0],
+    "entropy": [0.0, 0.0, 0.75, None],
+    "mismatch_kl": [None, None, 0.03, 0.0],
+    "is_masked": [None, None, False, True],
+}
+
+
+def test_token_export_of_prime_rl_is_read(tmp_path):
+    for step in (3, 12):
+        folder = tmp_path / "token_exports" / f"step_{step}"
+        folder.mkdir(parents=True)
+        line = json.dumps(EXPORT | {"export_step": step})
+        (folder / "rank_0.jsonl").write_text(f"{line}\n{line}\n{line[:50]}")
+    run = read_run(tmp_path / "token_exports", rollouts=100)
+    assert [rollout.step for rollout in run.recording.rollouts] == [3, 3, 12, 12]
+    rollout = run.recording.rollouts[0]
+    assert (rollout.prompt_length, rollout.length, rollout.reward) == (2, 2, 1.0)
+    ratio = next(quantity for quantity in QUANTITIES if quantity.key == "log_ratio_sampler")
+    np.testing.assert_array_equal(ratio.of(rollout.columns), [-0.25, 0.0])
+    np.testing.assert_array_equal(rollout.columns["is_masked"], [0, 1])
+    np.testing.assert_array_equal(rollout.columns["entropy"], np.array([0.75, np.nan], np.float32))
+    assert run.metrics["train"]["entropy"] == [(3, 0.75), (12, 0.75)]
+
+
+def test_token_export_of_another_schema_is_refused(tmp_path, capsys):
+    (tmp_path / "rank_0.jsonl").write_text(json.dumps(EXPORT | {"schema_version": 2}) + "\n")
+    assert main([str(tmp_path), "--output", str(tmp_path / "page.html")]) == 2
+    assert "rank_0.jsonl, line 1: schema_version: got 2, expected 1 of prime-rl's export" in capsys.readouterr().err
+
+
+def dump_at(path: Path, *, off: float) -> Path:
+    """A dump whose ratios are those of its log-probs, or off by a factor."""
+    rng = np.random.default_rng(0)
+    log_probs, old = (-rng.exponential(size=(2, 3)).astype(np.float32) for _ in range(2))
+    arrays = {"log_probs": log_probs, "old_log_probs": old, "mask": np.ones((2, 3), bool)}
+    arrays["ratio"] = np.exp(log_probs - old) * np.float32(off)
+    write_dump(path, {"kljax_parity": 1, "dtype": "float32"}, arrays)
+    return path
+
+
+def test_dumps_are_replayed_and_set_side_by_side(tmp_path):
+    paths = [dump_at(tmp_path / f"{name}.npz", off=off) for name, off in (("right", 1.0), ("wrong", 1.5))]
+    page = tmp_path / "page.html"
+    assert main([*map(str, paths), "--output", str(page)]) == 0
+    right, wrong = data_of(page.read_text())["dumps"]
+    assert (right["name"], right["agrees"]) == ("right.npz", True)
+    assert (wrong["name"], wrong["agrees"]) == ("wrong.npz", False)
+    assert wrong["findings"][0]["field"] == "ratio"
+    assert "ratio" in wrong["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "there is no run at missing"),
+        (["a.npz", "b"], "got a.npz and b; compare two runs, or two dumps"),
+        (["a", "--rollouts", "0"], "--rollouts: got 0, expected at least 1"),
+    ],
+)
+def test_mistakes_of_the_command_line_are_named(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_page_lies_in_the_run_by_default(runs, tmp_path, capsys):
+    shutil.copytree(runs[0], tmp_path / "run")
+    assert main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
+    assert data_of((tmp_path / "run" / "report.html").read_text())["title"] == "run"
+
+
+def test_colours_and_bars_ignore_infinite_numbers():
+    values = np.array([0.5, -1.0, np.nan, np.inf, 3.0], np.float32)
+    assert 2.9 < color_limit(values) <= 3.0
+    counted = histogram(values, 2.0)
+    assert (sum(counted["counts"]), counted["below"], counted["above"]) == (2, 0, 1)
+    assert color_limit(np.zeros(3)) == color_limit(np.zeros(0)) == 1.0

@@ -1,0 +1,229 @@
+"""Recorded rollouts, from the Parquet files of a run or from a token export of prime-rl."""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.config.errors import UserError
+
+IDS = ("prompt_ids", "completion_ids", "token_texts")
+PRIME_RL_SCHEMA = 1
+PRIME_RL_NAMES = {"trainer_logprobs": "policy_log_probs", "inference_logprobs": "log_probs"}
+"""Columns of the export that have a name here; the others keep theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRollout:
+    """A rollout with the values of its tokens.
+
+    Attributes:
+      step, row, group, policy_version: of the recording; None if it does not say.
+      reward, rewards, finished: the scalar reward, rewards by name, whether the completion ended by itself.
+      prompt, answer: of the example.
+      ids: prompt and completion.
+      token_texts: a text for each id.
+      prompt_length: number of ids that were not sampled.
+      columns: numbers of each sampled token, [n] float32.
+      others: values of each token that are no single number, as lists.
+    """
+
+    step: int
+    row: int
+    group: int | None
+    policy_version: int | None
+    reward: float | None
+    rewards: Mapping[str, float]
+    finished: bool | None
+    prompt: str
+    answer: str
+    ids: Sequence[int]
+    token_texts: Sequence[str]
+    prompt_length: int
+    columns: Mapping[str, np.ndarray]
+    others: Mapping[str, Sequence[Any]]
+
+    @property
+    def length(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def completion(self) -> str:
+        """Text of the sampled tokens."""
+        return "".join(self.token_texts[self.prompt_length :])
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSample:
+    """Rollouts, and notes about what could not be read or was left out."""
+
+    rollouts: Sequence[RecordedRollout]
+    notes: Sequence[str]
+
+
+def read_parquet(directory: Path, limit: int) -> RolloutSample:
+    """Reads at most about `limit` rollouts of a run, evenly over its steps; files that are damaged are noted.
+
+    A run that is going may write or delete files meanwhile.
+    """
+    from pyarrow import ArrowException, parquet
+
+    files = sorted(path for path in directory.glob("*.parquet") if path.stem.isdigit())
+
+    def read(path: Path) -> list[RecordedRollout]:
+        try:
+            return list(_from_table(parquet.ParquetFile(path).read()))
+        except (ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise _Damaged(str(error).partition("\n")[0]) from error
+
+    return _sample(files, read, limit)
+
+
+def read_prime_rl(path: Path, limit: int) -> RolloutSample:
+    """Reads a token export of prime-rl, JSON lines of schema 1: a file, or a directory of them.
+
+    Raises:
+      UserError: the path has none, or they have another schema.
+    """
+    files = sorted(path.rglob("*.jsonl"), key=_numbers) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{path} is neither the directory of a run nor a token export: it has no .jsonl file")
+
+    def read(file: Path) -> list[RecordedRollout]:
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _Damaged(str(error)) from error
+        # The last line of a file that is being written has no end.
+        records = (_parse_export(line, f"{file}, line {number}") for number, line in enumerate(lines[:-1], start=1))
+        return [_from_export(record, row) for row, record in enumerate(record for record in records if record)]
+
+    return _sample(files, read, limit)
+
+
+class _Damaged(Exception):
+    """A file that cannot be read."""
+
+
+def _sample(files: Sequence[Path], read: Callable[[Path], list[RecordedRollout]], limit: int) -> RolloutSample:
+    """Reads files evenly, the first and the last among them, until there are about `limit` rollouts."""
+    rollouts: list[RecordedRollout] = []
+    notes, damaged, left_out = [], [], 0
+    every = 1
+    for number, path in enumerate(files):
+        last = number == len(files) - 1
+        if number % every and not last:
+            left_out += 1
+            continue
+        try:
+            rollouts += read(path)
+        except _Damaged as error:
+            damaged.append(f"{path.name} ({error})")
+        if number == 0 and rollouts:
+            every = max(1, -(-len(files) * len(rollouts) // limit))
+    if damaged:
+        notes.append(f"{len(damaged)} of {len(files)} files of rollouts cannot be read, such as {damaged[0]}")
+    if left_out:
+        notes.append(f"shows {len(files) - left_out} of {len(files)} recorded steps; --rollouts N shows more")
+    return RolloutSample(rollouts, notes)
+
+
+def _numbers(path: Path) -> list[int]:
+    """Returns the numbers in the names of a file and its folder, so that step_12 comes after step_3."""
+    return [int(number) for number in re.findall(r"\d+", f"{path.parent.name}/{path.name}")]
+
+
+def _from_table(table: Any) -> Iterator[RecordedRollout]:
+    """Makes the rollouts of a Parquet table, with the columns of tokens that it has."""
+    from pyarrow import types
+
+    numbers: dict[str, list[np.ndarray]] = {}
+    nested: list[str] = []
+    for field in table.schema:
+        if field.name in IDS or not types.is_list(field.type):
+            continue
+        if types.is_list(field.type.value_type):
+            nested.append(field.name)
+        else:
+            numbers[field.name] = _split(table.column(field.name).combine_chunks())
+    plain = [name for name in table.column_names if name not in numbers]
+    for index, record in enumerate(table.select(plain).to_pylist()):
+        prompt_ids, completion_ids = record["prompt_ids"], record["completion_ids"]
+        first = -len(completion_ids) or None
+        yield RecordedRollout(
+            step=record["step"],
+            row=record["row"],
+            group=record.get("group"),
+            policy_version=record.get("policy_version"),
+            reward=record.get("reward"),
+            rewards=record.get("rewards") or {},
+            finished=record.get("finished"),
+            prompt=record["prompt"],
+            answer=record["answer"],
+            ids=prompt_ids + completion_ids,
+            token_texts=record["token_texts"],
+            prompt_length=len(prompt_ids),
+            # A field that the tokens of prompts have too has more values.
+            columns={name: rows[index][first:] for name, rows in numbers.items()},
+            others={name: record[name][first:] for name in nested},
+        )
+
+
+def _split(lists: Any) -> list[np.ndarray]:
+    """Returns the numbers of each list of an Arrow array."""
+    values = lists.values.to_numpy(zero_copy_only=False).astype(np.float32)
+    offsets = lists.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+def _parse_export(line: str, location: str) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise _Damaged(f"{location}: not JSON") from error
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if version != PRIME_RL_SCHEMA:
+        raise UserError(f"{location}: schema_version: got {version!r}, expected {PRIME_RL_SCHEMA} of prime-rl's export")
+    return record
+
+
+def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
+    """Makes a rollout of a sequence of the export: what its loss mask leaves out at the start is the prompt."""
+    ids, mask = record["token_ids"], record["loss_mask"]
+    start = mask.index(True) if True in mask else len(mask)
+    columns = {}
+    for name, values in record.items():
+        if isinstance(values, list) and name not in ("token_ids", "position_ids", "losses") and len(values) == len(ids):
+            numbers = np.array([np.nan if value is None else value for value in values[start:]], np.float32)
+            if not np.isnan(numbers).all():
+                columns[PRIME_RL_NAMES.get(name, name)] = numbers
+    rewards = columns.pop("rewards", None)
+    return RecordedRollout(
+        step=record.get("export_step", record["step"]),
+        row=row,
+        group=None,
+        policy_version=None,
+        reward=None if rewards is None else float(rewards[-1]),
+        rewards={},
+        finished=None,
+        prompt=record.get("env_name") or "",
+        answer="",
+        ids=ids,
+        token_texts=[f"{number} " for number in ids],
+        prompt_length=start,
+        columns=columns,
+        others={},
+    )
+
+
+def columns_of(rollouts: Iterable[RecordedRollout]) -> Iterator[str]:
+    """Yields the names of the columns that any rollout has, each once."""
+    yield from dict.fromkeys(name for rollout in rollouts for name in rollout.columns)

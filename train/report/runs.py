@@ -1,0 +1,133 @@
+"""A run, or a recording of another system, as the page shows it."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from train.config.errors import UserError
+from train.report.quantities import QUANTITIES
+from train.report.rollouts import RecordedRollout, RolloutSample, read_parquet, read_prime_rl
+from train.run.paths import RunPaths
+
+Points = Sequence[tuple[int, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownRun:
+    """A run of the page.
+
+    Attributes:
+      name: shown everywhere; the directory or file that it was read from.
+      metrics: points by phase and metric.
+      config: values by dotted name; empty if there is none.
+      checkpoints: steps that have a checkpoint.
+      recording: the rollouts.
+      notes: what the reader has to know.
+    """
+
+    name: str
+    metrics: Mapping[str, Mapping[str, Points]]
+    config: Mapping[str, Any]
+    checkpoints: Sequence[int]
+    recording: RolloutSample
+    notes: Sequence[str]
+
+
+def read_run(path: Path, *, rollouts: int) -> ShownRun:
+    """Reads a run, which may be going, or a token export of prime-rl.
+
+    Args:
+      path: directory of a run, or file or directory of an export.
+      rollouts: about the largest number of rollouts.
+
+    Raises:
+      UserError: there is nothing that can be read.
+    """
+    paths = RunPaths(path)
+    if not path.exists():
+        raise UserError(f"there is no run at {path}{_others(path)}")
+    if not paths.config.is_file() and not paths.metrics.is_file():
+        recording = read_prime_rl(path, rollouts)
+        return ShownRun(path.name, {"train": mean_metrics(recording.rollouts)}, {}, [], recording, [])
+    metrics, notes = _read_metrics(paths.metrics)
+    config, problems = _read_config(paths.config)
+    recording = read_parquet(paths.rollouts, rollouts)
+    notes += problems
+    if not recording.rollouts and not recording.notes:
+        notes.append("No rollouts are recorded: report.rollouts is 0, or no step is done.")
+    return ShownRun(path.resolve().name, metrics, config, paths.steps(), recording, [*notes, *recording.notes])
+
+
+def _others(path: Path) -> str:
+    """Lists the runs beside a path that is no run."""
+    runs = sorted(other.parent.name for other in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
+    return f"; {path.parent} has {', '.join(runs[:8])}" if runs else ""
+
+
+def _read_metrics(path: Path) -> tuple[dict[str, dict[str, list[tuple[int, float | None]]]], list[str]]:
+    """Reads the points of every metric; the last line of a run that is going may be incomplete."""
+    metrics: dict[str, dict[str, list[tuple[int, float | None]]]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except OSError as error:
+        return {}, [f"The metrics cannot be read: {error.strerror}."]
+    damaged = 0
+    for line in lines:
+        try:
+            record = json.loads(line)
+            phase, step = record.pop("phase"), int(record.pop("step"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            damaged += 1
+            continue
+        for name, value in record.items():
+            if value is None or isinstance(value, int | float):
+                metrics.setdefault(phase, {}).setdefault(name, []).append((step, value))
+    return metrics, [f"{damaged} lines of the metrics are damaged and left out."] if damaged else []
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))), []
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}, ["The config cannot be read."]
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested mappings by dotted name."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items())
+    return {name: inner for part in parts for name, inner in part.items()}
+
+
+def mean_metrics(rollouts: Sequence[RecordedRollout]) -> Mapping[str, Points]:
+    """Returns means over the recorded rollouts of each step, for a recording without metrics."""
+    steps: dict[int, list[RecordedRollout]] = {}
+    for rollout in rollouts:
+        steps.setdefault(rollout.step, []).append(rollout)
+    points: dict[str, list[tuple[int, float | None]]] = {}
+    for step, members in sorted(steps.items()):
+        rewards = [rollout.reward for rollout in members if rollout.reward is not None]
+        lengths = [float(rollout.length) for rollout in members]
+        values: dict[str, list[float]] = {"reward": rewards, "completion_length": lengths}
+        for quantity in QUANTITIES:
+            arrays = [x for x in (quantity.of(rollout.columns) for rollout in members) if x is not None]
+            if quantity.key in ("entropy", "mismatch_kl", "kl") and arrays:
+                values[quantity.key] = np.concatenate(arrays).tolist()
+        for name, numbers in values.items():
+            finite = [number for number in numbers if math.isfinite(number)]
+            if finite:
+                points.setdefault(name, []).append((step, sum(finite) / len(finite)))
+    return points
+
+
+def config_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Lists the fields whose values differ, with both values; a field that is missing has None."""
+    names = dict.fromkeys((*first, *second))
+    return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
