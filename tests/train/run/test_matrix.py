@@ -84,7 +84,7 @@ class Draw:
         if annotation is int:
             return int(self.rng.integers(low, min(high, low + 4) + 1))
         if isinstance(default, float) and default > 0:
-            low, high = max(low, default / 2), min(high, default * 2)
+            low, high = max(min(low, default), default / 2), min(high, default * 2)
         return float(self.rng.uniform(max(low, -1.0), min(high, max(low, -1.0) + 2.0)))
 
     def bounds(self, metadata: tuple[Any, ...]) -> tuple[float, float]:
