@@ -185,7 +185,7 @@ else:
         return sorted({*globals(), "audit", "systems"})
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Controller",
