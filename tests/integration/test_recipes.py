@@ -17,6 +17,7 @@ RECIPES = {
     "gsm8k_qwen3_0_6b_lora": (GSM8K, {"kl_loss", "format", "overlong", "correct"}, ("lora.rank=2",)),
     "gsm8k_qwen3_8b_v5p64": (GSM8K, {"kl_loss", "format", "overlong"}, ()),
     "math_llama3_8b_h100x8": (MATH, {"kl_loss", "format", "overlong"}, ()),
+    "real": (None, {"kl_loss", "correct", "anywhere", "finished"}, ("lora.rank=2", "data.max_prompt_length=128")),
     "distill_qwen3": (GSM8K, {"kl_loss", "kl_reference_exact"}, ("reference={source: base}",)),
 }
 SMALL = (
@@ -64,7 +65,7 @@ def test_a_recipe_loads_as_it_is(name, tmp_path, monkeypatch):
     assert config.name == name
     assert config.warm_start.steps == 0
     devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(name, 8)
+    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "real": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(name, 8)
 
 
 @pytest.mark.slow
@@ -76,8 +77,9 @@ def test_recipe_completes_with_a_tiny_model(name, tmp_path, capsys):
     record, metrics, more = RECIPES[name]
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps(record)}\n" * 8, "utf-8")
-    files = (f"data.train={data}", f"data.eval={data}", f"output={tmp_path / 'runs'}")
-    assert main([str(config_file(name)), *SMALL, *files, *more]) == 0, capsys.readouterr().err
+    files = () if record is None else (f"data.train={data}", f"data.eval={data}")
+    output = f"output={tmp_path / 'runs'}"
+    assert main([str(config_file(name)), *SMALL, *files, output, *more]) == 0, capsys.readouterr().err
     (run,) = (tmp_path / "runs").iterdir()
     (step,) = records(run, "train")
     assert metrics <= step.keys()

@@ -38,7 +38,9 @@ tokenizer = AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
 texts = json.loads((ROOT / "texts.json").read_text())
 chats = [
     tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
-    for text in texts[:100]
-]
+    for text in texts
+    # Its reader does not split digits as the file says.
+    if not any(character.isnumeric() for character in text)
+][:100]
 ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-(ROOT / "ids.json").write_text(json.dumps({"texts": ids, "chats": chats, "decoded": tokenizer.batch_decode(ids[:100])}))
+(ROOT / "ids.json").write_text(json.dumps({"texts": ids, "chats": chats}))

@@ -31,6 +31,7 @@ LENGTHS = {
     "gsm8k": GSM8K_LENGTHS,
     "math": {"max_prompt_length": 512, "max_completion_length": 1024},
     "countdown": {"max_prompt_length": 96, "max_completion_length": 64},
+    "word_problems": {"max_prompt_length": 128, "max_completion_length": 64},
     "jsonl": {"max_prompt_length": 256, "max_completion_length": 256},
 }
 

@@ -25,7 +25,7 @@ RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"]
 Operations = Literal["+", "+-"]
-TASKS = ("arithmetic", "gsm8k", "math", "countdown", "jsonl")
+TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl")
 Judge = Literal["math_verify", "strict"]
 
 

@@ -3,10 +3,12 @@
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,9 +19,26 @@ from train.distributed.peers import is_leader
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.weights.files import write_text_atomic
 
+# Without a bar, a line follows the last one after this time at the latest, and names a phase that takes as long.
+LINE_SECONDS = 20.0
+PHASE_SECONDS = 5.0
+
 # `advance(note)` counts one step; `start(label, total, done)` opens a bar and returns its `advance`.
 Advance = Callable[[str], None]
-Start = Callable[[str, int, int], Advance]
+# `with phase(text):` tells what a run is doing, if it takes long.
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+class Start(NamedTuple):
+    """How a run reports its progress: a bar with a step for each `advance`, and phases without steps."""
+
+    bar: Callable[[str, int, int], Advance]
+    phase: Phase = nullcontext
+
+    def __call__(self, label: str, total: int, done: int) -> Advance:
+        """Opens a bar of `total` steps, of which `done` are over already."""
+        return self.bar(label, total, done)
+
 
 # metric, name in the table, format
 ROWS = (
@@ -48,17 +67,28 @@ def _print_line(console: Console, text: str) -> None:
 
 def _start_lines(console: Console, every: int) -> Start:
     def start(label: str, total: int, done: int) -> Advance:
-        count = done
+        count, printed = done, time.monotonic()
 
         def advance(note: str) -> None:
-            nonlocal count
+            nonlocal count, printed
             count += 1
-            if count % every == 0 or count == total:
+            if count % every == 0 or count == total or time.monotonic() - printed > LINE_SECONDS:
                 _print_line(console, f"{label} {count}/{total}  {note}".rstrip())
+                printed = time.monotonic()
 
         return advance
 
-    return start
+    @contextmanager
+    def phase(text: str) -> Iterator[None]:
+        timer = threading.Timer(PHASE_SECONDS, _print_line, (console, f"{text} ..."))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    return Start(start, phase)
 
 
 def _start_bars(bars: Progress) -> Start:
@@ -66,12 +96,20 @@ def _start_bars(bars: Progress) -> Start:
         task = bars.add_task(label, total=total, completed=done, note="")
         return lambda note: bars.update(task, advance=1, note=note)
 
-    return start
+    @contextmanager
+    def phase(text: str) -> Iterator[None]:
+        task = bars.add_task(text, total=None, note="")
+        try:
+            yield
+        finally:
+            bars.remove_task(task)
+
+    return Start(start, phase)
 
 
 @contextmanager
 def progress(console: Console, *, every: int = 10) -> Iterator[Start]:
-    """Shows progress of several phases: bars on a terminal, else one line every `every` steps and at the last step.
+    """Shows progress: bars on a terminal, else a line every `every` steps, at the last one, and after 20 seconds.
 
     Yields:
       `start(label, total, done)`, where `done` steps are over already (a resumed run). It returns `advance(note)`:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from train.rollouts.jax_source import Sampler, make_sampler
 from train.rollouts.lag import next_past, sampling_policy
 from train.rollouts.recorded import FileSource
 from train.rollouts.source import Source, SourceError
+from train.run.display import Phase
 from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
@@ -198,6 +200,12 @@ def _updated_part(state: TrainState) -> TrainState:
     return dataclasses.replace(state, past=None, reference=None)
 
 
+def evaluation_phase(context: RunContext, step: int) -> str:
+    """Names the evaluation of a step for the progress of a run."""
+    kinds = "sampled and greedy" if context.config.eval.greedy else "sampled"
+    return f"evaluation of step {step}: {len(context.held_out)} held-out prompts, {kinds}"
+
+
 def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Policy, writer: Metrics, step: int) -> None:
     """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
@@ -226,6 +234,7 @@ def train(
     interrupt: Interrupt,
     advance: Callable[[str], None],
     recorder: RolloutRecorder | None = None,
+    phase: Phase = nullcontext,
 ) -> TrainState:
     """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
@@ -237,13 +246,14 @@ def train(
       GuardError: numbers were not finite, or a limit was left.
     """
     config = context.config
-    done = int(state.step)
+    first = done = int(state.step)
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
-            state, values, seconds = rl_step(
-                context, programs, source, frozen, state, step=done, inspect=watch.inspect, recorder=recorder
-            )
+            with phase(f"step {done + 1}{', compiling its programs first' if done == first else ''}"):
+                state, values, seconds = rl_step(
+                    context, programs, source, frozen, state, step=done, inspect=watch.inspect, recorder=recorder
+                )
         except (SourceError, RewardError) as error:
             watch.save(state, done)
             watch.wait()
@@ -254,16 +264,24 @@ def train(
         state = watch.check(state, values)
         last = done == config.steps
         if last or done % config.eval.every == 0:
-            write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
+            with phase(evaluation_phase(context, done)):
+                write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
         stop = any_of("interrupt", interrupt.requested)
         if last or stop or done % config.checkpoint.every == 0:
             enter(done, "save")
             watch.save(state, done)
-        advance(_note(values))
+        advance(f"{_note(values)}  {_parts(seconds, compiled=done == first + 1)}".strip())
     enter(done, "last save")
     jax.block_until_ready(state)
     watch.wait()
     return state
+
+
+def _parts(seconds: Mapping[str, float], *, compiled: bool) -> str:
+    """Tells the seconds of a step by part; the first step compiles its programs as well."""
+    names = ("rollout", "rewards", "update")
+    parts = ", ".join(f"{name} {seconds[name]:.1f}" for name in names)
+    return f"{sum(seconds[name] for name in names):.1f} s ({parts}{', with compilation' if compiled else ''})"
 
 
 def _note(values: dict[str, float]) -> str:

