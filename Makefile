@@ -192,13 +192,13 @@ test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of tran
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
 
 # The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
-test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium (Debian, as root)
+test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium; trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
 	command -v npm >/dev/null || apt-get install -qq -y --no-install-recommends npm
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
 	$(MAKE) --silent report-page
 	git diff --exit-code --stat -- train/report/page
-	$(BIN)/python -m pytest -q -n 0 tests/train/report $(ARGS)
+	$(BIN)/python -m pytest -q -n 0 tests/train/report tests/train/run/test_trackers.py $(ARGS)
 
 report-page: ## the script and style of the page of a run, after a change of train/report/web
 	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build

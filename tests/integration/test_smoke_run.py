@@ -19,6 +19,7 @@ from tests.integration.command import (
 )
 from train.config.load import load
 from train.run.directory import resume_run
+from train.run.metric_groups import tag_of
 
 CONFIG = "configs/smoke.yaml"
 STEPS = 2
@@ -131,7 +132,7 @@ def test_tensorboard_has_the_same_values_and_the_times(smoke):
         points = scalars(smoke.root / "tensorboard" / phase)
         timed = {position: points.pop(position) for position in list(points) if position[0].startswith("time/")}
         expected = {
-            (name, record["step"]): np.float32(value)
+            (tag_of(name), record["step"]): np.float32(value)
             for record in records(smoke.root, phase)
             for name, value in record.items()
             if name not in ("phase", "step")

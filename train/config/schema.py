@@ -17,6 +17,7 @@ from train.config.types import (
     Decay,
     Monitor,
     PathText,
+    Port,
     Positive,
     RunName,
     Section,
@@ -159,6 +160,10 @@ class ReportSection(Section):
     """Rollouts of each step that are recorded with the values of every token, by whole groups; 0: none."""
     max_mib: Count = 256
     """Size limit of recorded rollouts in MiB; beyond it every other recorded step is deleted."""
+    wandb: Text | None = None
+    """Project of Weights & Biases that gets the metrics too; null: none. WANDB_MODE=offline writes files alone."""
+    prometheus_port: Port | None = None
+    """Port at which Prometheus reads the last metrics as text, on all interfaces; null: none."""
 
 
 class Config(Section):

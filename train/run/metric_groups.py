@@ -8,7 +8,7 @@ GROUPS = (
     ("mismatch", r"rollout_kl|rollout_log_prob_error|mismatch_.*|correction_.*"),
     ("policy", r"entropy|clip_fraction.*|loss|.*_loss|grad_norm"),
     ("guard", r"skipped_updates|updates_beyond_limit"),
-    ("rollout", r"rollout_.*|packing.*"),
+    ("rollout", r"rollout_.*|packed_.*"),
 )
 """Name of each group, and a pattern of its metrics; the first that matches a whole name counts."""
 
@@ -21,3 +21,8 @@ def group_of(metric: str) -> str:
         ('kl', 'policy', 'other')
     """
     return next((name for name, pattern in GROUPS if re.fullmatch(pattern, metric)), "other")
+
+
+def tag_of(metric: str) -> str:
+    """Returns the name with which trackers group a metric, `group/metric`; `time/...` has its group already."""
+    return metric if "/" in metric else f"{group_of(metric)}/{metric}"

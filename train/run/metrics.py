@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -11,8 +11,11 @@ from tensorboardX import SummaryWriter
 
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
+from train.config.schema import Config
 from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
+from train.run.metric_groups import tag_of
+from train.run.trackers import Tracker, open_trackers
 from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
@@ -91,7 +94,11 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, directory: str | Path, resume_step: int | None = None, mark: Mapping[str, Any] | None = None
+        self,
+        directory: str | Path,
+        resume_step: int | None = None,
+        mark: Mapping[str, Any] | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Starts the files of `directory`, or continues them after `resume_step`.
 
@@ -100,6 +107,7 @@ class MetricsWriter:
           resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
               and every line of the warm start, which is over when a step can be resumed from.
           mark: the lines up to that step as `mark` returned them then, or None if nobody knows.
+          trackers: get every value too, and are closed with the files.
 
         Raises:
           UserError: the file is not what was written up to `mark`, or a line is not a record.
@@ -121,6 +129,7 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._resume_step = resume_step
         self._boards: dict[str, SummaryWriter] = {}
+        self._trackers = trackers
 
     def _board(self, phase: str) -> SummaryWriter:
         # One TensorBoard run for each phase: warm start and RL count their steps separately.
@@ -136,10 +145,11 @@ class MetricsWriter:
         return self._boards[phase]
 
     def _plot(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        board = self._board(phase)
-        for name, value in values.items():
-            if value is not None:
-                board.add_scalar(name, value, step, display_name=name)
+        board, finite = self._board(phase), {name: value for name, value in values.items() if value is not None}
+        for name, value in finite.items():
+            board.add_scalar(tag_of(name), value, step, display_name=name)
+        for tracker in self._trackers:
+            tracker.log(phase, step, finite)
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes the values of a step; NaN and infinity become null, and have no point in TensorBoard.
@@ -171,7 +181,7 @@ class MetricsWriter:
         write_text_atomic(directory / f"{step}.jsonl", _dump(samples))
 
     def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
-        """Writes values that differ between runs, such as seconds, to TensorBoard only, under `time/`."""
+        """Writes values that differ between runs, such as seconds, to TensorBoard and trackers, under `time/`."""
         self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
 
     def close(self) -> None:
@@ -186,6 +196,8 @@ class MetricsWriter:
             except OSError:
                 board.file_writer.event_writer._closed = True
         self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class NoMetrics:
@@ -211,10 +223,14 @@ class NoMetrics:
 Metrics = MetricsWriter | NoMetrics
 
 
-def open_metrics(directory: Path, resume_step: int | None = None, mark: Mapping[str, Any] | None = None) -> Metrics:
-    """Opens the metrics of a run in the leader, as `MetricsWriter`; the other processes write none."""
+def open_metrics(
+    config: Config, directory: Path, resume_step: int | None = None, mark: Mapping[str, Any] | None = None
+) -> Metrics:
+    """Opens the metrics of a run, and the trackers of its config, in the leader; the other processes write none."""
 
     def open_files() -> Metrics:
-        return MetricsWriter(directory, resume_step, mark) if is_leader() else NoMetrics()
+        if not is_leader():
+            return NoMetrics()
+        return MetricsWriter(directory, resume_step, mark, open_trackers(config, directory))
 
     return run_together("metrics", open_files)

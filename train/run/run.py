@@ -43,6 +43,7 @@ from train.run.setup import (
     with_imported_model,
 )
 from train.run.supervise import is_supervised, tell_supervisor
+from train.run.trackers import check_trackers
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
@@ -114,6 +115,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
 def _check_directory(config: Config, *, resume: bool) -> RunDirectory | None:
     """Checks the output directory, and returns that of the run that continues, or None."""
     check_output(config)
+    check_trackers(config)
     return existing_run(config) if resume else None
 
 
@@ -152,10 +154,10 @@ def _begin(
         first = first_state(context.plan, model, mesh, base, context.optimizer)
         restored = checkpoints.restore_last(with_abstract_reference(context.plan, first))
         state = first if restored is None else restored
-        writer = _continue_records(directory, checkpoints, None if restored is None else int(state.step))
+        writer = _continue_records(config, directory, checkpoints, None if restored is None else int(state.step))
     else:
         with ExitStack() as unless_done:
-            writer = unless_done.enter_context(closing(open_metrics(directory.root)))
+            writer = unless_done.enter_context(closing(open_metrics(config, directory.root)))
             base = make_base(context, directory, bars=bars, writer=writer)
             state = first_state(context.plan, model, mesh, base, context.optimizer)
             unless_done.pop_all()
@@ -164,7 +166,9 @@ def _begin(
     return base if config.lora is not None else None, state, writer
 
 
-def _continue_records(directory: RunDirectory, checkpoints: RunCheckpoints, step: int | None) -> Metrics:
+def _continue_records(
+    config: Config, directory: RunDirectory, checkpoints: RunCheckpoints, step: int | None
+) -> Metrics:
     """Continues the metrics and the record of references after a step, compared with its checkpoint or with the base.
 
     Raises:
@@ -175,7 +179,7 @@ def _continue_records(directory: RunDirectory, checkpoints: RunCheckpoints, step
     else:
         carried = carried_with(directory.base) if directory.base.is_dir() else {}
     on_leader("references", lambda: restore_record(directory.reference, carried.get("references", ())))
-    return open_metrics(directory.root, -1 if step is None else step, carried.get("metrics"))
+    return open_metrics(config, directory.root, -1 if step is None else step, carried.get("metrics"))
 
 
 def _reinforce(

@@ -66,7 +66,7 @@ def test_nan_and_infinity_are_null(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"a": null, "b": null, "c": null, "d": 1.0, "phase": "train", "step": 1}\n'
     )
-    assert scalars(tmp_path, "train")[0] == [("d", 1)]
+    assert scalars(tmp_path, "train")[0] == [("other/d", 1)]
     assert finite_or_none(np.float64(0.1)) == 0.1
 
 
@@ -138,8 +138,9 @@ def test_unknown_phases_and_reserved_names_are_refused(tmp_path):
 def test_tensorboard_has_metrics_and_times_by_phase(tmp_path):
     record(tmp_path, last=2)
     points, purged = scalars(tmp_path, "train")
-    assert sorted(points) == sorted((tag, s) for s in (1, 2) for tag in ("entropy", "loss", "reward", "time/seconds"))
-    assert scalars(tmp_path, "eval")[0] == [("accuracy", 0), ("accuracy", 2)]
+    tags = ("policy/entropy", "policy/loss", "reward/reward", "time/seconds")
+    assert sorted(points) == sorted((tag, s) for s in (1, 2) for tag in tags)
+    assert scalars(tmp_path, "eval")[0] == [("reward/accuracy", 0), ("reward/accuracy", 2)]
     assert [step for _, step in scalars(tmp_path, "warm_start")[0]] == [1, 2, 3, 4, 5, 6]
     assert purged == []
     assert "seconds" not in (tmp_path / "metrics.jsonl").read_text()
@@ -149,6 +150,6 @@ def test_resume_purges_later_points_not_earlier_files(tmp_path):
     record(tmp_path)
     record(tmp_path, 2, first=3, last=3)
     points, purged = scalars(tmp_path, "train")
-    assert [step for tag, step in points if tag == "loss"] == [1, 2, 3, 4, 3]
+    assert [step for tag, step in points if tag == "policy/loss"] == [1, 2, 3, 4, 3]
     assert purged == [3]
     assert scalars(tmp_path, "warm_start")[1] == []
