@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pyarrow import parquet
 
 from tests import exactness, peers
 from tests.integration.command import records, run_here
@@ -121,6 +122,12 @@ def test_error_of_one_process_ends_both_and_saves(env, tmp_path):
         assert "The run is saved after step 1; continue it with --resume" in err
         assert "Traceback" not in err
     assert (tmp_path / "quickstart" / "checkpoints" / "1").is_dir()
+    # Both processes have judged rows of the recorded groups.
+    described = parquet.read_table(tmp_path / "quickstart" / "rollouts" / "00000001.parquet").to_pylist()
+    assert len({row["row"] // 4 for row in described}) > 1
+    for row in described:
+        assert row["completion"] == str(row["row"] % 4)
+        assert "".join(row["token_texts"][len(row["prompt_ids"]) :]) == row["completion"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from tests.integration.command import (
     PPO,
@@ -30,6 +31,7 @@ from tests.integration.command import (
     wait_for,
 )
 from tests.processes import child_of, state_of
+from train.run.recorder import recorded_steps
 
 STEPS = 4
 RECIPE = PPO
@@ -48,13 +50,17 @@ def resume(tmp_path):
 
 
 def assert_same_run(got: Path, expected: Path) -> None:
-    """Compares base, states and metrics: the arrays bit by bit, the metrics byte by byte."""
+    """Compares base, states, metrics and rollouts: the arrays bit by bit, the metrics byte by byte."""
     assert (got / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
     assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
     for step in (0, STEPS):
         assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
     first, second = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
     assert first | {"seconds": 0} == second | {"seconds": 0}
+    assert recorded_steps(got / "rollouts") == recorded_steps(expected / "rollouts") == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        tables = [parquet.read_table(root / "rollouts" / f"{step:08d}.parquet") for root in (got, expected)]
+        assert tables[0].equals(tables[1])
 
 
 def copied(run: Run, output: Path) -> Path:

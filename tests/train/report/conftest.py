@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.report_page import make_run
+from kljax.parity.dump import write_dump
+from train.report.__main__ import main
 from train.report.page import render
 from train.report.runs import read_run
 
@@ -26,3 +29,20 @@ def pages(runs) -> dict[str, Path]:
         files[name] = runs[0].parent / f"{name}.html"
         files[name].write_text(render(name, [read_run(path, rollouts=1000) for path in paths]), encoding="utf-8")
     return files
+
+
+@pytest.fixture(scope="session")
+def dumps(tmp_path_factory) -> Path:
+    """The page of two dumps that name the estimator k3; the KL of the second is that of k2."""
+    root, rng = tmp_path_factory.mktemp("dumps"), np.random.default_rng(0)
+    log_probs = -rng.exponential(size=(4, 6))
+    ref_log_probs = log_probs + rng.normal(size=log_probs.shape) / 2
+    gap = ref_log_probs - log_probs
+    values = {"right": np.expm1(gap) - gap, "wrong": gap**2 / 2}
+    mask = np.arange(6) < np.array([[6], [4], [2], [5]])
+    for name, kl in values.items():
+        arrays = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "mask": mask, "kl": kl}
+        write_dump(root / f"{name}.npz", {"kljax_parity": 1, "kl": {"estimator": "k3", "coef": 0.1}}, arrays)
+    page = root / "page.html"
+    assert main([str(root / "right.npz"), str(root / "wrong.npz"), "--output", str(page)]) == 0
+    return page

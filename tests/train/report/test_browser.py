@@ -147,6 +147,15 @@ def test_two_runs_are_compared(opened):
     expect(tab.locator(".card h3")).to_have_text(["a, step 1, row 0", "b, step 1, row 0"])
 
 
+def test_dumps_show_verdicts_and_causes(opened, dumps):
+    tab = opened.at("dumps", path=dumps)
+    row = tab.locator(".config tbody tr")
+    expect(row).to_have_count(1)
+    expect(row.locator("td").nth(0)).to_have_text("agrees")
+    expect(row.locator("td").nth(1)).to_contain_text("differs by")
+    expect(tab.locator(".card").nth(1).locator(".finding")).to_contain_text("Cause:")
+
+
 def test_page_fits_a_narrow_window(opened):
     tab = opened.at("both")
     tab.set_viewport_size({"width": 400, "height": 800})

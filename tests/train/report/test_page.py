@@ -5,13 +5,11 @@ import json
 import re
 import shutil
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
-from kljax.parity.dump import write_dump
 from tests.train.report.conftest import ROLLOUTS, TOKENS
 from train.report.__main__ import main
 from train.report.quantities import QUANTITIES, color_limit, histogram
@@ -136,25 +134,14 @@ def test_token_export_of_another_schema_is_refused(tmp_path, capsys):
     assert "rank_0.jsonl, line 1: schema_version: got 2, expected 1 of prime-rl's export" in capsys.readouterr().err
 
 
-def dump_at(path: Path, *, off: float) -> Path:
-    """A dump whose ratios are those of its log-probs, or off by a factor."""
-    rng = np.random.default_rng(0)
-    log_probs, old = (-rng.exponential(size=(2, 3)).astype(np.float32) for _ in range(2))
-    arrays = {"log_probs": log_probs, "old_log_probs": old, "mask": np.ones((2, 3), bool)}
-    arrays["ratio"] = np.exp(log_probs - old) * np.float32(off)
-    write_dump(path, {"kljax_parity": 1, "dtype": "float32"}, arrays)
-    return path
-
-
-def test_dumps_are_replayed_and_set_side_by_side(tmp_path):
-    paths = [dump_at(tmp_path / f"{name}.npz", off=off) for name, off in (("right", 1.0), ("wrong", 1.5))]
-    page = tmp_path / "page.html"
-    assert main([*map(str, paths), "--output", str(page)]) == 0
-    right, wrong = data_of(page.read_text())["dumps"]
+def test_dumps_are_replayed_and_set_side_by_side(dumps):
+    right, wrong = data_of(dumps.read_text())["dumps"]
     assert (right["name"], right["agrees"]) == ("right.npz", True)
     assert (wrong["name"], wrong["agrees"]) == ("wrong.npz", False)
-    assert wrong["findings"][0]["field"] == "ratio"
-    assert "ratio" in wrong["text"]
+    (finding,) = wrong["findings"]
+    assert finding["field"] == "kl"
+    assert [cause["name"] for (cause,) in finding["causes"]] == ["estimator k2"]
+    assert "kl: " in wrong["text"]
 
 
 @pytest.mark.parametrize(

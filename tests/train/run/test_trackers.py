@@ -2,6 +2,7 @@
 
 import importlib.util
 import socket
+import time
 import urllib.error
 import urllib.request
 
@@ -62,6 +63,10 @@ def test_offline_run_of_wandb_has_grouped_metrics(monkeypatch, tmp_path):
     writer.write("eval", 1, {"accuracy": 60.0})
     writer.close()
     (file,) = (tmp_path / "first" / "wandb").glob("offline-run-*/*.wandb")
+    names = (b"train/policy/entropy", b"train/kl/kl_reference", b"eval/reward/accuracy", b"train/step")
+    # A process of its own writes the file.
+    deadline = time.monotonic() + 60
+    while not all(name in file.read_bytes() for name in names) and time.monotonic() < deadline:
+        time.sleep(0.1)
     content = file.read_bytes()
-    for name in (b"train/policy/entropy", b"train/kl/kl_reference", b"eval/reward/accuracy", b"train/step"):
-        assert name in content
+    assert [name for name in names if name not in content] == []

@@ -309,9 +309,11 @@ class Chart {
     const lines = css("--line");
     const bounds = this.bounds(axis, data);
     // Of a logarithmic axis, decades alone have lines, or 1, 2 and 5 if it has few decades.
-    const digits = bounds[1] / bounds[0] > 200 ? /^1e/ : /^[125]e/;
+    const digits = bounds[1] / bounds[0] > 200 ? [1] : [1, 2, 5];
+    const isRound = (split: number): boolean =>
+      digits.some((digit) => Math.abs(digit - split / 10 ** Math.floor(Math.log10(split) + 1e-9)) < 1e-6);
     const decades = (_: uPlot, splits: number[]): (number | null)[] =>
-      splits.map((split) => (axis !== "log" || digits.test(split.toExponential(0)) ? split : null));
+      splits.map((split) => (axis !== "log" || isRound(split) ? split : null));
     const axes = { stroke: text, ticks: { stroke: lines, width: 1 }, font: "12px system-ui" };
     const grid = { stroke: lines, width: 1 };
     return {
@@ -369,6 +371,7 @@ class Chart {
     const { ctx, bbox } = plot;
     const ratio = devicePixelRatio;
     ctx.save();
+    ctx.setLineDash([]);
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();

@@ -50,7 +50,7 @@ function overview(run: Run, index: number): HTMLElement {
   if (accuracy) numbers.push(["held-out accuracy", `${short(accuracy[0])} → ${short(accuracy[1])} %`]);
   if (reward) numbers.push(["reward", `${short(reward[0])} → ${short(reward[1])}`]);
   if (kl) numbers.push(["KL to the reference", `${short(kl[1])} nats/token`]);
-  if (skipped) numbers.push(["skipped updates", `in ${skipped} steps`]);
+  if (skipped) numbers.push(["skipped updates", skipped === 1 ? "in 1 step" : `in ${skipped} steps`]);
   return h(
     "div",
     { class: "overview" },
