@@ -19,6 +19,11 @@ from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, RESULT, field_of
 MAX_HEADER = 100_000_000
 # A compressed member cannot be read in parts.
 MAX_COMPRESSED = 1 << 28
+# All that zipfile, zlib, struct and numpy raise for bytes that are no archive, no member or no header.
+BROKEN = (
+    *(OSError, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError, MemoryError, IndexError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 SAFETENSORS_DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
     **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"},
@@ -211,7 +216,9 @@ def open_dump(path: str | pathlib.Path) -> Dump:
         with path.open("rb") as file:
             start = file.read(4)
             return _open_npz(path, file) if start == b"PK\x03\x04" else _open_safetensors(path, file)
-    except (OSError, zipfile.BadZipFile) as error:
+    except DumpError:
+        raise
+    except BROKEN as error:
         raise DumpError(f"{path}: cannot be read: {error}") from error
 
 
@@ -263,9 +270,9 @@ def _npz_member(path: pathlib.Path, archive: zipfile.ZipFile, info: zipfile.ZipI
             if compressed or dtype.kind in "US":
                 values = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C")
                 return Stored(name, shape, dtype.str, path, loaded=values)
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError, OverflowError) as error:
-        if isinstance(error, DumpError):
-            raise
+    except DumpError:
+        raise
+    except BROKEN as error:
         raise DumpError(f"{name}: is not a NumPy array: {error}") from error
     return Stored(name, shape, dtype.str, path, _data_offset(path, info) + begin, "F" if fortran else "C")
 

@@ -12,6 +12,7 @@ from unittest import mock
 from tests import tiny
 from tests.faults.case import Fault, raised
 from tests.train.rollouts.test_recorded import BAD, SOURCE, row
+from train.config.plan import Plan
 from train.context import RunContext
 from train.data.tasks.jsonl import read_examples
 from train.distributed.global_arrays import RowSplit
@@ -46,7 +47,7 @@ def _context() -> RunContext:
 
 def _open(path: pathlib.Path) -> Source:
     config = tiny.config_of("rollout.prompts_per_step=2", SOURCE.format(path=path, shuffle="false"))
-    return open_source(dataclasses.replace(_context(), config=config))
+    return open_source(dataclasses.replace(_context(), plan=Plan.of(config)))
 
 
 def _request(examples: list[Any]) -> Request:

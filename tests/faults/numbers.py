@@ -2,12 +2,17 @@
 
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from tests.faults import runs
 from tests.faults.case import Fault, Finished, refused, run_command
-from tests.integration.command import TINY, state_arrays
+from tests.integration.command import TINY, saved_arrays, state_arrays
 from train.__main__ import main
+from train.process.console import quiet_orbax
+from train.weights.orbax import save_base
 
 AREA = "NaN and divergence"
 # A few right answers, so that every term of the loss has a gradient.
@@ -60,7 +65,37 @@ def _rewards(name: str, body: str) -> Fault:
     return Fault(AREA, name, run)
 
 
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Makes a tree of arrays by dotted name."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, last = name.split(".")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[last] = array
+    return tree
+
+
+def _reference(name: str, number: float) -> Fault:
+    """Makes a fault of a reference with one number that is not finite."""
+
+    def run(place: pathlib.Path) -> str:
+        with quiet_orbax():
+            base = saved_arrays(runs.finished_run().root / "base")
+            arrays = {key: value.copy() for key, value in base.items()}
+            next(array for array in arrays.values() if array.size > 8).flat[3] = number
+            save_base(place / "reference", _nested(arrays))
+        source = f"reference={{source: checkpoint, path: {place}/reference}}"
+        done = run_command(main, *runs.RECIPE, f"output={place}", source)
+        return refused(done, "reference.path", "has numbers that are not finite")
+
+    return Fault(AREA, name, run)
+
+
 FAULTS = [
+    _reference("a reference with a NaN", float("nan")),
+    _reference("a reference with an infinity", float("inf")),
     _diverges("learning rate 1e3", "optim.learning_rate=1e3"),
     _diverges("learning rate 1e30", "optim.learning_rate=1e30"),
     _diverges("learning rate 1e38, gradient not clipped", "optim.learning_rate=1e38", "optim.max_grad_norm=1e30"),

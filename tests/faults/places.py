@@ -16,16 +16,17 @@ from train.__main__ import main
 
 FULL, TOO_LARGE = "No space left on device", "File too large"
 SIZES = ("24k", "100k", "180k", "260k", "480k", "700k")
+FILES = (6, 25, 80)
 LIMITS = (2_000, 12_000, 40_000)
 CAP_SYS_ADMIN = 21
 
 
 @contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """Mounts a file system of a size, which only the superuser may."""
-    disk = place / "disk"
+def small_disk(place: Path, size: str, files: int = 10_000) -> Iterator[Path]:
+    """Mounts a file system of a size and a number of files, which only the superuser may."""
+    disk, options = place / "disk", f"size={size},nr_inodes={files}"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True, capture_output=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True, capture_output=True)
     try:
         yield disk
     finally:
@@ -46,6 +47,28 @@ def full_disk(place: Path, size: str) -> str:
         outcome = _one_line(done.returncode, done.stderr, FULL)
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         return outcome if outcome != "refused" else _continued(disk)
+
+
+def no_more_files(place: Path, files: int) -> str:
+    """Runs into the limit on the number of files, raises it, and continues."""
+    with small_disk(place, "64m", files) as disk:
+        done = runs.started_run(*runs.RECIPE, f"output={disk}")
+        outcome = _one_line(done.returncode, done.stderr, FULL)
+        subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(disk)], check=True)
+        return outcome if outcome != "refused" else _continued(disk)
+
+
+def resumed_read_only(place: Path) -> str:
+    """Continues a run whose disk has become read-only: one line, and nothing changes."""
+    with small_disk(place, "64m") as disk:
+        root = runs.copied_run(disk)
+        before = sorted(path.stat().st_mtime_ns for path in root.rglob("*"))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = runs.resume(disk, f"steps={runs.STEPS + 1}")
+        if done.traceback:
+            return "traceback"
+        same = sorted(path.stat().st_mtime_ns for path in root.rglob("*")) == before
+        return "refused" if done.code == 2 and "ead-only" in done.text and same else "silent"
 
 
 def file_too_large(place: Path, limit: int) -> str:
@@ -130,7 +153,11 @@ def _faults() -> Iterator[Fault]:
         for size in SIZES:
             run: Callable[[Path], str] = functools.partial(full_disk, size=size)
             yield Fault("disk full / file-size limit", f"a disk of {size}", run)
+        for files in FILES:
+            run = functools.partial(no_more_files, files=files)
+            yield Fault("disk full / file-size limit", f"a disk of {files} files", run)
         yield Fault("places to write", "a read-only file system", read_only_disk)
+        yield Fault("places to write", "a run whose disk has become read-only", resumed_read_only)
     for limit in LIMITS:
         run = functools.partial(file_too_large, limit=limit)
         yield Fault("disk full / file-size limit", f"files of at most {limit} bytes", run)

@@ -21,6 +21,7 @@ from tests.faults.wire import Reply, blanks, drips, hangs, resets, response, sen
 from tests.train.rollouts.fake_server import Digits
 from train.config.errors import ConfigError, UserError
 from train.config.load import parse
+from train.config.plan import Plan
 from train.context import RunContext
 from train.data.tokenizers import ByteTokenizer
 from train.distributed.global_arrays import RowSplit
@@ -49,7 +50,7 @@ async def _no_wait(seconds: float) -> None:
 def _opened(url: str, timeout: float, key: str | None = None) -> Iterator[ServerSource]:
     """Opens a source whose server was right when the run started."""
     config = tiny.config_of("rollout.prompts_per_step=1", SOURCE.format(url))
-    context = dataclasses.replace(_context(), config=config)
+    context = dataclasses.replace(_context(), plan=Plan.of(config))
     client = Client(url, timeout=SECONDS, retries=1, key=key, sleep=_no_wait)
     with contextlib.closing(ServerSource(context, config.rollout.source, client)) as source:
         client._timeout = timeout

@@ -4,14 +4,17 @@ import functools
 import multiprocessing
 import os
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests import tiny
 from tests.faults.case import Fault, raised
-from train.run.directory import open_run, start_run
+from train.run.directory import RunDirectory, open_run, start_run
 
 ROUNDS = 30
+STARTS = 20
 
 
 def _start_often(output: str, barrier: Any, names: Any) -> None:
@@ -47,6 +50,25 @@ def one_moment(_: Path, number: int) -> str:
     return "traceback" if any(":" in name for name in names) else "silent"
 
 
+def many_starts(place: Path) -> str:
+    """Starts a run of one name 20 times at one moment: each start has a name and a config of its own."""
+    config = tiny.config_of(f"output={place}", "name=run")
+    barrier = threading.Barrier(STARTS)
+
+    def start(_: int) -> str:
+        barrier.wait()
+        return start_run(config).root.name
+
+    try:
+        with ThreadPoolExecutor(STARTS) as pool:
+            names = list(pool.map(start, range(STARTS)))
+    except Exception:
+        return "traceback"
+    expected = ["run", *(f"run-{number}" for number in range(2, STARTS + 1))]
+    ids = {RunDirectory(place / name).run_id for name in names}
+    return "identical" if sorted(names) == sorted(expected) and len(ids) == STARTS else "silent"
+
+
 def two_writers(place: Path) -> str:
     """Continues a run that another process writes."""
     config = tiny.config_of(f"output={place}", "name=run")
@@ -67,5 +89,6 @@ FAULTS = [
         Fault("two starts", f"two starts at one moment, {number}", functools.partial(one_moment, number=number))
         for number in range(ROUNDS)
     ),
+    Fault("two starts", f"{STARTS} starts at one moment", many_starts),
     Fault("two starts", "--resume while the run is alive", two_writers),
 ]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults.case import BAD
 from tests.faults.places import FAULTS, PATHS
-from tests.faults.starts import two_writers
+from tests.faults.starts import many_starts, two_writers
 
 CASES = [fault for fault in FAULTS if fault.name in PATHS]
 
@@ -12,6 +12,10 @@ CASES = [fault for fault in FAULTS if fault.name in PATHS]
 @pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.name)
 def test_path_unable_to_hold_a_run_is_refused(fault, tmp_path):
     assert fault.run(tmp_path) == "refused"
+
+
+def test_twenty_starts_have_names_of_their_own(tmp_path):
+    assert many_starts(tmp_path) == "identical"
 
 
 def test_a_second_writer_is_refused(tmp_path):

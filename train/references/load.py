@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 import kljax
+from kljax.checkpoint import named_leaves
 from train.config.errors import UserError
 from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
@@ -20,7 +22,7 @@ from train.references.follow import start_following
 from train.references.record import is_recorded, record_reference, reference_fingerprint
 from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params
 from train.rl.reference import FrozenWeights
-from train.rl.state import TrainState
+from train.rl.state import TrainState, first_nonfinite
 from train.weights.huggingface import check_folder, load_params
 from train.weights.orbax import RunCheckpoints, check_saved
 from train.weights.peft import check_adapter, load_adapter
@@ -167,7 +169,19 @@ def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: 
         return kljax.Policy(base, load_adapter(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite))
     if saved.format == "folder":
         return kljax.Policy(load_params(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite))
-    return _load_orbax(saved.path, saved.item, saved.model, mesh, base)
+    policy = _load_orbax(saved.path, saved.item, saved.model, mesh, base)
+    if not allow_nonfinite:
+        _check_finite(saved.path, policy)
+    return policy
+
+
+def _check_finite(path: Path, policy: kljax.Policy) -> None:
+    """Raises ValueError naming the first array of a policy that is not finite."""
+    leaves = named_leaves({"params": policy.params, "adapter": policy.adapter})
+    index = int(jax.jit(first_nonfinite)(list(leaves.values()))) if leaves else -1
+    if index >= 0:
+        name = list(leaves)[index]
+        raise ValueError(f"{path}: {name} has numbers that are not finite; set model.allow_nonfinite to use them")
 
 
 def _load_step(path: Path, model: Decoder, mesh: Mesh) -> kljax.Policy:

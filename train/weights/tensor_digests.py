@@ -20,16 +20,17 @@ from train.weights.files import read_record, write_record
 FILE_NAME = "digests.json"
 HEADER = "its header"
 LENGTH_BYTES = 8
-HINT = "restore it from a copy, or delete it if the weights were changed on purpose"
-CHANGED = f"restore it from a copy, or delete {FILE_NAME} if the weights were changed on purpose"
-TEXTS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
-"""Files that say what the tensors mean: the scale of an adapter, for one."""
+HINT = "restore it from a copy, or delete it if the change is wanted"
+CHANGED = f"restore it from a copy, or delete {FILE_NAME} if the change is wanted"
+TEXTS = (".json", ".jinja", ".txt", ".model")
+"""Suffixes of the files that say what the tensors mean: the scale of an adapter, the tokenizer, the chat template."""
 
 
 def write_tensor_digests(folder: Path) -> None:
     """Writes the digests of all safetensors files of a folder, and of the texts that say what they mean."""
     files = {path.name: _file_digests(path) for path in sorted(folder.glob("*.safetensors"))}
-    texts = {name: _text_digest(folder / name) for name in TEXTS if (folder / name).is_file()}
+    paths = (path for path in sorted(folder.iterdir()) if path.suffix in TEXTS and path.name != FILE_NAME)
+    texts = {path.name: _text_digest(path) for path in paths}
     write_record(folder / FILE_NAME, {"files": files, "texts": texts})
 
 
@@ -48,8 +49,10 @@ def check_tensors(folder: str | Path) -> None:
         return
     content = read_record(record, HINT)
     for name, digest in content.get("texts", {}).items():
-        if _text_digest(Path(folder) / name) != digest:
-            raise ValueError(f"{Path(folder) / name} is damaged: it differs from what was exported; {CHANGED}")
+        path = Path(folder) / name
+        if not path.is_file() or _text_digest(path) != digest:
+            problem = "is damaged: it differs from what" if path.is_file() else "is gone, although it"
+            raise ValueError(f"{path} {problem} was exported; {CHANGED}")
     for name, expected in content["files"].items():
         path = Path(folder) / name
         status = path.stat()

@@ -50,13 +50,13 @@ def test_a_cut_file_is_named(folder, size):
         check_tensors(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "tokenizer.json", "chat_template.jinja"])
 def test_a_changed_text_is_named(folder, name):
     (folder / name).write_text('{"lora_alpha": 16}')
     write_tensor_digests(folder)
     check_tensors(folder)
     (folder / name).write_text('{"lora_alpha": 8}')
-    with pytest.raises(ValueError, match=rf"{name} is damaged: .* delete {FILE_NAME} if the weights were changed"):
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .* delete {FILE_NAME} if the change is wanted"):
         check_tensors(folder)
 
 

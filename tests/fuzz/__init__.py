@@ -1,0 +1,1 @@
+"""Random damage for every reader of what others wrote."""
