@@ -11,6 +11,7 @@ from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection,
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
 from train.config.rollout import RolloutSection
+from train.config.routing import Routing
 from train.config.types import (
     Count,
     CountOrZero,
@@ -199,6 +200,8 @@ class Config(Section):
     """Supervised steps before RL."""
     rollout: RolloutSection = RolloutSection()
     """Sampling of completions."""
+    routing: Routing = Routing()
+    """The experts that an update uses, in a mixture of experts."""
     correction: CorrectionSection = ()
     """Weights and masks for the mismatch of trainer and sampler, in this order; on by default with a server."""
     advantage: AdvantageSection = DEFAULT_ADVANTAGE

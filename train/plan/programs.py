@@ -15,6 +15,7 @@ from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
+from train.models.grouped import expected_trips
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
@@ -25,8 +26,14 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
-from train.rl.token_fields import TOKEN_FIELDS
-from train.rollouts.jax_source import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
+from train.rl.token_fields import ROUTES, TOKEN_FIELDS
+from train.rollouts.jax_source import (
+    evaluation_programs,
+    records_routes,
+    rollout_programs,
+    rollout_rows,
+    rollout_sampling,
+)
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler.draw import describe_draws
 
@@ -186,6 +193,7 @@ class AbstractRun:
         steps = config.data.max_completion_length * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
         parts = {"KV cache": self._sampler_cache(prompts, samples)}
+        loops |= self._expert_tiles(slots)
         return LoweredProgram(name, lowered, self.beside(arguments), parts, 1, loops)
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
@@ -205,6 +213,8 @@ class AbstractRun:
         draws = describe_draws(rollout_sampling(config), self.context.model.config.vocab_size)
         fields = {name: x for name, x in draws.items() if name in TOKEN_FIELDS and TOKEN_FIELDS[name].recorded}
         log_probs = fields.pop("log_probs")
+        if records_routes(self.context):
+            fields[ROUTES] = jax.ShapeDtypeStruct((1, *self.context.model.config.route_shape), jnp.int16)
         return Batch(
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
@@ -219,7 +229,14 @@ class AbstractRun:
         config, mesh = self.context.config, self.context.mesh
         tokens = config.rows_per_micro_batch() * config.data.max_completion_length
         size = tile(config.log_probs) or default_tile(mesh.devices.flat[0].device_kind)
-        return {"token_tiles": math.ceil(tokens / size.tokens)}
+        length = config.data.max_prompt_length + config.data.max_completion_length
+        experts = self._expert_tiles(config.rows_per_micro_batch() * length // config.mesh.context)
+        return {"token_tiles": math.ceil(tokens / size.tokens), **experts}
+
+    def _expert_tiles(self, tokens: int) -> dict[str, float]:
+        """Counts the tiles of the experts of a device for so many tokens, if all experts get as many."""
+        experts = self.context.model.config.experts
+        return {} if experts is None else expected_trips(tokens * experts.active, experts.count)
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""

@@ -25,7 +25,8 @@ from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.rl.metrics import LargestToken, Metric, Metrics, single
-from train.rl.policy import ScoredPolicy, Sequences, fused_loss, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
+from train.rl.routing import routing_metrics
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -239,13 +240,15 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     ) -> tuple[Array, LossMetrics]:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, plan.layout, packed)
-        options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}
+        replayed = sequences if config.routing.replay == "rollout" else sequences.without_routes()
+        hidden, routed = routed_hidden_states(policy, replayed)
+        options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head), "hidden": hidden}
         if plan.treats_tokens_alone:
             options["token_chunk"] = config.log_probs.token_chunk
             score = functools.partial(fused_loss, policy, sequences, **options)
-            loss, terms, hidden = _fused_terms(terms_of, score, batch, coefs)
+            loss, terms, _ = _fused_terms(terms_of, score, batch, coefs)
         else:
-            stats, hidden = token_stats(policy, sequences, **options)
+            stats, _ = token_stats(policy, sequences, **options)
             terms, scale = terms_of(stats, batch, coefs)
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
@@ -260,6 +263,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         metrics = _token_metrics(section, kl.loss, terms.stats, scored)
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
+        if routed is not None:
+            metrics |= routing_metrics(model.config, routed, sequences.recorded_routes())
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}

@@ -14,12 +14,13 @@ import kljax
 from kljax.checkpoint import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
+from train.models.experts import NO_EXPERT, Routed
 from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
-from train.models.packing import PackedRows
+from train.models.packing import PackedRows, pack_rows
 from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
 from train.rl.batch import Batch
-from train.rl.token_fields import TokenFields
+from train.rl.token_fields import ROUTES, TokenFields
 
 Tree = Any
 TRANSPOSED_BYTES = 2**24
@@ -81,6 +82,16 @@ class Sequences:
     def of(cls, batch: Batch, layout: Layout, packed: PackedRows | None = None) -> "Sequences":
         """Returns the rows of a batch, whose completions are scored."""
         return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields, packed, layout)
+
+    def without_routes(self) -> "Sequences":
+        """Returns the rows for a policy whose routers choose: the reference, or a trainer that replays none."""
+        fields = {name: x for name, x in self.fields.items() if name != ROUTES}
+        return dataclasses.replace(self, fields=fields)
+
+    def recorded_routes(self) -> jax.Array | None:
+        """Returns the recorded routes in the layout of `Routed`: [B, T, L, k], or [R, W, L, k] of packed rows."""
+        routes = self.fields.get(ROUTES)
+        return routes if routes is None or self.packed is None else pack_rows(routes, self.packed, NO_EXPERT)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
@@ -181,13 +192,23 @@ def hidden_states(scored: ScoredPolicy, sequences: Sequences) -> jax.Array:
 
     With packed rows they are 0 but where a token of a completion follows.
     """
+    return routed_hidden_states(scored, sequences)[0]
+
+
+def routed_hidden_states(scored: ScoredPolicy, sequences: Sequences) -> tuple[jax.Array, Routed | None]:
+    """Computes `hidden_states`, with the routes that the rows have, and the choices of all routers.
+
+    Returns:
+      [B, T, D], and `Routed` with arrays [B, T, L, ...], of packed rows [R, W, L, ...]; None without experts.
+    """
     transformer, layout = bind(scored.model, scored.policy), sequences.layout
     tokens, mask = sequences.tokens, sequences.token_mask
+    routes = None if scored.model.config.experts is None else sequences.fields.get(ROUTES)
     if sequences.packed is not None:
-        return transformer.packed(tokens, mask, sequences.packed, prompt=layout.prompt_length)
+        return transformer.routed_packed(tokens, mask, sequences.packed, prompt=layout.prompt_length, routes=routes)
     if layout.group == 1:
-        return transformer(tokens, mask)
-    return transformer.grouped(tokens, mask, prompt=layout.prompt_length, group=layout.group)
+        return transformer.routed(tokens, mask, routes=routes)
+    return transformer.routed_groups(tokens, mask, prompt=layout.prompt_length, group=layout.group, routes=routes)
 
 
 def paired_hidden_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
@@ -357,6 +378,7 @@ def fused_loss(
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
     token_chunk: int | None = None,
+    hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, Tree, jax.Array]:
     """Computes a loss that treats tokens alone, with three products with the LM head instead of four.
 
@@ -370,6 +392,7 @@ def fused_loss(
       reference: see `token_stats`.
       tile: see `token_stats`.
       token_chunk: tokens whose logits are held at once; None takes the library's for this kind of device.
+      hidden: the policy's hidden states [B, T, D], if they exist already.
 
     Returns:
       The loss, its metrics [B, T], and hidden states [B, T, D].
@@ -377,7 +400,8 @@ def fused_loss(
     Raises:
       ValueError: a prompt length outside 1 to T.
     """
-    hidden, first = hidden_states(scored, sequences), sequences.layout.prompt_length
+    hidden = hidden_states(scored, sequences) if hidden is None else hidden
+    first = sequences.layout.prompt_length
     loss, metrics = kljax.token_loss_from_hidden(
         **_head_inputs(hidden, sequences, reference),
         head=_lm_head(scored, sequences, tile),

@@ -88,6 +88,7 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
     stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
+    replays = plan.config.routing.replay == "rollout"
 
     def score(
         trainable: dict[str, Tree],
@@ -107,10 +108,13 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
             states: dict[str, Any] = {}
             hidden = ref_hidden = exact = None
             sequences = Sequences.of(part, layout, packed)
+            # The reference chooses its experts for itself.
+            ref_sequences = sequences.without_routes()
+            sequences = sequences if replays else ref_sequences
             if in_one_pass and reference is not None:
                 hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
-                ref_stats, ref_hidden = stats_of(reference, sequences, hidden=ref_hidden)
+                ref_stats, ref_hidden = stats_of(reference, ref_sequences, hidden=ref_hidden)
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
@@ -152,7 +156,7 @@ def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceSco
         reference = reference.on_base(base)
 
         def score_rows(part: Batch) -> jax.Array:
-            stats, _ = stats_of(reference, Sequences.of(part, layout))
+            stats, _ = stats_of(reference, Sequences.of(part, layout).without_routes())
             return jax.lax.stop_gradient(kljax.masked(stats.log_prob, part.completion_mask))
 
         log_probs = map_micro_batches(score_rows, batch, score_parts, group=layout.group)
@@ -178,6 +182,7 @@ def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) 
     On one device a shared pass reads the weights no faster, and twice the rows compete for the cache.
     """
     shared = reference is not None and reference.shares_base and reference.model == policy.model
+    shared = shared and policy.model.config.experts is None  # whose routes may differ
     return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
 
 

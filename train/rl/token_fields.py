@@ -114,6 +114,14 @@ def _check_kept_ids(values: Sequence[Any], ids: Sequence[int], vocab_size: int) 
             raise ValueError(f"got {shorten(kept_ids)} for the completion id {token}, expected it in the list")
 
 
+def _check_routes(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
+    for experts in itertools.chain.from_iterable(values):
+        chosen = [expert for expert in experts if expert >= 0]
+        if min(experts) < -1 or len(set(chosen)) < len(chosen) or 0 < len(chosen) < len(experts):
+            raise ValueError(f"got the experts {shorten(experts)}, expected different ones, or -1 for all of them")
+
+
+ROUTES = "routed_experts"
 TOKEN_FIELDS: dict[str, TokenField] = {
     # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens.
     "log_probs": TokenField(np.float32, check=_check_log_probs),
@@ -121,5 +129,8 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, check=_check_kept_ids),
     # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.
     "log_kept_mass": TokenField(np.float32, recorded=False),
+    # The experts that computed a token, which decide the log-prob of the next; -1: unknown, as of the last token of a
+    # row, which the sampler never computes.
+    ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, check=_check_routes),
 }
 """Every per-token field that a source may return, by name."""

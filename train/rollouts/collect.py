@@ -17,6 +17,7 @@ from train.models.shard_rows import shard_rows
 from train.rl.batch import Batch
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded import record_rows, write_rows
+from train.rollouts.routes import check_routes
 from train.rollouts.source import Completions, Request, Source, SourceError
 
 
@@ -92,7 +93,12 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
 def shard_completions(context: RunContext, completions: Completions, split: RowSplit) -> Rollout:
     """Shards the rows of completions over the devices; does not wait for a device that samples."""
     section = context.config.rollout
-    run_together("rollout", lambda: _check_rows(completions, context.model.config.vocab_size))
+
+    def check() -> None:
+        _check_rows(completions, context.model.config.vocab_size)
+        check_routes(context, completions, split)
+
+    run_together("rollout", check)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,

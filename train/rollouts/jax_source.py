@@ -40,7 +40,13 @@ def prompt_buckets(max_prompt_length: int) -> list[int]:
 
 
 def make_sampler(
-    context: RunContext, *, name: str, samples: int = 1, greedy: bool = False, record_kept_tokens: bool = False
+    context: RunContext,
+    *,
+    name: str,
+    samples: int = 1,
+    greedy: bool = False,
+    record_kept_tokens: bool = False,
+    record_routes: bool = False,
 ) -> Sampler:
     """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each bucket and window.
 
@@ -50,12 +56,14 @@ def make_sampler(
       samples: completions per prompt, in consecutive rows that share the prefill.
       greedy: whether to take the most probable tokens instead of sampling.
       record_kept_tokens: whether to record the tokens that the filters keep.
+      record_routes: whether to record the experts of every token.
 
     Returns:
       A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
       prompts of `data.max_prompt_length`.
     """
     sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
+    sampling = dataclasses.replace(sampling, record_routes=record_routes)
     programs, layout = _sampling_programs(context, name, samples, sampling), context.layout
     rows = samples_sharding(context.mesh)
 
@@ -77,7 +85,8 @@ def make_sampler(
 
 def rollout_programs(context: RunContext) -> dict[int, WindowedSampler]:
     """Makes the not yet compiled samplers of rollouts, by prompt-length bucket."""
-    return _sampling_programs(context, "rollout", rollout_rows(context)[1], rollout_sampling(context.config))
+    sampling = dataclasses.replace(rollout_sampling(context.config), record_routes=records_routes(context))
+    return _sampling_programs(context, "rollout", rollout_rows(context)[1], sampling)
 
 
 def evaluation_programs(context: RunContext) -> dict[int, WindowedSampler]:
@@ -89,6 +98,11 @@ def evaluation_programs(context: RunContext) -> dict[int, WindowedSampler]:
 def rollout_sampling(config: Config) -> Sampling:
     """Returns the sampling options of rollouts."""
     return _sampling(config, greedy=False, record_kept_tokens=config.rollout.record_kept_tokens)
+
+
+def records_routes(context: RunContext) -> bool:
+    """Whether rollouts record the experts of their tokens."""
+    return context.model.config.experts is not None and context.config.routing.replay == "rollout"
 
 
 def rollout_rows(context: RunContext) -> tuple[int, int]:
@@ -196,7 +210,11 @@ class JaxSource:
         self._context = context
         record_kept_tokens = context.config.rollout.record_kept_tokens
         self._sampler = sampler or make_sampler(
-            context, name="rollout", samples=samples, record_kept_tokens=record_kept_tokens
+            context,
+            name="rollout",
+            samples=samples,
+            record_kept_tokens=record_kept_tokens,
+            record_routes=records_routes(context),
         )
         self._policy: kljax.Policy | None = None
 

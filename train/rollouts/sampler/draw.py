@@ -25,6 +25,7 @@ class Sampling:
       greedy: whether to take the most probable token (the first of several) instead of drawing.
       record_kept_tokens: whether to record the ids of the tokens that the filters keep, at most `top_k`. Ties for the
         last place then go to the lowest ids, so that the list holds the whole set.
+      record_routes: whether to record the experts of every token, of prompts too; only for a model that has some.
 
     Raises:
       ValueError: a number out of range, naming the field.
@@ -36,6 +37,7 @@ class Sampling:
     min_p: float = 0.0
     greedy: bool = False
     record_kept_tokens: bool = False
+    record_routes: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed, is_valid in (

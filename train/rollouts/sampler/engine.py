@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 import kljax
 from train.models import Decoder, RopeTables, Transformer, rope_tables
 from train.models.cache import PromptState
+from train.models.experts import NO_EXPERT
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, make_logits
-from train.rl.token_fields import TOKEN_FIELDS, TokenFields
+from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
@@ -132,7 +133,7 @@ def start(
     lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limits = jnp.where(lengths > 0, limits, 0)
-    padded_mask, hidden, states = _prefill(bind(model, policy), prompts, prompt_mask)
+    padded_mask, hidden, states, routes = _prefill(bind(model, policy), prompts, prompt_mask)
     queue = PromptQueue(
         order=jnp.argsort(limits <= 0, stable=True).astype(jnp.int32),
         count=jnp.sum(limits > 0, dtype=jnp.int32),
@@ -145,9 +146,12 @@ def start(
         hidden=hidden,
         states=states,
         max_new_tokens=max_new_tokens,
+        fields={ROUTES: routes[: len(prompts)]} if sampling.record_routes and routes is not None else {},
     )
     # Log-probs are in float32 at least.
     draws = describe_draws(sampling, model.config.vocab_size, jnp.promote_types(hidden.dtype, jnp.float32))
+    if queue.fields:
+        draws[ROUTES] = jax.ShapeDtypeStruct((1, *model.config.route_shape), jnp.int16)
     options: dict[str, Any] = {"window": window or max_new_tokens, "draws": draws, "unroll": unroll}
     if slots < count:
         return State(queue, empty_slots(queue, slots, **options))
@@ -251,15 +255,15 @@ def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:
 
 def _prefill(
     transformer: Transformer, prompts: jax.Array, prompt_mask: jax.Array
-) -> tuple[jax.Array, jax.Array, tuple[PromptState, ...]]:
-    """Returns the mask, last hidden states [N, D] and layers' states of the prompts; the mesh divides the padded N."""
+) -> tuple[jax.Array, jax.Array, tuple[PromptState, ...], jax.Array | None]:
+    """Returns the mask, last hidden states [N, D], layers' states and routes of the prompts; the mesh divides N."""
     padding = -len(prompts) % axis_size("rows")
     prompts = jnp.pad(prompts, ((0, padding), (0, 0)))
     prompt_mask = jnp.pad(prompt_mask, ((0, padding), (0, 0)))
     # The name shows in profiles, and tells a test which transfers belong to the prefill.
     with jax.named_scope("prefill"):
-        hidden, states = transformer.prefill(prompts, prompt_mask)
-    return prompt_mask, hidden[:, -1], states
+        hidden, states, routed = transformer.routed_prefill(prompts, prompt_mask)
+    return prompt_mask, hidden[:, -1], states, None if routed is None else routed.routes
 
 
 def _to_samples(
@@ -385,7 +389,7 @@ class Engine:
         prompt_lengths = self.queue.lengths[slots.row]
         positions = prompt_lengths + slots.length - 1
         token_mask, key_positions = slots.columns(prompt_lengths)
-        hidden, state = self.transformer.decode(
+        hidden, state, routed = self.transformer.routed_decode(
             slots.last_tokens(),
             positions,
             slots.state,
@@ -394,7 +398,8 @@ class Engine:
             key_positions=key_positions,
             rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope),
         )
-        return dataclasses.replace(slots, hidden=hidden, state=state)
+        slots = dataclasses.replace(slots, hidden=hidden, state=state)
+        return slots.record(ROUTES, routed.routes) if routed is not None and ROUTES in slots.draws else slots
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
@@ -404,6 +409,10 @@ class Engine:
             logits = softcap * jnp.tanh(logits / softcap)
         uniforms = self.uniforms[slots.row, slots.length - self.first_token]
         draws = draw(logits / self.sampling.temperature, uniforms, self.sampling)
+        if ROUTES in slots.draws:
+            # Known when the token is computed, which the last one of a row is not.
+            routes = slots.draws[ROUTES]
+            draws[ROUTES] = jnp.full((len(routes), *routes.shape[2:]), NO_EXPERT, routes.dtype)
         ended = jnp.any(draws["tokens"][:, None] == self.eos_ids, axis=1)
         stop_state = slots.stop_state
         if self.stop is not None:

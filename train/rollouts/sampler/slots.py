@@ -259,6 +259,15 @@ class Slots:
             draws=jax.tree.map(write, self.draws, new),
         )
 
+    def record(self, name: str, values: jax.Array) -> "Slots":
+        """Writes a field [S, ...] of the latest token of every active slot."""
+        column = (self.step - 1) % self.max_new_tokens
+        old = lax.dynamic_slice_in_dim(self.draws[name], column, 1, axis=1)
+        is_active = self.active.reshape(-1, *[1] * (old.ndim - 1))
+        new = jnp.where(is_active, values[:, None].astype(old.dtype), old)
+        array = lax.dynamic_update_slice_in_dim(self.draws[name], new, column, axis=1)
+        return dataclasses.replace(self, draws={**self.draws, name: array})
+
     def write_outputs(self) -> Outputs:
         """Writes the completions of all slots to `outputs`."""
         assert self.outputs is not None

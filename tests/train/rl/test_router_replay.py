@@ -1,0 +1,222 @@
+"""Router replay: recorded by the sampler and in files, used in scoring and in every update, and by no reference."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kljax
+from tests import tiny
+from train.config.errors import UserError
+from train.config.plan import Plan
+from train.models import Decoder
+from train.models.sharding import make_mesh
+from train.rl import objective as objectives
+from train.rl.keys import purpose_key
+from train.rl.packing import StepPacking, make_packer
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
+from train.rl.state import TrainState, policy_of
+from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rl.token_fields import ROUTES
+from train.rollouts.collect import Rollout, collect
+from train.rollouts.jax_source import JaxSource
+from train.rollouts.open import open_source
+from train.rollouts.source import Request, SourceError
+
+COUNT, ACTIVE = 6, 2
+EXPERTS = f"model.experts={{count: {COUNT}, active: {ACTIVE}, width: 8}}"
+OPTIONS = (EXPERTS, "rollout.samples_per_prompt=4", "optim.updates_per_batch=2", "kl.loss.coef=0.1")
+SHAPE = (tiny.LAYERS, ACTIVE)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> tuple[Path, Rollout]:
+    """Samples and records a step with fewer slots than rows."""
+    path = tmp_path_factory.mktemp("recording")
+    config = tiny.config_of(*OPTIONS, "rollout.slots=3", f"rollout.record={path}")
+    context = tiny.context_of(config)
+    source = JaxSource(context)
+    source.update(kljax.Policy(weights(context.model)), 0)
+    return path, collect(context, source, 0)
+
+
+def weights(model: Decoder) -> dict:
+    """Large enough for opinions."""
+    return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), tiny.drawn(model, jax.random.key(0)))
+
+
+def state_of(plan: Plan, model: Decoder, mesh: Mesh) -> TrainState:
+    params = tiny.placed(kljax.Policy(weights(model)), model, mesh).params
+    return tiny.first_state(plan, model, mesh, params, tiny.keep_gradient())
+
+
+def context_of(path, *options: str, mesh=None):
+    source = f"rollout.source={{type: file, path: {path}, shuffle: false}}"
+    return tiny.context_of(tiny.config_of(*OPTIONS, source, *options), mesh=mesh or tiny.mesh_of())
+
+
+def fed_tokens(mask) -> np.ndarray:
+    """All real tokens but the last of each row."""
+    mask = np.asarray(mask)
+    return mask & (np.cumsum(mask, 1) < mask.sum(1, keepdims=True))
+
+
+def other_experts(routes, mask) -> np.ndarray:
+    """Routes that no router has chosen: those of the next experts."""
+    routes = np.asarray(routes)
+    return np.where(fed_tokens(mask)[..., None, None], np.sort((routes + 1) % COUNT, -1), -1).astype(np.int16)
+
+
+def test_sampler_records_the_experts_of_every_computed_token(recording):
+    """In prompts and completions, also of rows that shared a slot; the last token of a row is never computed."""
+    batch = recording[1].batch
+    routes = np.asarray(batch.fields[ROUTES])
+    assert routes.dtype == np.int16
+    assert routes.shape == (*batch.tokens.shape, *SHAPE)
+    np.testing.assert_array_equal((routes >= 0).all((2, 3)), fed_tokens(batch.token_mask))
+    context = tiny.context_of(tiny.config_of(*OPTIONS))
+    params = weights(context.model)
+    _, routed = jax.jit(lambda: context.model.bind(params).routed(batch.tokens, batch.token_mask))()
+    fed = fed_tokens(batch.token_mask)
+    np.testing.assert_array_equal(np.sort(routes, -1)[fed], np.asarray(routed.chosen)[fed])
+
+
+def test_recorded_routes_are_read_back(recording):
+    path, rollout = recording
+    context = context_of(path)
+    batch = collect(context, open_source(context), 0).batch
+    np.testing.assert_array_equal(batch.fields[ROUTES], rollout.batch.fields[ROUTES])
+
+
+def test_other_routes_change_policy_but_no_reference(recording):
+    context = context_of(recording[0])
+    plan = Plan.of(context.config)
+    batch = collect(context, open_source(context), 0).batch
+    state = state_of(plan, context.model, context.mesh)
+    reference = ScoredPolicy(context.model, policy_of(state.trainable, None))
+    score = make_score(plan, context.model, context.mesh)
+    recorded = batch.fields[ROUTES]
+    routes = jax.device_put(other_experts(recorded, batch.token_mask), recorded.sharding)
+    changed = dataclasses.replace(batch, fields={**batch.fields, ROUTES: routes})
+    first, second = (score(state.trainable, None, reference, rows) for rows in (batch, changed))
+    mask = np.asarray(batch.completion_mask)
+    np.testing.assert_allclose(first.old_log_probs[mask], first.ref_log_probs[mask], atol=2e-6)
+    np.testing.assert_array_equal(second.ref_log_probs, first.ref_log_probs)
+    # A token's own routes decide the next: all differ but where rounding hides it.
+    assert (np.abs(second.old_log_probs - first.old_log_probs)[mask] > 1e-5).mean() > 0.9
+    off = tiny.config_of(*OPTIONS, "routing.replay=none")
+    ignoring = make_score(Plan.of(off), context.model, context.mesh)(state.trainable, None, reference, changed)
+    np.testing.assert_array_equal(ignoring.old_log_probs, first.old_log_probs)
+
+
+PADDED = "optim.share_prompts=false"
+LAYOUTS = {
+    "padded": ((PADDED,), {}),
+    "micro-batches": ((PADDED, "optim.micro_batches=4"), {"data": 2}),
+    "shared prompts": (("optim.micro_batches=2",), {}),
+    "packed": (("optim.packing=true", "data.max_completion_length=12", "optim.micro_batches=2"), {"fsdp": 2}),
+    "context shards": ((PADDED, "data.max_prompt_length=6"), {"context": 2, "tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_update_uses_recorded_routes_in_every_layout(name, recording):
+    """Equality is measured in the update itself: no route is lost, and all that were turned count as flips."""
+    options, shape = LAYOUTS[name]
+    mesh = make_mesh(**shape)
+    axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
+    heads = ("model.heads=4", "model.kv_heads=2", "kl.loss.coef=0")
+    context = context_of(recording[0], *heads, *options, *axes, mesh=mesh)
+    plan, model = Plan.of(context.config), context.model
+    with jax.set_mesh(mesh):
+        state = state_of(plan, model, mesh)
+        batch = collect(context, open_source(context), 0).batch
+        routes = other_experts(batch.fields[ROUTES], batch.token_mask)
+        routes = jax.device_put(routes, batch.fields[ROUTES].sharding)
+        batch = dataclasses.replace(batch, fields={**batch.fields, ROUTES: routes})
+        updates, packer = update_rows(context.config, purpose_key(0, "rows", 0)), make_packer(plan, model, mesh)
+        packing = StepPacking.off(updates) if packer is None else packer(batch, updates)
+        batch = make_score(plan, model, mesh)(state.trainable, None, None, batch, **packing.score)
+        batch, _, _ = make_prepare(plan, mesh)(batch, state.controllers)
+        update = make_update(plan, model, tiny.keep_gradient(), state, mesh)
+        rows, packed = packing.updates[0]
+        coefs = objectives.coefficients(context.config)
+        _, metrics = update(tiny.copied(state), None, batch, rows, coefs, packed=packed)
+    values = {name: float(metric.value()) for name, metric in metrics.items() if name.startswith("rout")}
+    assert values["routing_lost"] == 0
+    assert values["routing_flips"] > 0.5
+    assert {f"routing_flips_layer_{layer}" for layer in range(tiny.LAYERS)} < values.keys()
+    # The last tokens of the rows.
+    assert 0 < values["routing_missing"] < 0.3
+    assert 0 < values["router_entropy"] <= np.log(COUNT) + 1e-6
+
+
+def test_replayed_gates_have_a_gradient_to_the_router(recording):
+    context, batch = tiny.context_of(tiny.config_of(*OPTIONS)), recording[1].batch
+    params = weights(context.model)
+    routes = jnp.asarray(other_experts(batch.fields[ROUTES], batch.token_mask))
+    sequences = Sequences(batch.tokens, batch.token_mask, fields={ROUTES: routes})
+
+    def loss(params: dict) -> jax.Array:
+        hidden = hidden_states(ScoredPolicy(context.model, kljax.Policy(params)), sequences)
+        return jnp.where(batch.token_mask, hidden[..., 0], 0).sum()
+
+    slopes = jax.jit(jax.grad(loss))(params)["layers"]["mlp"]["gate"]["kernel"]
+    assert (jnp.abs(slopes).max((1, 2)) > 1e-4).all()
+
+
+def damaged(routes: np.ndarray, problem: str) -> np.ndarray:
+    routes = routes.copy()
+    if problem == "missing":
+        routes[1, 4] = -1
+    elif problem == "twice":
+        routes[1, 4, 2] = 3
+    elif problem == "unknown":
+        routes[1, 4, 2] = 0, COUNT
+    elif problem == "layers":
+        routes = routes[:, :, :2]
+    elif problem == "prompt":
+        routes[1, 4, 0] = (routes[1, 4, 0] + 1) % COUNT
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("missing", "routed_experts: row 1 has no experts for 1 of its"),
+        ("twice", r"row 1, column 4, layer 2: got the experts \[3, 3\], expected different ones from 0 to 5"),
+        ("unknown", r"row 1, column 4, layer 2: got the experts \[0, 6\], expected different ones from 0 to 5"),
+        ("layers", "got 2 layers x 2 experts, expected 3 x 2; only layers with experts count"),
+        ("prompt", "completions of one prompt have other experts for its tokens; set optim.share_prompts=false"),
+    ],
+)
+def test_wrong_routes_are_named_before_a_step(problem, message, recording):
+    context = context_of(recording[0])
+    completions = open_source(context).sample(Request.of(context, 0))
+    fields = {**completions.fields, ROUTES: damaged(completions.fields[ROUTES], problem)}
+    changed = dataclasses.replace(completions, fields=fields)
+    with pytest.raises(SourceError, match=message):
+        tiny.rollout_of(context, changed)
+    if problem == "missing":
+        choosing = context_of(recording[0], "routing.missing=choose", PADDED)
+        assert tiny.rollout_of(choosing, changed).batch.fields[ROUTES].shape == (*completions.tokens.shape, *SHAPE)
+
+
+def test_routes_of_a_dense_model_are_refused(recording):
+    context = context_of(recording[0], "model.experts=null")
+    with pytest.raises(SourceError, match=r"the model has no experts; set routing\.replay=none"):
+        collect(context, open_source(context), 0)
+
+
+def test_recorded_duplicates_are_named_with_their_line(recording, tmp_path):
+    lines = (recording[0] / "00000000.jsonl").read_text().splitlines()
+    row = {name: value for name, value in json.loads(lines[0]).items() if name != "kljax_check"}
+    row[ROUTES][2][1] = [4, 4]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"line 1: routed_experts: got the experts \[4, 4\], expected different ones"):
+        open_source(context_of(tmp_path / "rows.jsonl"))

@@ -1,0 +1,72 @@
+"""Checks of recorded routes, the experts that a sampler used, before a step starts."""
+
+import jax
+import numpy as np
+
+from train.config.plan import Layout
+from train.context import RunContext
+from train.distributed.global_arrays import RowSplit
+from train.rl.token_fields import ROUTES
+from train.rollouts.source import Completions, SourceError
+
+
+def check_routes(context: RunContext, completions: Completions, rows: RowSplit) -> None:
+    """Checks the routes of rows from the host; the sampler of this process needs no check.
+
+    The last token of a row has none: no sampler computes it, and it decides no log-prob.
+
+    Raises:
+      SourceError: the model has no experts, or other layers or experts; an expert twice; a token without routes, unless
+        `routing.missing` is `choose`; or rows that share a prompt in the update have other routes of it.
+    """
+    routes, config = completions.fields.get(ROUTES), context.config
+    experts, shape = context.model.config.experts, context.model.config.route_shape
+    if routes is None or (experts is None and config.routing.replay == "none"):
+        return
+    if experts is None:
+        raise SourceError(f"rollout: {ROUTES}: the model has no experts; set routing.replay=none")
+    if routes.shape[2:] != shape:
+        raise SourceError(
+            f"rollout: {ROUTES}: got {routes.shape[2]} layers x {routes.shape[3]} experts, expected {shape[0]} x "
+            f"{shape[1]}; only layers with experts count"
+        )
+    if isinstance(routes, jax.Array):
+        return
+    mask = np.asarray(completions.token_mask)
+    _check_experts(routes, mask, experts.count, rows.held)
+    fed = mask & (np.arange(mask.shape[1]) < _last_columns(mask)[:, None])
+    missing = (routes < 0).any((2, 3)) & fed
+    if missing.any() and config.routing.missing == "error":
+        row = int(np.argmax(missing.any(1)))
+        raise SourceError(
+            f"rollout: {ROUTES}: row {rows.held[row]} has no experts for {int(missing[row].sum())} of its "
+            f"{int(fed[row].sum())} tokens; set routing.missing=choose to let the trainer's router choose them"
+        )
+    layout = Layout.of(config)
+    if layout.group > 1:
+        prompts = routes[:, : layout.prompt_length].reshape(-1, layout.group, layout.prompt_length, *shape)
+        prompts = np.sort(prompts, axis=-1)
+        if (prompts != prompts[:, :1]).any():
+            raise SourceError(
+                f"rollout: {ROUTES}: completions of one prompt have other experts for its tokens; set "
+                "optim.share_prompts=false"
+            )
+
+
+def _check_experts(routes: np.ndarray, mask: np.ndarray, count: int, rows: np.ndarray) -> None:
+    ordered = np.sort(routes, axis=-1)
+    known = (routes >= 0).all(-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
+    wrong = ((routes < -1) | (routes >= count)).any(-1) | twice | ((routes >= 0).any(-1) & ~known)
+    wrong &= mask[..., None]
+    if wrong.any():
+        row, column, layer = map(int, np.argwhere(wrong)[0])
+        raise SourceError(
+            f"rollout: {ROUTES}: row {rows[row]}, column {column}, layer {layer}: got the experts "
+            f"{routes[row, column, layer].tolist()}, expected different ones from 0 to {count - 1}, or -1 for all"
+        )
+
+
+def _last_columns(mask: np.ndarray) -> np.ndarray:
+    """Returns the column of the last real token of each row."""
+    return mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
