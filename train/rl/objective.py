@@ -241,14 +241,15 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, plan.layout, packed)
         replayed = sequences if config.routing.replay == "rollout" else sequences.without_routes()
-        hidden, routed = routed_hidden_states(policy, replayed)
-        options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head), "hidden": hidden}
+        options, routed = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}, None
+        if model.config.experts is not None:
+            options["hidden"], routed = routed_hidden_states(policy, replayed)
         if plan.treats_tokens_alone:
             options["token_chunk"] = config.log_probs.token_chunk
             score = functools.partial(fused_loss, policy, sequences, **options)
-            loss, terms, _ = _fused_terms(terms_of, score, batch, coefs)
+            loss, terms, hidden = _fused_terms(terms_of, score, batch, coefs)
         else:
-            stats, _ = token_stats(policy, sequences, **options)
+            stats, hidden = token_stats(policy, sequences, **options)
             terms, scale = terms_of(stats, batch, coefs)
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
