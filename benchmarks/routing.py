@@ -1,0 +1,246 @@
+"""Measures what router replay changes: log-prob errors and KL of a bfloat16 sampler and a float32 trainer.
+
+    python -m benchmarks.routing
+    python -m benchmarks.routing --seeds 4 --json PATH --markdown PATH
+
+Both have the same weights, which bfloat16 holds exactly, so that only the arithmetic differs. A tiny mixture of experts
+and a dense model of the same active width sample completions; the trainer scores them with the routes of its own router
+and with the recorded ones, and with faults that are planted: a layer without routes, routes of the token before, a
+router with three times the logits, weights one update away. Numbers are means over seeds, the largest error that of
+all. A missed target does not fail the command.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kljax
+from benchmarks.harness import cli, machine
+from benchmarks.harness.report import Report, table
+from benchmarks.harness.results import Check, ratio
+from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
+from train.models.sharding import make_mesh
+from train.rl.policy import ScoredPolicy, Sequences, init_params, routed_hidden_states, stored_head, token_stats
+from train.rl.token_fields import ROUTES
+from train.rollouts.sampler import Sampling, sample
+
+Array = jax.Array
+LIMIT = 1.1
+"""Target: the largest error with replay, over that of the dense model."""
+OUTLIER = 0.1
+UPDATE = 2e-3
+"""The size of an update, relative to the weights."""
+ROWS = {
+    "dense": "dense, the same active width",
+    "chosen": "the trainer's router chooses",
+    "replayed": "routes replayed",
+    "lost": "replayed but in the first layer",
+    "shifted": "routes of the token before",
+    "sharp": "logits of the router x 3, it chooses",
+    "sharp_replayed": "logits x 3, replayed",
+    "lag": "one update away, it chooses",
+    "lag_replayed": "one update away, replayed",
+}
+COLUMNS = (("", ""), ("largest error", ".3f"), ("mean error", ".4f"), ("k1", ".1e"), ("k3", ".1e"), ("exact KL", ".1e"),
+           ("ratio off by 10 %", ".2%"), ("ESS", ".3f"), ("flips", ".2%"), ("flips by layer", ""))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingSizes:
+    """Prompts and tokens of a seed, and the shape of the mixture."""
+
+    prompts: int = 16
+    prompt_length: int = 4
+    tokens: int = 24
+    layers: int = 4
+    width: int = 128
+    experts: int = 16
+    active: int = 4
+    expert_width: int = 64
+
+    def config(self, *, dense: bool) -> DecoderConfig:
+        """Returns the mixture, or the dense decoder of the same active width."""
+        experts = None if dense else ExpertsConfig(self.experts, self.active, self.expert_width)
+        return DecoderConfig(
+            vocab_size=256,
+            layers=self.layers,
+            width=self.width,
+            heads=4,
+            kv_heads=4,
+            head_dim=self.width // 4,
+            mlp_width=self.active * self.expert_width,
+            pattern=(LayerKind(mlp="dense" if dense else "experts"),),
+            experts=experts,
+        )
+
+
+QUICK = RoutingSizes(prompts=2, tokens=4, layers=2, width=16, experts=4, active=2, expert_width=8)
+
+
+def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
+    """Samples once for each model, and scores the completions in each way."""
+    measured: dict[str, dict[str, Any]] = {}
+    for name, dense, factor in (("dense", True, 1.0), ("", False, 1.0), ("sharp", False, 3.0)):
+        config = size.config(dense=dense)
+        sampler, trainer = Decoder(dataclasses.replace(config, dtype="bfloat16")), Decoder(config)
+        params = _weights(trainer, jax.random.key(seed), factor)
+        sequences, log_probs = _draw(sampler, params, size, seed)
+        compare = functools.partial(_compare, (sampler, params), trainer, sequences, log_probs)
+        if dense:
+            measured[name] = compare(params)
+            continue
+        routes = sequences.fields[ROUTES]
+        ways: dict[str, Array | None] = {f"{name}_replayed" if name else "replayed": routes}
+        ways[name or "chosen"] = None
+        if not name:
+            ways |= {"lost": routes.at[:, :, 0].set(-1), "shifted": jnp.roll(routes, 1, axis=1)}
+        measured |= {way: compare(params, routes=used) for way, used in ways.items()}
+        if not name:
+            updated = _moved(params, jax.random.key(seed + 1))
+            measured |= {"lag": compare(updated), "lag_replayed": compare(updated, routes=routes)}
+    return measured
+
+
+def _weights(model: Decoder, key: Array, factor: float) -> Any:
+    """Draws weights that bfloat16 holds exactly."""
+
+    def scaled(path: Any, x: Array) -> Array:
+        router = any(getattr(part, "key", None) == "gate" for part in path)
+        wide = x * (
+            factor if router else 50.0 if path[0].key == "embed_tokens" else 2.0 if path[0].key == "lm_head" else 1
+        )
+        return wide.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(scaled, init_params(model, key, make_mesh()))
+
+
+def _moved(params: Any, key: Array) -> Any:
+    """Returns weights one update away, which bfloat16 holds exactly too."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    moved = [x + UPDATE * jnp.std(x) * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def _draw(model: Decoder, params: Any, size: RoutingSizes, seed: int) -> tuple[Sequences, Array]:
+    """Samples completions, and returns them with the log-probs of the sampler."""
+    prompts = jax.random.randint(jax.random.key(seed + 2), (size.prompts, size.prompt_length), 0, 256)
+    sampling = Sampling(record_routes=model.config.experts is not None)
+    draw = jax.jit(
+        lambda params: sample(
+            model,
+            kljax.Policy(params),
+            prompts,
+            jnp.ones(prompts.shape, bool),
+            key=jax.random.key(seed + 3),
+            max_new_tokens=size.tokens,
+            sampling=sampling,
+            eos_ids=(),
+        )
+    )
+    drawn = draw(params)
+    fields = {name: x for name, x in drawn.fields.items() if name == ROUTES}
+    return Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields["log_probs"]
+
+
+def _compare(
+    drawn_by: tuple[Decoder, Any],
+    trainer: Decoder,
+    sequences: Sequences,
+    log_probs: Array,
+    params: Any,
+    *,
+    routes: Array | None = None,
+) -> dict[str, Any]:
+    """Scores completions with the trainer, with routes or its own, and compares with the sampler."""
+    sampler = drawn_by[0]
+
+    @jax.jit
+    def run(sampled: Any, params: Any) -> dict[str, Array]:
+        mask = sequences.completion_mask
+        assert mask is not None
+        rows = dataclasses.replace(sequences, fields={} if routes is None else {ROUTES: routes})
+        policy, drawing = (ScoredPolicy(model, kljax.Policy(p)) for model, p in ((trainer, params), (sampler, sampled)))
+        hidden, routed = routed_hidden_states(policy, rows)
+        stats, _ = token_stats(policy, rows, temperature=1.0, hidden=hidden)
+        of_sampler, _ = routed_hidden_states(drawing, sequences)
+        exact = kljax.kl_from_hidden(
+            of_sampler[:, :-1],
+            stored_head(sampler, sampled).astype(of_sampler.dtype),
+            hidden[:, :-1],
+            stored_head(trainer, params),
+        )
+        error = jnp.where(mask, log_probs - stats.log_prob, 0)
+        count = mask.sum()
+        weights = jnp.exp(-error.sum(1))
+        results = {
+            "largest": jnp.abs(error).max(),
+            "mean": jnp.abs(error).sum() / count,
+            "k1": error.sum() / count,
+            "k3": jnp.where(mask, jnp.expm1(-error) + error, 0).sum() / count,
+            "exact": jnp.where(mask[:, 1:], exact, 0).sum() / count,
+            "outliers": (mask & (jnp.abs(jnp.expm1(-error)) > OUTLIER)).sum() / count,
+            "ess": weights.sum() ** 2 / (weights**2).sum() / len(weights),
+        }
+        if routed is not None:
+            recorded = jnp.sort(sequences.fields[ROUTES], axis=-1)
+            known = recorded[..., 0] >= 0
+            flips = jnp.any(recorded != routed.chosen, axis=-1) & known
+            results["flips"] = flips.sum((0, 1)) / known.sum((0, 1))
+        return results
+
+    return {name: value.tolist() for name, value in run(drawn_by[1], params).items()}
+
+
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes the table, means over seeds but for the largest error."""
+    size, seeds = RoutingSizes(**fields["work"]), fields["seeds"]
+    rows = []
+    for name, title in ROWS.items():
+        of_seeds = [seed[name] for seed in seeds]
+        values = [mean(seed[key] for seed in of_seeds) for key in ("mean", "k1", "k3", "exact", "outliers", "ess")]
+        values = [max(seed["largest"] for seed in of_seeds), *values]
+        by_layer = zip(*(seed["flips"] for seed in of_seeds), strict=True) if name != "dense" else ()
+        layers = [mean(shares) for shares in by_layer]
+        listed = ", ".join(f"{share:.1%}" for share in layers)
+        rows.append([title, *values, mean(layers) if layers else None, listed or None])
+    largest = {name: max(seed[name]["largest"] for seed in seeds) for name in ROWS}
+    checks = [
+        Check(title, LIMIT, ratio(largest[name], largest["dense"]))
+        for name, title in (
+            ("replayed", "largest error replayed, over dense"),
+            ("sharp_replayed", "the same, logits x 3"),
+        )
+    ]
+    how = [
+        f"{len(seeds)} seeds of {size.prompts} completions of {size.tokens} tokens",
+        f"{size.layers} layers of {size.experts} experts, {size.active} active",
+        "errors in nats",
+    ]
+    return Report([table(COLUMNS, rows)], checks, fields=fields, how=how)
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    size = QUICK if options.quick else RoutingSizes()
+    seeds = [measure_seed(size, seed) for seed in range(options.seeds)]
+    return machine.conditions("cpu") | {"work": dataclasses.asdict(size), "seeds": seeds}
+
+
+main = cli.command(
+    "routing",
+    __doc__,
+    _measure,
+    report,
+    cli.option("--seeds", type=cli.positive, default=4, help="weights and completions; 4"),
+    cli.option("--quick", action="store_true", help="a smoke test: a tiny model"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
