@@ -5,8 +5,8 @@ import re
 GROUPS = (
     ("reward", r"reward|correct|accuracy.*|.*_reward|finished|completion_length"),
     ("kl", r"kl_.*|ppo_kl"),
-    ("mismatch", r"rollout_kl|rollout_log_prob_error|mismatch_.*|correction_.*"),
-    ("policy", r"entropy|clip_fraction.*|loss|.*_loss|grad_norm"),
+    ("mismatch", r"rollout_kl|rollout_log_prob_error|mismatch_.*|routing_.*|correction_.*"),
+    ("policy", r"entropy|router_entropy|clip_fraction.*|loss|.*_loss|grad_norm"),
     ("guard", r"skipped_updates|updates_beyond_limit"),
     ("rollout", r"rollout_.*|packed_.*"),
 )
