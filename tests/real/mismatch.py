@@ -48,12 +48,14 @@ def sides() -> Iterator[tuple[str, Side, Side]]:
     bare = Decoder(dataclasses.replace(model.config, lora=None))
     params = load_params(real.CHECKPOINTS / real.FOLDER, bare, mesh)
     drawn = init_adapter(model, jax.random.key(0), mesh)
-    adapter = jax.tree_util.tree_map_with_path(
-        lambda path, x: (
-            SPREAD * jax.random.normal(jax.random.key(len(str(path))), x.shape) if "b" in str(path[-1]) else x
-        ),
-        drawn,
-    )
+    leaves, structure = jax.tree_util.tree_flatten_with_path(drawn)
+    values = [
+        SPREAD * jax.random.normal(jax.random.key(number), x.shape) if path[-1].key == "lora_B" else x
+        for number, (path, x) in enumerate(leaves)
+    ]
+    if all(value is x for value, (_, x) in zip(values, leaves, strict=True)):
+        raise RuntimeError("the adapter has no lora_B")
+    adapter = jax.tree.unflatten(structure, values)
 
     def of(dtype: str, source: Decoder = model, **more: Any) -> Decoder:
         return Decoder(dataclasses.replace(source.config, dtype=dtype, **more))
