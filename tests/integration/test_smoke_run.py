@@ -113,6 +113,7 @@ def test_summary_agrees_with_the_metrics(smoke):
         "kl_reference_exact": None,
         "rollout_kl": last["rollout_kl"],
         "steps": STEPS,
+        "skipped_updates": 0,
     }
     assert evaluation[-1]["accuracy"] == 100 * evaluation[-1]["correct"]
 
