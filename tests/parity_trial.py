@@ -36,9 +36,10 @@ NUMBERS = {
     "kl.coef": ("kl_coefficient",),
     "kl.scale": ("kl_factor",),
     "kl.value_clip": ("kl_value_clip",),
+    "kl.bound": ("kl_value_clip",),
     "kl.max_ratio": ("kl_ratio_cap",),
     "advantage.eps": ("advantage_epsilon",),
-    "advantage.gamma": ("gamma",),
+    "advantage.gamma": ("gamma", "advantage_decay"),
     "advantage.discount": ("gamma", "advantage_decay"),
     "advantage.lam": ("lambda",),
     "advantage.scale": ("advantage_factor",),
@@ -56,6 +57,9 @@ NUMBERS = {
     "reduction.scale": ("loss_factor",),
     "reduction.max_length": ("max_length",),
     "reduction.offset": ("loss_offset",),
+    "reference.softcap": ("softcap",),
+    "log_probs.scale": ("field_factor",),
+    "reference.scale": ("field_factor",),
     "reduction.eps_batch": ("divisor_epsilon",),
     "reduction.eps_row": ("divisor_epsilon",),
     "entropy.coef": ("entropy_bonus",),
@@ -130,17 +134,18 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "advantage: groups interleaved": ("group_ids", "interleaved"),
     "advantage: groups moved by one": ("group_ids", "moved by one"),
     "advantage: one group": ("group_ids", "batch"),
+    "advantage: rows moved by one": ("field_rows", 1),
     "advantage: divided by the length": ("advantage_spread", True),
     "advantage: whitened again over the tokens": ("whitening", 1),
     "advantage: not whitened": ("whitening", 0),
     "advantage: ddof 0": ("ddof", 0),
     "advantage: ddof 1": ("whitening_ddof", 1),
-    "advantage: masked tokens count": ("gae_mask", "count"),
+    "advantage: masked tokens none": ("gae_mask", "count"),
+    "advantage: masked tokens zero": ("gae_mask", "count"),
     "advantage: reward at the first token": ("reward_column", "first token"),
     "loss: level token": ("ratio_level", "token"),
     "loss: no dual clip": ("dual_clip", None),
     "loss: unclipped": ("loss_function", "unclipped"),
-    "loss: ppo_clip_loss": ("loss_function", "ppo"),
     "loss: optimistic": ("clip_optimistic", True),
     "loss: sign flipped": ("loss_sign", -1.0),
     "reduction: rows of equal groups dropped": ("rows_dropped", True),
@@ -175,8 +180,18 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         return [(kind, cause.number) for kind in kinds]
     if cause.stage in ("mask_rule", "mask", "kl_mask"):
         kind = {"mask_rule": "mask", "mask": "loss_mask"}.get(cause.stage, cause.stage)
-        return [(kind, MASKS.get(cause.name, cause.name))]
+        return [(kind, MASKS.get(cause.name, cause.name.removesuffix(" tokens")))]
     settings = dict(cause.settings)
+    several: dict[str, list[tuple[str, Any]]] = {
+        "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
+        "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],
+        "loss: clips exchanged": [
+            ("clip_lower", dict(cause.arguments).get("clip_low")),
+            ("clip_upper", dict(cause.arguments).get("clip_high")),
+        ],
+    }
+    if cause.key in several:
+        return several[cause.key]
     special = {
         "rounding": ("field_dtype", cause.name),
         "coefficient": ("kl_coefficient", settings.get("coef")),
@@ -203,7 +218,8 @@ def matches(cause: Cause, answer: dict[str, Any]) -> bool:
     """Tells whether a cause is one that a case planted, or another that leaves the same numbers."""
     for wanted in (answer, *answer.get("also", ())):
         for kind, value in answers(cause):
-            if kind == wanted["cause_kind"] and _equal(value, wanted["true"]):
+            inside = cause.limits is not None and cause.limits[0] <= float(wanted["true"] or 0) <= cause.limits[1]
+            if kind == wanted["cause_kind"] and (inside or _equal(value, wanted["true"])):
                 return True
     return False
 

@@ -9,7 +9,7 @@ from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
 from kljax.parity.positions import over_tokens
 from kljax.parity.recipe import AdvantageStep, Kl, Recipe
-from kljax.parity.replay import Prediction, Replay
+from kljax.parity.replay import Prediction, Replay, run_call
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 from kljax.systems import Call
 
@@ -35,9 +35,9 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)
     after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
-    rewards, kl = _shaped_rewards(replay, recipe, after, step.rewards)
+    rewards, kl = _shaped_rewards(replay, recipe, after, step)
     shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": kl}
-    shaped["token_rewards"] = _token_rewards(replay, recipe, used)
+    shaped["token_rewards"] = _token_rewards(replay, recipe, used, step.reward_at)
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
@@ -45,12 +45,24 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
         arrays["rewards"] = shaped["token_rewards"]
     keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
-    value = np.asarray(replay.run("advantage", step, arrays, **keywords), np.float64)
-    bound = _bound(rewards, ids, value, unit, kl)
+    if step.center != "group" or step.divisor != "std":
+        # Each row is a group of its own, so that the function returns the row as it is.
+        arrays |= {"rewards": _compared(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
+        keywords["num_groups"] = len(ids)
+        identity = {"scale": "none", "singleton": "reward"}
+        call = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
+        value = np.asarray(run_call("advantage", call, arrays, **keywords), np.float64)
+    else:
+        value = np.asarray(replay.run("advantage", step, arrays, **keywords), np.float64)
+    if call.function in ("gae", "reinforce_plus_plus_returns"):
+        bound = _bound_of_returns(call, arrays, value, unit, used)
+    else:
+        bound = _bound(rewards, ids, value, unit, kl)
     if step.root:
         factor = _root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
     value, bound = _changed(step, value, bound, used)
+    value, bound = (np.roll(array, step.rows, 0) for array in (value, bound))
     mask: np.ndarray = replay.arrays["mask"]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
         rows = Prediction(value, bound, np.asarray(mask.any(1)))
@@ -85,10 +97,12 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
     return Prediction(first_value, limit, rows)
 
 
-def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, which: str) -> tuple[np.ndarray, np.ndarray]:
+def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
     rewards, kl, used = replay.arrays["rewards"], recipe.kl, replay.used_mask(recipe)
-    if which == "whitened":
+    if step.reward_clip is not None:
+        rewards = np.clip(rewards, -step.reward_clip, step.reward_clip)
+    if step.rewards == "whitened":
         rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8)
     if kl is None or kl.place != "reward":
         return rewards, np.zeros(replay.shape)
@@ -115,9 +129,27 @@ def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
     return values
 
 
-def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
+def _compared(step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Compares the rewards of a group by another center or divisor than the library has, `[B]`."""
+    result = np.zeros(len(rewards))
+    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    for group in np.unique(ids):
+        rows = ids == group
+        members = rewards[rows]
+        centers = {"group": members.mean(), "median": np.median(members), "batch": rewards.mean(), "none": 0.0}
+        centered = members - centers[step.center]
+        if call.arguments.get("scale", "none") == "none" or len(members) <= ddof:
+            result[rows] = centered
+            continue
+        divisors = {"std": members.std(ddof=ddof), "variance": members.var(ddof=ddof), "range": np.ptp(members)}
+        divisors["mean absolute"] = np.abs(members - members.mean()).mean()
+        result[rows] = centered / (divisors[step.divisor] + eps)
+    return result
+
+
+def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, at: str) -> np.ndarray:
     """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    last = replay.shape[1] - 1 - used[:, ::-1].argmax(1)
+    last = used.argmax(1) if at == "first" else replay.shape[1] - 1 - used[:, ::-1].argmax(1)
     result = np.zeros(replay.shape)
     result[np.arange(len(result)), last] = np.where(used.any(1), replay.arrays["rewards"], 0)
     if recipe.kl is not None and recipe.kl.place == "reward":
@@ -135,7 +167,7 @@ def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray
         mean = np.bincount(ids, rewards) / np.maximum(sizes, 1)
         squares = np.bincount(ids, (rewards - mean[ids]) ** 2)
         spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
-    factor: np.ndarray = (spread + eps) / np.sqrt(spread**2 + eps)
+    factor: np.ndarray = (spread + eps) / np.sqrt(np.maximum(spread**2 + eps, 1e-300))
     return factor
 
 
@@ -153,7 +185,7 @@ def _changed(
         value, bound = (over_tokens(array, used.shape) * factor for array in (value, bound))
     if step.whiten != "none":
         value, bound = _whitened(step, value, bound, used)
-    value, bound = step.scale * value, abs(step.scale) * bound
+    value, bound = step.scale * (value + step.offset), abs(step.scale) * bound
     if step.clip is not None:
         value = np.clip(value, -step.clip, step.clip)
     return value, bound
@@ -167,8 +199,8 @@ def _whitened(
     members = value[used.any(1)] if rows else over_tokens(value, used.shape)[used]
     spread = 1.0 if step.whiten == "centered" else members.std(ddof=step.whiten_ddof) + step.whiten_eps
     result = (value - members.mean()) / spread
-    worst = bound.max(initial=0.0)
-    return result, (bound + worst) / spread + np.abs(result) * worst / spread
+    typical = 2 * over_tokens(bound, used.shape)[used].mean()
+    return result, (bound + typical) / spread + np.abs(result) * typical / spread
 
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +221,23 @@ def _groups(group_ids: np.ndarray, which: str) -> tuple[np.ndarray, int]:
     count = int(ids.max()) + 1
     if which == "interleaved":
         return np.arange(len(ids)) % count, count
+    if which == "moved":
+        return np.roll(ids, 1), count
     return (np.zeros_like(ids), 1) if which == "batch" else (ids, count)
+
+
+def _bound_of_returns(
+    call: Call, arrays: dict[str, Any], value: np.ndarray, unit: float, used: np.ndarray
+) -> np.ndarray:
+    """Carries the rounding of sums from the end of a row through whitening, `[B, T]`."""
+    values = np.abs(arrays["values"]) if call.function == "gae" else np.zeros(used.shape)
+    magnitude = np.where(used, np.abs(arrays["token_rewards"]) + 2 * values, 0).sum(1, keepdims=True)
+    bound = unit * (PRODUCTS + 2 * tree_height(used.shape[1])) * magnitude
+    if any(step.function == "masked_whiten" for step in call.then):
+        plain = np.asarray(run_call("advantage", dataclasses.replace(call, then=()), arrays), np.float64)
+        spread = max(float(plain[used].std()), 1e-30)
+        bound = (bound + bound.mean()) / spread * (1 + np.abs(value)) + unit * PRODUCTS * np.abs(value)
+    return np.broadcast_to(bound, value.shape)
 
 
 def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float, kl: np.ndarray) -> np.ndarray:
@@ -207,7 +255,8 @@ def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float,
     error = unit * (largest[ids] * (sizes[ids] + 2))
     spread = np.sqrt(np.bincount(ids, distance**2) / np.maximum(sizes, 1))[ids]
     gain = np.max(per_row / np.maximum(distance, 1e-30), where=distance > 4 * error, initial=0.0)
-    relative = np.minimum(2 * error / np.maximum(spread, 1e-30), 1)
+    # A group of equal rewards has advantages of 0.
+    relative = np.where(spread > error, np.minimum(2 * error / np.maximum(spread, 1e-30), 1), 0)
     bound = error * max(gain, 1) + per_row * (relative + unit * (PRODUCTS + sizes[ids]))
     if value.ndim == 1:
         return bound

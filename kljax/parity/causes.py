@@ -19,6 +19,7 @@ class Cause:
       also: stages that share the fault, each with its settings.
       alone: whether it is too rare to be tried together with others.
       number: the number that was solved from the arrays; None for a choice.
+      limits: the smallest and the largest number that agree as well, where they differ by more than rounding.
     """
 
     stage: str
@@ -28,6 +29,7 @@ class Cause:
     also: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     alone: bool = False
     number: float | None = None
+    limits: tuple[float, float] | None = None
 
     @property
     def key(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import kljax
 from kljax.parity.causes import Cause, make
 from kljax.parity.positions import apply_rule
-from kljax.parity.recipe import LogProbRecipe, MaskRule, Recipe, ReductionRecipe
+from kljax.parity.recipe import Kl, LogProbRecipe, MaskRule, Recipe, ReductionRecipe
 from kljax.parity.replay import Replay
 from kljax.systems import Call
 from kljax.systems._call import parameters, steps
@@ -44,7 +44,7 @@ def causes_of(replay: Replay) -> list[Cause]:
     causes = [*_mask_causes(replay, "mask_rule", "recorded mask"), *_score_causes(replay)]
     causes += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
     causes += [*_advantage_causes(replay), *_loss_causes(replay), *_reduction_causes(replay)]
-    causes += [*_mask_causes(replay, "mask", "mask of the loss"), *_gradient_causes(replay)]
+    causes += [*_mask_causes(replay, "mask", "mask of the loss"), *_kl_mask_causes(replay), *_gradient_causes(replay)]
     unique: dict[Recipe, Cause] = {}
     for cause in causes:
         if getattr(recipe, cause.stage, None) is not None:
@@ -62,6 +62,8 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         ("prompt tokens", "has the prompt's tokens in it", {"prompt": "all"}),
         ("prompt tokens but the first", "has the prompt's tokens in it, but the first", {"prompt": "predicted"}),
         ("pad tokens", "has padding in it", {"pad": True}),
+        ("first token left out", "leaves out the first token of each row", {"first": False}),
+        ("last row left out", "leaves out the last row", {"final": False}),
         ("padding on the left", "has padding on the left in it", {"left": True}),
     ]
     if replay.layout.ends_known:
@@ -77,6 +79,8 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         ("all tokens", "has every position in it", {"prompt": "all", "left": True, "pad": True}),
     ]
     base = replay.arrays["mask"]
+    size = int(base.sum(1).max(initial=0))
+    options.append((f"first {size} tokens", f"has at most {size} tokens of a row in it", {"size": size}))
     if stage == "mask_rule" and {"prompt_lengths", "lengths"} <= set(replay.arrays):
         position = np.arange(replay.shape[1])
         base = (position >= replay.arrays["prompt_lengths"][:, None]) & (position < replay.arrays["lengths"][:, None])
@@ -88,41 +92,59 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
             yield make(stage, name, f"the {title} {text}", **settings)
 
 
+def _kl_mask_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields the masks of the KL term alone."""
+    if replay.plan.recipe.kl is not None and replay.plan.recipe.kl.place == "loss":
+        yield from _mask_causes(replay, "kl_mask", "mask of the KL term")
+
+
 def _score_causes(replay: Replay) -> Iterator[Cause]:
     for stage, side in (("log_probs", ""), ("reference", "ref_")):
-        if f"{side}logits" not in replay.dump and f"{side}hidden" not in replay.dump:
-            continue
-        base: LogProbRecipe = getattr(replay.plan.recipe, stage)
-        title = f"{side}log_probs"
-        if base.temperature != 1:
-            yield make(stage, "temperature missing", f"{title} are not divided by the temperature", temperature=1.0)
-            square = base.temperature**2
-            yield make(stage, "temperature twice", f"{title} are divided by the temperature twice", temperature=square)
-        for shift, side_text in ((1, "the token's own position"), (-1, "two positions before the token")):
-            text = f"{title} are off by one: they read the logits at {side_text}"
-            yield make(
-                stage, "alignment off by one" if shift == 1 else "alignment off by one (back)", text, shift=shift
-            )
-        if base.softcap is not None:
-            yield make(stage, "softcap left out", f"{title} leave out the cap of the logits", softcap=None)
-        if base.logit_scale != 1:
-            yield make(stage, "logit scale left out", f"{title} leave out the scale of the logits", logit_scale=1.0)
-            inverse = 1 / base.logit_scale
-            yield make(stage, "logit scale inverted", f"{title} divide by the scale of the logits", logit_scale=inverse)
-        if base.vocab_size is not None:
-            yield make(stage, "vocabulary padding", f"{title} count the padding of the vocabulary", vocab_size=None)
-        if base.top_p is not None:
-            yield make(
-                stage, "no top-p renormalisation", f"{title} are of the whole vocabulary, not of top-p", top_p=None
-            )
-        else:
-            for top_p in (0.8, 0.9, 0.95, 0.99):
-                text = f"{title} are renormalised over the top-p set of {top_p}"
-                yield make(stage, f"top-p {top_p} renormalised", text, top_p=top_p)
-        text = "of the base: the adapter is off" if not side else "of the policy: the adapter is on"
-        yield make(stage, "adapter " + ("on" if side else "off"), f"{title} are {text}", adapter=False)
-        for dtype in ("bfloat16", "float16"):
-            yield make(stage, f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", logits_dtype=dtype)
+        if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
+            yield from _logit_causes(stage, getattr(replay.plan.recipe, stage))
+            yield from _row_causes(replay, stage, side)
+
+
+def _logit_causes(stage: str, base: LogProbRecipe) -> Iterator[Cause]:
+    """Yields other ways from logits to log-probs."""
+    title = "log_probs" if stage == "log_probs" else "ref_log_probs"
+    if base.temperature != 1:
+        yield make(stage, "temperature missing", f"{title} are not divided by the temperature", temperature=1.0)
+        square = base.temperature**2
+        yield make(stage, "temperature twice", f"{title} are divided by the temperature twice", temperature=square)
+    for shift, side_text in ((1, "the token's own position"), (-1, "two positions before the token")):
+        text = f"{title} are off by one: they read the logits at {side_text}"
+        yield make(stage, "alignment off by one" if shift == 1 else "alignment off by one (back)", text, shift=shift)
+    if base.softcap is not None:
+        yield make(stage, "softcap left out", f"{title} leave out the cap of the logits", softcap=None)
+    if base.logit_scale != 1:
+        yield make(stage, "logit scale left out", f"{title} leave out the scale of the logits", logit_scale=1.0)
+        inverse = 1 / base.logit_scale
+        yield make(stage, "logit scale inverted", f"{title} divide by the scale of the logits", logit_scale=inverse)
+    if base.vocab_size is not None:
+        yield make(stage, "vocabulary padding", f"{title} count the padding of the vocabulary", vocab_size=None)
+    if base.top_p is not None:
+        yield make(stage, "no top-p renormalisation", f"{title} are of the whole vocabulary, not of top-p", top_p=None)
+    else:
+        for top_p in (0.8, 0.9, 0.95, 0.99):
+            text = f"{title} are renormalised over the top-p set of {top_p}"
+            yield make(stage, f"top-p {top_p} renormalised", text, top_p=top_p)
+    for dtype in ("bfloat16", "float16"):
+        yield make(stage, f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", logits_dtype=dtype)
+
+
+def _row_causes(replay: Replay, stage: str, side: str) -> Iterator[Cause]:
+    """Yields log-probs of other positions, rows and policies."""
+    title = f"{side}log_probs"
+    moves = (("moved by one (right)", 1), ("moved by one (left)", -1))
+    for name, by in moves:
+        yield make(stage, name, f"{title} are moved by one position: {name}", moved=by)
+    yield make(stage, "rows moved by one", f"{title} are those of the row above", rows=1)
+    for source in ("old_log_probs", "rollout_log_probs"):
+        if side and source in replay.arrays:
+            yield make(stage, f"of {source}", f"{title} are {source}", source=source)
+    text = "of the base: the adapter is off" if not side else "of the policy: the adapter is on"
+    yield make(stage, "adapter " + ("on" if side else "off"), f"{title} are {text}", adapter=False)
 
 
 def _ratio_causes(replay: Replay) -> Iterator[Cause]:
@@ -152,6 +174,11 @@ def _correction_causes(replay: Replay) -> Iterator[Cause]:
             yield make("correction", f"mode {mode}", text, arguments=(("mode", mode),))
     if call.arguments.get("upper") is not None:
         yield make("correction", "no cap", "the correction's weights are not capped", arguments=(("upper", None),))
+    for shift, where in ((1, "right"), (-1, "left")):
+        text = f"the sampler's log-probs are off by one in the correction: moved to the {where}"
+        yield make("correction", f"sampler off by one ({where})", text, shift=shift)
+    text = "the correction's weights are divided by their mean"
+    yield make("correction", "divided by their mean", text, normalized=True)
     yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
     yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)
 
@@ -167,6 +194,13 @@ def _kl_causes(replay: Replay) -> Iterator[Cause]:
     for shift, where in ((1, "right"), (-1, "left")):
         text = f"the reference's log-probs are off by one in the KL: moved to the {where}"
         yield make("kl", f"reference off by one ({where})", text, shift=shift)
+    if kl.value_clip is not None:
+        name = "squared log-ratio, no half"
+        yield make(
+            "kl", f"estimator {name}", f"the KL is {name}", estimator="k2", scale=2.0, value_clip=kl.value_clip / 2
+        )
+    if kl.corrected:
+        yield make("kl", "importance ratio detached", "the KL's importance ratio is a constant", detached=True)
     flag = "importance ratio left out" if kl.corrected else "importance ratio multiplied"
     if replay.plan.recipe.ratio.old in replay.arrays:
         yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
@@ -182,6 +216,11 @@ def _kl_causes(replay: Replay) -> Iterator[Cause]:
         ("none", "the KL has no gradient"),
     ):
         yield make("kl", f"gradient {gradient}", text, gradient=gradient)
+    yield from _coefficient_causes(replay, kl)
+
+
+def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
+    """Yields coefficients that are easily confused, and other ways to take a KL off the reward."""
     if kl.place == "reward":
         yield make("kl", "summed over padding", "the KL in the reward is summed over padding, too", padded=True)
         if "advantage" in replay.plan.calls and "subtract_kl" in repr(replay.plan.calls["advantage"]):
@@ -216,12 +255,35 @@ def _advantage_causes(replay: Replay) -> Iterator[Cause]:
     yield make("advantage", "sign flipped", "advantages have the other sign", scale=-1.0)
     text = "groups are interleaved: row i belongs to prompt i modulo the number of prompts"
     yield make("advantage", "groups interleaved", text, groups="interleaved")
+    yield make("advantage", "groups moved by one", "the groups are those of the row above", groups="moved")
+    yield make("advantage", "rows moved by one", "advantages are those of the row above", rows=1)
+    yield from _comparison_causes(call, names)
     yield make("advantage", "one group", "the whole batch is one group", groups="batch")
     text = "advantages are spread over the tokens: divided by the length of their row"
     yield make("advantage", "divided by the length", text, per_length=True)
     text = "rewards are whitened over the batch before they are compared"
     yield make("advantage", "rewards whitened first", text, rewards="whitened")
     yield from _whitening_causes(call)
+
+
+def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
+    """Yields other centers and divisors of the rewards of a group, and other rules along a row."""
+    if call.function in ("grpo_advantages", "rloo_advantages", "reinforce_plus_plus_baseline_advantages"):
+        titles = {"median": "centered on the median", "batch": "centered on the batch", "none": "not centered"}
+        for center, title in titles.items():
+            yield make("advantage", title, f"rewards are {title}", center=center)
+    if call.arguments.get("scale") == "std":
+        for divisor in ("variance", "range", "mean absolute"):
+            text = f"centered rewards are divided by the group's {divisor} distance"
+            yield make("advantage", f"scale {divisor}", text.replace("variance distance", "variance"), divisor=divisor)
+    if "masked_tokens" in names:
+        for rule in ("skip", "zero", "none", "reset"):
+            arguments = (("masked_tokens", rule),)
+            text = f"masked tokens within a row have the rule {rule}"
+            yield make("advantage", f"masked tokens {rule}", text, arguments=arguments)
+    if call.function in ("gae", "reinforce_plus_plus_returns"):
+        text = "the reward of a row stands at its first token"
+        yield make("advantage", "reward at the first token", text, reward_at="first")
 
 
 def _whitening_causes(call: Call) -> Iterator[Cause]:
@@ -274,6 +336,11 @@ def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
     if low != high:
         text = f"the clips are exchanged: {high:g} below and {low:g} above"
         yield make("loss", "clips exchanged", text, arguments=(("clip_low", high), ("clip_high", low)))
+    text = "the policy loss is not clipped, from below or above"
+    yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
+    if function == "ppo_clip_loss":
+        text = "the smaller of the clipped and the unclipped loss is taken, not the larger"
+        yield make("loss", "optimistic", text, flipped=True)
     for other, title in FAMILY.items() if function in FAMILY else ():
         if other != function:
             settings = (("function", other), ("clip_low", low), ("clip_high", high))
@@ -338,7 +405,6 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
     if base.mode not in ("token_sum", "seq_mean_token_sum_norm"):
         text = "not counting rows of groups with equal rewards"
         yield "rows of equal groups dropped", text, {"rows": "spread"}
-    yield "rows cut at the limit dropped", "not counting rows that are cut at the limit", {"rows": "complete"}
     yield "length divided twice", "divided by the length of each row once more", {"per_length": True}
     rows = len(mask)
     for parts in (part for part in range(2, min(rows, 16) + 1) if rows % part == 0):

@@ -77,7 +77,7 @@ def field_of(name: str) -> Field:
 
 # The results in the order of the data, each with the stages of the recipe that it may depend on.
 _LOSS = ("mask", "ratio", "correction", "kl", "advantage", "loss")
-_REDUCED = (*_LOSS, "entropy", "reduction", "kl_reduction")
+_REDUCED = (*_LOSS, "entropy", "reduction", "kl_reduction", "kl_mask")
 ORDER: dict[str, tuple[str, ...]] = {
     "mask": ("mask_rule",),
     "log_probs": ("log_probs",),

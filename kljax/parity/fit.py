@@ -150,6 +150,36 @@ def _bisect(evaluate: Evaluate, low: float, high: float, first: np.ndarray, seco
     return None
 
 
+def agreeing_interval(evaluate: Evaluate, value: float, grid: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the interval of values that agree, such as the thresholds between two ratios.
+
+    Args:
+      value: a value under which all results agree.
+      grid: its ends are the ends of the search.
+
+    Returns:
+      The ends, or None if the interval is no wider than 2 % of the value.
+    """
+
+    def agrees(at: float) -> bool:
+        residual = evaluate(at)
+        return residual is not None and residual.agrees
+
+    if not value or not (agrees(0.99 * value) or agrees(1.01 * value)):
+        return None
+    ends = []
+    for outside in (min(grid), max(grid)):
+        inside, limit = value, outside
+        for _ in range(14):
+            if agrees(limit):
+                inside = limit
+                break
+            middle = (inside + limit) / 2
+            inside, limit = (middle, limit) if agrees(middle) else (inside, middle)
+        ends.append(inside)
+    return min(ends), max(ends)
+
+
 def simplest(evaluate: Evaluate, value: float) -> float:
     """Returns the value with the fewest digits, or the fraction 1/n, that agrees as well.
 

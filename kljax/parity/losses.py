@@ -11,8 +11,8 @@ import kljax
 from kljax.parity.advantages import token_advantages
 from kljax.parity.fields import METRIC, ORDER
 from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, policy_pair
-from kljax.parity.positions import over_tokens, value_and_change
-from kljax.parity.recipe import Kl, Recipe, RecipeStep, ReductionRecipe
+from kljax.parity.positions import apply_rule, over_tokens, value_and_change
+from kljax.parity.recipe import Kl, MaskRule, Recipe, RecipeStep, ReductionRecipe
 from kljax.parity.replay import Prediction, Replay, check_call, compiled, per_token, pull_call, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 from kljax.systems import Call
@@ -68,12 +68,13 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
     unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
     height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, reduction in _terms(recipe):
-        weights = token_weights(replay, recipe, reduction)
+        weights = token_weights(replay, recipe, reduction, recipe.kl_mask if name == "kl" else None)
         values, errors = entropy_per_token(replay, recipe) if name == "entropy" else replay.input(name, recipe)
         products = np.where(weights != 0, weights * values, 0)
         total += coef * products.sum()
         bound += abs(coef) * np.where(weights != 0, weights * errors, 0).sum()
         bound += abs(coef) * height * np.abs(products).sum()
+    total += recipe.reduction.offset
     return Prediction(np.asarray(total), np.asarray(bound + unit * abs(total)), np.asarray(True))
 
 
@@ -99,8 +100,13 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
 
 
-def token_weights(replay: Replay, recipe: Recipe, reduction: ReductionRecipe) -> np.ndarray:
+def token_weights(
+    replay: Replay, recipe: Recipe, reduction: ReductionRecipe, rule: MaskRule | None = None
+) -> np.ndarray:
     """Returns the weight of each token in the loss.
+
+    Args:
+      rule: of the mask of one term, if it differs from that of the loss.
 
     Returns:
       `[B, T]` float64; NaN if the groups of the reduction are not recorded.
@@ -108,9 +114,12 @@ def token_weights(replay: Replay, recipe: Recipe, reduction: ReductionRecipe) ->
 
     def compute() -> np.ndarray:
         rows = _rows_that_count(replay, reduction.rows)
-        return _token_weights(replay.used_mask(recipe) & rows[:, None], reduction, replay.arrays)
+        mask = replay.used_mask(recipe)
+        mask = mask if rule in (None, MaskRule()) else apply_rule(mask, rule, replay.layout)
+        return _token_weights(mask & rows[:, None], reduction, replay.arrays)
 
-    weights: np.ndarray = replay.remember(("token_weights", recipe.mask, reduction), compute)
+    key = ("token_weights", recipe.mask, rule or MaskRule(), dataclasses.replace(reduction, offset=0.0))
+    weights: np.ndarray = replay.remember(key, compute)
     return weights
 
 
@@ -128,7 +137,8 @@ def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.nd
 def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """Returns the arrays of the policy loss, at other log-probs of the policy."""
     arrays: dict[str, Any] = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
-    arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": replay.used_mask(recipe)}
+    sign = -1 if (recipe.loss or RecipeStep()).flipped else 1
+    arrays |= {"advantages": sign * token_advantages(replay, recipe)[0], "mask": replay.used_mask(recipe)}
     return {**arrays, "log_probs": policy, "key": jax.random.key(0)}
 
 
@@ -136,7 +146,8 @@ def _parts(replay: Replay, step: RecipeStep) -> list[tuple[float, Call]]:
     """Lists the policy loss and the terms that it adds to itself, each with its factor."""
     call = replay.call("loss", step)
     first = dataclasses.replace(call, plus=())
-    return [(step.scale, first), *((step.scale * step.added, term) for term in call.plus)]
+    sign = -step.scale if step.flipped else step.scale
+    return [(sign, first), *((step.scale * step.added, term) for term in call.plus)]
 
 
 def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
@@ -149,8 +160,6 @@ def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
 
 def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
     """Returns the rows that enter a reduction, `[B]` bool."""
-    if which == "complete":
-        return replay.layout.complete
     if which == "spread" and "advantages" in replay.arrays:
         values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
         return np.asarray((values != 0).any(1))
@@ -216,14 +225,14 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
 def _kl_gradient(
     replay: Replay, recipe: Recipe, reduction: ReductionRecipe, unit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
-    weights = token_weights(replay, recipe, reduction)
+    kl, used = recipe.kl or Kl(), apply_rule(replay.used_mask(recipe), recipe.kl_mask, replay.layout)
+    weights = token_weights(replay, recipe, reduction, recipe.kl_mask)
 
     # The estimate of a token depends on its own log-prob alone.
     def compute(log_probs: np.ndarray) -> np.ndarray:
         return np.asarray(kl_gradient_at(replay, log_probs, kl, used))
 
-    key = ("kl_gradient", unit, recipe.mask, dataclasses.replace(kl, coef=0.0))
+    key = ("kl_gradient", unit, recipe.mask, recipe.kl_mask, dataclasses.replace(kl, coef=0.0))
     move = kl_move(replay, kl, unit)
     value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move))
     value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 import kljax
 from kljax.parity.causes import Cause
 from kljax.parity.recipe import Recipe
@@ -26,7 +28,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "log_ratio_clip": (1e-2, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0),
 }
 GRIDS["max_ratio"] = GRIDS["max_weight"] = GRIDS["upper"]
-GRIDS["value_clip"] = GRIDS["max_log_ratio"] = GRIDS["log_ratio_clip"]
+GRIDS["bound"] = GRIDS["value_clip"] = GRIDS["max_log_ratio"] = GRIDS["log_ratio_clip"]
 MULTIPLES = (1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0, 1000.0)
 TEMPERATURES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
@@ -110,8 +112,9 @@ def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
         if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
             base = getattr(replay.plan.recipe, stage)
             yield UnknownNumber(stage, "temperature", base.temperature, TEMPERATURES)
-            if base.softcap is not None:
-                yield UnknownNumber(stage, "softcap", base.softcap, tuple(base.softcap * x for x in MULTIPLES[3:12]))
+            caps = tuple((base.softcap or 10.0) * factor for factor in (0.1, 0.2, *MULTIPLES[3:13]))
+            yield UnknownNumber(stage, "softcap", base.softcap, caps)
+            yield UnknownNumber(stage, "scale", base.scale)
             # Without a cap, the scale of the logits is a temperature.
             if base.logit_scale != 1 and base.softcap is not None:
                 grid = tuple(base.logit_scale * x for x in MULTIPLES[2:13])
@@ -131,7 +134,12 @@ def _of_kl(replay: Replay) -> Iterator[UnknownNumber]:
     # Of the loss alone, a factor of the estimate is one of the coefficient.
     if "kl" in replay.arrays:
         yield UnknownNumber("kl", "scale", kl.scale)
-    names = ("value_clip", "log_ratio_clip", *(("max_ratio",) if kl.corrected else ()))
+    names = (
+        "value_clip",
+        *(("bound",) if kl.corrected else ()),
+        "log_ratio_clip",
+        *(("max_ratio",) if kl.corrected else ()),
+    )
     for name in names:
         yield UnknownNumber("kl", name, getattr(kl, name), GRIDS[name])
     around = _around(abs(kl.coef) or 0.01)
@@ -150,6 +158,12 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
             yield number
     yield UnknownNumber("advantage", "scale", 1.0)
     yield UnknownNumber("advantage", "clip", None, (1e-3, 1e-2, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
+    yield UnknownNumber("advantage", "offset", 0.0)
+    largest = float(np.abs(replay.arrays["rewards"]).max()) if "rewards" in replay.arrays else 0.0
+    if largest:
+        yield UnknownNumber(
+            "advantage", "reward_clip", None, tuple(largest * x for x in (0.01, 0.1, 0.3, 0.5, 0.8, 1.0))
+        )
     if "gamma" not in names:
         yield UnknownNumber("advantage", "discount", None, GRIDS["gamma"][1:])
 
@@ -170,6 +184,7 @@ def _of_reduction(replay: Replay) -> Iterator[UnknownNumber]:
     recipe = replay.plan.recipe
     shared = ("kl_reduction",) if recipe.kl_reduction is not None else ()
     yield UnknownNumber("reduction", "scale", recipe.reduction.scale, shared=shared)
+    yield UnknownNumber("reduction", "offset", 0.0)
     if "entropy" in replay.arrays:
         yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef))
     sampled = (("source", "sampled"),)

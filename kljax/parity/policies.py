@@ -58,13 +58,21 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
     side = name.removesuffix("log_probs")
     settings = recipe.reference if side else recipe.log_probs
     keep, unit = replay.arrays["mask"], replay.unit(name, recipe)
-    if settings.adapter:
-        return Prediction(*scoring.score(replay.dump, side, settings, keep, unit))
-    other = "log_probs" if side else "ref_log_probs"
+    if settings.adapter and settings.source is None:
+        moved = settings.moved or settings.rows
+        value, bound, at = scoring.score(replay.dump, side, settings, np.ones_like(keep) if moved else keep, unit)
+        value, bound, at = (_moved(array, settings.moved, settings.rows) for array in (value, bound, at))
+        return Prediction(settings.scale * value, abs(settings.scale) * bound, keep & at)
+    other = settings.source or ("log_probs" if side else "ref_log_probs")
     value = replay.arrays.get(other, np.full(replay.shape, np.nan))
     rows = np.zeros(replay.shape, bool)
     rows[replay.arrays["rows"]] = True
     return Prediction(value, unit * (1 + np.abs(value)), keep & rows)
+
+
+def _moved(array: np.ndarray, positions: int, rows: int) -> np.ndarray:
+    """Moves an array to the right and down; what leaves it at the bottom comes back at the top."""
+    return np.roll(shift_rows(array, positions), rows, 0)
 
 
 def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -113,6 +121,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     numerator, denominator = inputs["log_probs"], inputs["sampling_log_probs"]
     if "advantages" in inputs:
         inputs["advantages"] = over_tokens(inputs["advantages"], replay.shape)
+    denominator = shift_rows(denominator, step.shift)
     if step.swapped:
         numerator, denominator = denominator, numerator
     unit = replay.unit("weights", recipe)
@@ -124,6 +133,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
         return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
 
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
+    factor = step.scale / (value[used].mean() if step.normalized else 1.0)
+    value, change = factor * value, abs(factor) * change
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 
@@ -159,18 +170,25 @@ def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: s
     settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
     clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
     clips |= {"log_ratio_clip": kl.log_ratio_clip, "value_clip": kl.value_clip}
+    clips["bound"] = np.inf if kl.bound is None else kl.bound
 
     def compute(policy: Any, reference: Any, used: Any, sampling: Any, clips: dict[str, Any]) -> Any:
         def estimate(policy: Any) -> jax.Array:
             first, second = (reference, policy) if kl.swapped else (policy, reference)
-            return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings, **clips)
+            corrected = sampling
+            if kl.detached and sampling is not None:
+                # The ratio keeps its value, and loses its gradient.
+                corrected = sampling + policy - jax.lax.stop_gradient(policy)
+            bound, options = clips["bound"], {name: clip for name, clip in clips.items() if name != "bound"}
+            estimates = kljax.estimate_kl(first, second, used, sampling_log_probs=corrected, **settings, **options)
+            return jnp.where(jnp.abs(estimates) > bound, jnp.sign(estimates) * bound, estimates)
 
         if result == "value":
             return estimate(policy)
         estimates, pull = jax.vjp(estimate, policy)
         return pull(jnp.ones_like(estimates))[0]
 
-    program = compiled(f"kl {result} {settings!r} {kl.swapped}", compute)
+    program = compiled(f"kl {result} {settings!r} {kl.swapped} {kl.detached}", compute)
     return kl.scale * program(policy, reference, used, sampling, clips)
 
 

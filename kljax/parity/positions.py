@@ -68,11 +68,17 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     if rule.prompt != "none":
         result |= some & (position < first) & (position >= start + (rule.prompt == "predicted")) & (position > 0)
     if rule.left:
-        result |= position < start
+        result |= (position < start) & (position > 0)
     if rule.pad:
         result |= position > last
     if rule.last != "all":
         result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
+    if not rule.first:
+        result &= position != first
+    if rule.size is not None:
+        result &= position < first + rule.size
+    if not rule.final:
+        result[-1] = False
     if not rule.cut:
         result &= layout.complete[:, None]
     return shift_rows(result, rule.shift)

@@ -20,6 +20,9 @@ class MaskRule:
       pad: whether padding behind the completion is in it.
       last: which rows have their last token in it: "all", "cut" (only rows without an end-of-sequence token), "none".
       cut: whether rows without an end-of-sequence token, cut at the limit, are in it.
+      first: whether the first token of each row is in it.
+      size: the number of tokens of a row that are in it; None takes all.
+      final: whether the last row is in it.
     """
 
     shift: int = 0
@@ -28,6 +31,9 @@ class MaskRule:
     pad: bool = False
     last: str = "all"
     cut: bool = True
+    first: bool = True
+    size: int | None = None
+    final: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,10 @@ class LogProbRecipe:
       shift: how many positions later than its own a token's logits are read.
       adapter: whether the adapter is on; off gives the log-probs of the other policy.
       logits_dtype: dtype that logits are rounded to before the softmax; None keeps the recorded one.
+      moved: how many positions to the right the log-probs are moved.
+      rows: how many rows down they are moved.
+      source: an array that takes their place; None scores the logits.
+      scale: a factor, such as that of bits in place of nats.
     """
 
     temperature: float = 1.0
@@ -53,6 +63,10 @@ class LogProbRecipe:
     shift: int = 0
     adapter: bool = True
     logits_dtype: str | None = None
+    moved: int = 0
+    rows: int = 0
+    source: str | None = None
+    scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +105,8 @@ class Kl:
       shift: how many positions to the right the reference is moved.
       swapped: whether the direction is KL(ref || pi).
       padded: whether a KL in the reward is summed over padding, too.
+      detached: whether the importance ratio is a constant.
+      bound: largest size of the estimate with its importance ratio; None does not bound.
       early: whether a KL in the reward is taken off before the rewards are compared, where the system does so after.
     """
 
@@ -108,6 +124,8 @@ class Kl:
     shift: int = 0
     swapped: bool = False
     padded: bool = False
+    detached: bool = False
+    bound: float | None = None
     early: bool = False
 
 
@@ -120,6 +138,9 @@ class RecipeStep:
       scale: factor of the result.
       swapped: whether the two policies of a ratio are exchanged.
       weights: power of the correction's weights in a policy loss.
+      shift: how many positions to the right the sampler is moved in a correction.
+      normalized: whether the weights of a correction are divided by their mean.
+      flipped: whether advantages and result are negated, so that the smaller of two losses is taken.
       added: factor of the terms that a policy loss adds to itself, such as the KL term of prime-rl.
     """
 
@@ -127,6 +148,9 @@ class RecipeStep:
     scale: float = 1.0
     swapped: bool = False
     weights: int = 1
+    shift: int = 0
+    normalized: bool = False
+    flipped: bool = False
     added: float = 1.0
 
 
@@ -145,6 +169,12 @@ class AdvantageStep(RecipeStep):
       discount: factor per token that follows in the row.
       clip: largest magnitude; None does not clip.
       skip: a function of the library whose step is left out.
+      center: what is subtracted from a reward: "group" mean, "median" of the group, mean of the "batch", or "none".
+      divisor: what divides a centered reward: "std", or the group's "variance", "range" or "mean absolute" distance.
+      reward_clip: largest magnitude of a reward; None does not clip.
+      reward_at: the token that has the reward of a row: "last" or "first".
+      offset: added to each advantage.
+      rows: how many rows down the advantages are moved.
     """
 
     groups: str = "recorded"
@@ -157,6 +187,12 @@ class AdvantageStep(RecipeStep):
     discount: float = 1.0
     clip: float | None = None
     skip: str | None = None
+    center: str = "group"
+    divisor: str = "std"
+    reward_clip: float | None = None
+    reward_at: str = "last"
+    offset: float = 0.0
+    rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +209,9 @@ class ReductionRecipe:
       eps_row: added to the number of tokens of a row.
       micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 the recorded ones.
       scale: a constant factor.
-      rows: rows that count: "all", "spread" (groups of equal rewards are dropped), or "complete" (rows cut at the
-        limit are dropped).
+      rows: rows that count: "all", or "spread" (groups of equal rewards are dropped).
       per_length: whether a row is divided by its length once more.
+      offset: added to the loss.
     """
 
     mode: str = "token_mean"
@@ -189,6 +225,7 @@ class ReductionRecipe:
     scale: float = 1.0
     rows: str = "all"
     per_length: bool = False
+    offset: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +275,7 @@ class Recipe:
     entropy: Entropy = Entropy()
     reduction: ReductionRecipe = ReductionRecipe()
     kl_reduction: ReductionRecipe | None = None
+    kl_mask: MaskRule = MaskRule()
     gradient: Gradient = Gradient()
     rounding: tuple[tuple[str, str], ...] = ()
 

@@ -1,5 +1,6 @@
 """Finds the causes of the differences of a dump: the smallest set of choices and numbers under which all agrees."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,16 @@ from kljax.parity.causes import Cause, rounding_causes
 from kljax.parity.choices import causes_of
 from kljax.parity.comparison import Finding, ParityReport, compare_field, residual_of
 from kljax.parity.fields import ORDER
-from kljax.parity.fit import DIGITS, Residual, is_simple, simplest, solve_between, solve_linear, solve_two
+from kljax.parity.fit import (
+    DIGITS,
+    Residual,
+    agreeing_interval,
+    is_simple,
+    simplest,
+    solve_between,
+    solve_linear,
+    solve_two,
+)
 from kljax.parity.numbers import UnknownNumber, note_on_factor, numbers_of
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
@@ -25,7 +35,7 @@ CANDIDATES, PROMISING = 2_000, 24
 # Results by which one number is looked for while another may be wrong as well.
 PEELED = 3
 # Different numbers that a field needs for its grid to tell a dtype.
-DISTINCT = 6
+DISTINCT = 4
 # The fields that would decide where a cause is unknown or tied.
 DECIDING = {
     "mask": ("tokens",),
@@ -123,7 +133,7 @@ class Search:
         if first is None:
             return []
         difference = compare_field(self.replay, first, recipe)
-        singles = (self._singles(first, recipe, none) or self._roundings(first, recipe)) if budget >= 1 else []
+        singles = (self._singles(first, recipe, none)) if budget >= 1 else []
         for ties in self._ranked(singles, recipe, none)[:GROUPS]:
             rest = self._solve(_applied(ties[0], recipe), budget - 1)
             if rest is not None:
@@ -181,13 +191,15 @@ class Search:
         return all(self.agrees(field, changed) for field in before if field not in skipped)
 
     def _singles(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
-        """Returns the choices that mend a field, then the numbers that do."""
+        """Returns the choices that mend a field, or else a coarser dtype that it was rounded to, or else numbers."""
         return self._remember(("single", name, recipe, skipped), lambda: self._search_singles(name, recipe, skipped))
 
     def _search_singles(self, name: str, recipe: Recipe, skipped: Skipped) -> Iterator[Causes]:
-        for cause in self._relevant(name):
-            if self._mends((cause,), name, recipe, skipped):
-                yield (cause,)
+        choices = [(cause,) for cause in self._relevant(name) if self._mends((cause,), name, recipe, skipped)]
+        roundings = self._roundings(name, recipe)
+        yield from choices or roundings
+        if roundings and not choices:
+            return
         for number in self._relevant_numbers(name):
             solved = self._solved(number, name, recipe, skipped)
             if solved is not None and self._mends((solved,), name, recipe, skipped):
@@ -208,7 +220,7 @@ class Search:
 
             start = _value_of(number, recipe)
             if number.grid:
-                value = solve_between(evaluate, sorted({*number.grid, *(() if start is None else (start,))}))
+                value = self._solved_between(evaluate, number, targets, recipe, element)
             else:
                 value = solve_linear(evaluate, start or 0.0, 2 * start if start else 1.0)
             if value is None:
@@ -216,7 +228,37 @@ class Search:
             value = simplest(evaluate, value)
             if value == start or (element is None and not self._is_proved(evaluate, value, targets, recipe)):
                 continue
-            return number.cause(recipe, value, note_on_factor(self.replay, number, value))
+            note, limits = note_on_factor(self.replay, number, value), None
+            if number.grid and element is None:
+                limits = agreeing_interval(evaluate, value, number.grid)
+                note = note if limits is None else f" (all from {limits[0]:.4g} to {limits[1]:.4g} agree)"
+            return dataclasses.replace(number.cause(recipe, value, note), limits=limits)
+        return None
+
+    def _solved_between(
+        self,
+        evaluate: Callable[[float], Residual | None],
+        number: UnknownNumber,
+        targets: Sequence[str],
+        recipe: Recipe,
+        element: int | None,
+    ) -> float | None:
+        """Solves a number from all results, or else from a few of them in turn, where all then agree."""
+        start = _value_of(number, recipe)
+        grid = sorted({*number.grid, *(() if start is None else (start,))})
+        value = solve_between(evaluate, grid)
+        before = residual_of(self.replay, targets, recipe)
+        if value is not None or element is not None or before.difference.size < 2:
+            return value
+        for position in np.argsort(-np.abs(before.units), kind="stable")[:PEELED]:
+
+            def alone(value: float, position: int = int(position)) -> Residual | None:
+                return self._evaluate(number, value, targets, recipe, position)
+
+            candidate = solve_between(alone, grid)
+            residual = None if candidate is None else evaluate(candidate)
+            if residual is not None and residual.agrees:
+                return candidate
         return None
 
     def _targets(self, number: UnknownNumber, name: str, skipped: Skipped) -> list[tuple[str, ...]]:
@@ -329,7 +371,11 @@ class Search:
                 seen.add(first.key)
                 changed = first.apply(recipe)
                 after = residual_of(self.replay, (name,), changed)
-                if after.units.shape != wrong.shape or (np.abs(after.units) > 1).sum() > 0.9 * wrong.sum() - 1:
+                if (
+                    after.agrees
+                    or after.units.shape != wrong.shape
+                    or (np.abs(after.units) > 1).sum() > 0.9 * wrong.sum() - 1
+                ):
                     continue
                 for rest in self._singles(name, changed, skipped):
                     if not rest[0].conflicts(first):

@@ -32,7 +32,7 @@ FULL_CASES: dict[str, dict[str, Any]] = {
     "entropy: coef 0.01": {"entropy": 0.01},
     "entropy: coef 0.02": {"sampled_entropy": 0.02},
     "reduction: rows of equal groups dropped": {"drop_equal": True},
-    "reduction: rows cut at the limit dropped": {"drop_cut": True},
+    "mask: rows cut at the limit left out": {"drop_cut": True},
     "reduction: length divided twice": {"length_twice": True},
     "reduction: scale 8": {"scale": 8.0},
     "gradient: scale 0.125": {"grad_scale": 0.125},
