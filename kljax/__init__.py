@@ -7,6 +7,7 @@ the value of token `t` itself: its log-prob given the tokens before it. Position
 import importlib
 from typing import TYPE_CHECKING
 
+from kljax import _checks
 from kljax import checkpoint as checkpoint
 from kljax import typing as typing
 from kljax.advantages import (
@@ -179,11 +180,21 @@ else:
         """Loads `audit` and `systems` at their first use, as the table and the report are large."""
         if name in ("audit", "systems"):
             return importlib.import_module(f"kljax.{name}")
-        raise AttributeError(f"module 'kljax' has no attribute {name!r}")
+        message = f"module 'kljax' has no attribute {name!r}"
+        if not name.startswith("_"):
+            message += importlib.import_module("kljax.systems").hint_for_attribute(name, __all__)
+        raise AttributeError(message, name=name)
 
     def __dir__():
         return sorted({*globals(), "audit", "systems"})
 
+
+def _names_of_systems(argument: str, value: object) -> str:
+    """Returns what a name of another system is here, for the end of an error."""
+    return str(importlib.import_module("kljax.systems").hint_for_choice(argument, value))
+
+
+_checks.CHOICE_HINTS.append(_names_of_systems)
 
 __version__ = "0.3.0"
 

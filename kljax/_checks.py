@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,20 @@ from jax.typing import DTypeLike
 from kljax._typing import Array, ArrayLike, Mask, Scalar
 from kljax.batches import Groups, Segments, has_known_values
 
+# Fewer tokens that all lie between 0 and 1 may be made-up numbers; so many are probabilities.
+MIN_PROBABILITIES = 16
+# Each returns the end of a message for the argument and its unknown value, or nothing; the package adds the names of
+# other systems, whose table is above this module.
+CHOICE_HINTS: list[Callable[[str, object], str]] = []
+
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raises `ValueError` naming `name`, the value got and the allowed ones, unless `value` is one of `allowed`."""
     choices = list(allowed)
     if value in choices:
         return
-    raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}{closest(value, choices)}")
+    hints = closest(value, choices) + "".join(hint(name, value) for hint in CHOICE_HINTS)
+    raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}{hints}")
 
 
 def closest(value: object, allowed: Iterable[str]) -> str:
@@ -38,7 +45,12 @@ def check_same_shape(**arrays: Mask | None) -> tuple[int, ...]:
 
 
 def check_mask(mask: Mask, name: str = "mask") -> Array:
-    """Returns `mask` as booleans, False outside of its segments; raises `TypeError` for floating-point weights."""
+    """Returns `mask` as booleans, False outside of its segments.
+
+    Raises:
+      TypeError: for floating-point weights.
+      ValueError: for an integer that is neither 0 nor 1, as labels with -100 have; under `jit` it cannot be seen.
+    """
     if isinstance(mask, Segments):
         return check_mask(mask.mask, f"{name}.mask") & (as_array(mask.ids) >= 0)
     mask = as_array(mask)
@@ -46,7 +58,49 @@ def check_mask(mask: Mask, name: str = "mask") -> Array:
         raise TypeError(
             f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1; pass {name} > 0"
         )
+    if mask.dtype != bool and has_known_values(mask):
+        values = np.asarray(mask)
+        wrong = values[(values != 0) & (values != 1)]
+        if wrong.size:
+            advice = f"{name} != -100" if (wrong == -100).any() else f"{name} > 0"
+            raise ValueError(
+                f"{name}: got {wrong[0]}, expected 0 and 1 only; for labels pass the positions to score, as {advice}"
+            )
     return as_type(mask, bool)
+
+
+def check_token_ids(name: str, ids: Array, vocab_size: int, mask: Array | None) -> None:
+    """Checks ids of tokens to score; ids beyond the vocabulary are seen outside of `jit` only.
+
+    Raises:
+      TypeError: if the ids are not integers.
+      ValueError: for an id outside `[0, vocab_size)` where the mask is set.
+    """
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {ids.dtype}, expected integer token ids")
+    if not has_known_values(ids) or (mask is not None and not has_known_values(mask)):
+        return
+    scored = np.asarray(ids)[... if mask is None else np.asarray(mask)]
+    wrong = scored[(scored < 0) | (scored >= vocab_size)]
+    if wrong.size:
+        raise ValueError(
+            f"{name}: got {wrong[0]}, expected ids in [0, {vocab_size}), the columns of head; mask the positions that "
+            "are not scored"
+        )
+
+
+def check_log_probs(**arrays: Array) -> None:
+    """Raises `ValueError` for masked log-probs that are all probabilities; traced arrays and few tokens pass."""
+    for name, array in arrays.items():
+        if array.size < MIN_PROBABILITIES or not has_known_values(array):
+            continue
+        values = np.asarray(array)
+        values = values[values != 0]
+        if values.size >= MIN_PROBABILITIES and values.min() > 0 and values.max() <= 1:
+            raise ValueError(
+                f"{name}: got numbers from {values.min():.3g} to {values.max():.3g}, expected log-probs, which are at "
+                f"most 0; for probabilities pass jnp.log({name})"
+            )
 
 
 def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown: bool = False) -> Groups:
@@ -55,7 +109,7 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
     Raises:
       ValueError: for a number that is missing or given twice, a `valid` of another shape, or an id that is not below
         the number unless `unknown` allows it; under `jit` such an id cannot be seen.
-      TypeError: if the ids are not integers.
+      TypeError: if the ids are not integers, or the number is traced.
     """
     if isinstance(group_ids, Groups):
         check_only_with(
@@ -65,6 +119,11 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
     elif num_groups is None:
         raise ValueError("num_groups: got None, expected the number of groups beside group_ids, or kljax.Groups")
     else:
+        if isinstance(num_groups, jax.core.Tracer):
+            raise TypeError(
+                "num_groups: got a traced number, expected a Python number, the size of an array; under jit name it in "
+                "static_argnames"
+            )
         check_at_least("num_groups", num_groups, 1)
         groups, name, limit = Groups(group_ids, num_groups), "group_ids", "num_groups"
     ids = as_array(groups.ids)
@@ -79,20 +138,30 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
     return dataclasses.replace(groups, ids=ids, valid=None)
 
 
+def check_numbers(**values: object) -> None:
+    """Raises `TypeError` naming a string or a boolean where a number is meant; arrays and absent values pass."""
+    for name, value in values.items():
+        if isinstance(value, (str, bytes, bool, np.bool_)):
+            raise TypeError(f"{name}: got {value!r}, expected a number")
+
+
 def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
-    """Raises `ValueError` if a Python number is below `low`; traced and absent values pass."""
+    """Raises `ValueError` if a Python number is below `low`; traced and absent values pass, other types do not."""
+    check_numbers(**{name: value})
     if isinstance(value, (int, float, np.number)) and not (value > low if strict else value >= low):
         raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
 
 
 def check_at_most(name: str, value: object, high: float) -> None:
-    """Raises `ValueError` if a Python number is above `high`; traced and absent values pass."""
+    """Raises `ValueError` if a Python number is above `high`; traced and absent values pass, other types do not."""
+    check_numbers(**{name: value})
     if isinstance(value, (int, float, np.number)) and not value <= high:
         raise ValueError(f"{name}: got {value!r}, expected a number <= {high}")
 
 
 def check_scalar(name: str, value: Scalar) -> None:
     """Raises `ValueError` for an array with axes where one number is meant; inside `vmap` each element is one."""
+    check_numbers(**{name: value})
     if np.shape(value) != ():
         raise ValueError(
             f"{name}: got shape {list(np.shape(value))}, expected a scalar; map over several with jax.vmap"

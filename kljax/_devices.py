@@ -70,8 +70,18 @@ def _sharding_like(array: Array, result: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def over_devices(values: Tree, axis_name: AxisName) -> Tree:
-    """Sums over the mapped axes; without any returns the values themselves."""
-    return values if axis_name is None else jax.lax.psum(values, axis_name)
+    """Sums over the mapped axes; without any returns the values themselves.
+
+    Raises:
+      NameError: for an axis that is not mapped here, with the place where it is.
+    """
+    if axis_name is None:
+        return values
+    try:
+        return jax.lax.psum(values, axis_name)
+    except NameError as error:
+        error.add_note("axis_name: has a meaning inside of jax.shard_map or jax.vmap only; under jit leave it out")
+        raise
 
 
 def least(values: Array, axis_name: AxisName) -> Array:

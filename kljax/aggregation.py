@@ -80,6 +80,9 @@ class WeightedSum:
         """
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
+    def __float__(self) -> float:
+        raise TypeError("WeightedSum: got float(), expected float(x.value()); add the parts of a batch first")
+
     def value(self) -> Array:
         """The mean `sum / weight`; 0 where the weight is 0.
 

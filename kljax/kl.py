@@ -16,7 +16,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_mask, check_same_shape
 from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
 from kljax._typing import Array, ArrayLike, Estimator, Float, KLGradient, Mask, MaskLike, Scalar
 
@@ -279,6 +279,9 @@ def _masked_log_ratios(
     keep = None if mask is None else check_mask(mask)
     if keep is not None:
         log_probs, ref_log_probs, sampling = (jnp.where(keep, x, 0) for x in (log_probs, ref_log_probs, sampling))
+    check_log_probs(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    if sampling_log_probs is not None:
+        check_log_probs(sampling_log_probs=sampling)
     return (log_probs - ref_log_probs, log_probs - sampling, ref_log_probs - sampling), keep
 
 

@@ -7,7 +7,7 @@ where each device holds a part of a batch, `axis_name` makes a statistic that of
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_mask, check_numbers, check_same_shape
 from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Integer, Mask, MaskLike, Real, Scalar, Shaped
 from kljax.rows import row_last
@@ -188,6 +188,7 @@ def masked_whiten(
       >>> print(kljax.masked_whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False]), ddof=0))
       [-1.  1.  0.]
     """
+    check_numbers(eps=eps)
     values = masked(values, mask)
     axes = _all_axes(values, axis)
     mean = jnp.expand_dims(masked_mean(values, mask, axis=axis, axis_name=axis_name), axes)
@@ -222,6 +223,7 @@ def completion_mask(
       [[0 1 1 0]
        [0 0 1 0]]
     """
+    check_numbers(length=length)
     check_same_shape(prompt_lengths=prompt_lengths, completion_lengths=completion_lengths)
     start = jnp.asarray(prompt_lengths)[..., None]
     stop = start + jnp.asarray(completion_lengths)[..., None]

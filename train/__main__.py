@@ -17,7 +17,7 @@ examples:
   python -m train configs/quickstart.yaml name=weaker kl.loss.coef=1e-3 seed=1
   python -m train configs/quickstart.yaml 'loss={type: cispo, clip_high: 4.0}' advantage=rloo
   python -m train configs/quickstart.yaml lora.rank=8 'reference={source: step, step: 0}'
-  python -m train configs/quickstart.yaml preset=trl/grpo --explain
+  python -m train configs/quickstart.yaml preset=trl/grpo kl.loss.coef=0.04 --explain
   python -m train configs/quickstart.yaml --resume
   python -m train configs/quickstart.yaml --coordinator 10.0.0.1:8476 --process 0 --processes 2
   python -m train configs/quickstart.yaml --supervise

@@ -5,7 +5,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, as_groups, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, as_groups, check_at_least, check_choice, check_numbers, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows, same_everywhere
 from kljax._typing import Array, ArrayLike, Baseline, Float, Integer, Mask, MaskLike, Real, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
@@ -104,6 +104,7 @@ def asymre_advantages(
       >>> print(kljax.asymre_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), num_groups=1, shift=-0.25))
       [ 0.75 -0.25]
     """
+    check_numbers(shift=shift)
     check_choice("singleton", singleton, SINGLETONS)
     groups = make_groups(rewards, as_groups(group_ids, num_groups))
     shift = jnp.asarray(shift, groups.rewards.dtype)

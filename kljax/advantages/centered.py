@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
+from kljax._checks import as_float, check_at_least, check_mask, check_numbers, check_only_with, check_same_shape
 from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Estimator, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
@@ -61,6 +61,7 @@ def centered_kl_advantages(
       >>> print(*kljax.centered_kl_advantages(jnp.array([1.0]), lp, ref, mask, coef=1.0))
       [[0.75 1.25]] 0.25
     """
+    check_numbers(mean_kl=mean_kl)
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_at_least("coef", coef, 0)
     check_only_with(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_numbers, check_same_shape
 from kljax._numerics import expm1_minus, log_mix
 from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
@@ -139,6 +139,7 @@ def jsd_advantages(
       >>> print(kljax.jsd_advantages(lp, teacher, mask, beta=0.0))
       [[ 0. -2.]]
     """
+    check_numbers(coef=coef)
     check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
     check_at_least("beta", beta, 0)
     check_at_most("beta", beta, 1)

@@ -1,6 +1,6 @@
 """The groups whose rewards differ. A group of equal rewards has no advantage to learn from."""
 
-from kljax._checks import as_groups, check_at_least
+from kljax._checks import as_groups, check_at_least, check_numbers
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Bool, Integer, Real, Scalar
 from kljax.advantages._groups import centered, deviations, make_groups
@@ -45,6 +45,7 @@ def groups_with_spread(
       >>> print(kljax.groups_with_spread(rewards, groups, num_groups=2))
       [ True False]
     """
+    check_numbers(ddof=ddof)
     check_at_least("threshold", threshold, 0)
     groups = make_groups(rewards, as_groups(group_ids, num_groups))
     std, varies = deviations(groups, centered(groups, groups.weights()), ddof)

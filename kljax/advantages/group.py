@@ -9,7 +9,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_array, as_float, as_groups, check_choice, check_same_shape
+from kljax._checks import as_array, as_float, as_groups, check_choice, check_numbers, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
@@ -71,6 +71,7 @@ def grpo_advantages(
       >>> print(kljax.grpo_advantages(rewards, groups, num_groups=2, ddof=0, eps=0.0))
       [ 1. -1.  0.  0.]
     """
+    check_numbers(ddof=ddof, eps=eps)
     check_choice("scale", scale, SCALES)
     check_choice("singleton", singleton, SINGLETONS)
     groups = make_groups(rewards, as_groups(group_ids, num_groups))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_groups, check_choice
+from kljax._checks import as_groups, check_choice, check_numbers
 from kljax._devices import auto_sharded, local_rows, over_devices
 from kljax._typing import Array, ArrayLike, Float, Integer, Real, Scalar, Singleton, StdScale
 from kljax.advantages._groups import SINGLETONS, GroupedRewards, centered, deviations, finish, make_groups
@@ -48,6 +48,7 @@ def maxrl_advantages(
       >>> print(kljax.maxrl_advantages(jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.zeros(4, int), num_groups=1))
       [ 3. -1. -1. -1.]
     """
+    check_numbers(eps=eps)
     check_choice("singleton", singleton, SINGLETONS)
     groups = make_groups(rewards, as_groups(group_ids, num_groups))
     mean = (groups.total(groups.rewards) / jnp.maximum(groups.size, 1))[groups.ids]
@@ -135,6 +136,7 @@ def pass_at_k_advantages(
       >>> print(kljax.pass_at_k_advantages(rewards, groups, num_groups=1, scale="none"))
       [0. 1. 0.]
     """
+    check_numbers(ddof=ddof, eps=eps)
     check_choice("scale", scale, ("std", "none"))
     local = make_groups(rewards, as_groups(group_ids, num_groups))
     groups = local.gathered()

@@ -6,7 +6,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, as_groups, check_choice, check_mask
+from kljax._checks import as_float, as_groups, check_choice, check_mask, check_numbers
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Float, Integer, Real, RewardNormalization, Scalar, Scale, Singleton
 from kljax.advantages._groups import safe_ids
@@ -67,6 +67,7 @@ def gdpo_advantages(
       >>> print(kljax.gdpo_advantages(rewards, jnp.array([0, 0, 1, 1]), num_groups=2, ddof=0, eps=0.0))
       [ 1. -1.  2. -2.]
     """
+    check_numbers(ddof=ddof, eps=eps)
     check_choice("normalize", normalize, NORMALIZATIONS)
     (rewards,) = as_float(rewards)
     if rewards.ndim != 2:

@@ -64,8 +64,8 @@ def log_probs_from_hidden(
       head: a `kljax.Head`, or its weights `[D, V]` where it has no other fields. Where their type differs from that of
         `hidden`, the products are taken in the wider of the two. They are accumulated in float32, as everything after
         them is computed.
-      targets: `[...]` integer ids in `[0, vocab_size)` of the tokens to score; a target outside is clamped into the
-        range. Only the mask says which positions to ignore.
+      targets: `[...]` integer ids in `[0, vocab_size)` of the tokens to score; an unmasked target outside is an
+        error, under `jit` clamped into the range. Only the mask says which positions to ignore.
       mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
       temperature: divides the logits; the value the tokens were sampled with. A scalar or `[...]`, may be traced.
       entropy: whether to compute the entropy as well; "constant" computes it without a gradient. Without a gradient of

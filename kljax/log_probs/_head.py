@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from kljax._checks import check_at_least, check_choice
+from kljax._checks import check_at_least, check_choice, check_numbers
 from kljax._typing import ArrayLike, HeadImplementation, HeadLayout, Scalar
 
 Axes = tuple[str, ...]
@@ -160,7 +160,7 @@ class HeadSharding:
                 if size % parts:
                     raise ValueError(
                         f"{name}: got an axis of size {size}, expected a multiple of {parts}, the devices along "
-                        f"{axes_of(entry)}"
+                        f"{axes_of(entry)}{_padding_hint(name, size, parts)}"
                     )
 
 
@@ -209,6 +209,7 @@ class Head:
         check_choice("head.layout", self.layout, LAYOUTS)
         check_choice("head.implementation", self.implementation, IMPLEMENTATIONS)
         check_at_least("head.softcap", self.softcap, 0, strict=True)
+        check_numbers(**{"head.logit_scale": self.logit_scale})
         check_at_least("head.vocab_size", self.vocab_size, 1)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Hashable, ...]]:
@@ -232,9 +233,48 @@ _LEAVES = ("weights", "bias", *_NUMBERS)
 _STATIC = ("vocab_size", "layout", "sharding", "tile", "implementation")
 
 
-def as_head(head: ArrayLike | Head) -> Head:
-    """Returns a head; an array becomes the weights `[D, V]` of a plain one."""
-    return head if isinstance(head, Head) else Head(head)
+# Where modules of flax and equinox, and their trees of parameters, have the weights of a linear layer or an embedding.
+_WEIGHTS: Mapping[str, HeadLayout] = {"kernel": "dv", "weight": "vd", "embedding": "vd"}
+
+
+def as_head(head: ArrayLike | Head, name: str = "head") -> Head:
+    """Returns a head; an array becomes the weights `[D, V]` of a plain one.
+
+    Raises:
+      TypeError: for None, a module or a tree of parameters, with the array in it to pass.
+    """
+    if isinstance(head, Head):
+        _check_weights(head.weights, f"{name}.weights")
+        return head
+    _check_weights(head, name)
+    return Head(head)
+
+
+def _check_weights(weights: object, name: str) -> None:
+    if isinstance(weights, Mapping):
+        parts = {key: f"[{key!r}]" for key in _WEIGHTS if key in weights}
+        kind = f"a {type(weights).__name__} of {', '.join(map(repr, weights)) or 'nothing'}"
+    elif weights is None or isinstance(weights, (str, bytes)):
+        parts, kind = {}, repr(weights)
+    elif hasattr(weights, "shape") or isinstance(weights, (list, tuple)) or hasattr(weights, "__jax_array__"):
+        return
+    else:
+        parts = {key: f".{key}" for key in _WEIGHTS if hasattr(weights, key)}
+        kind = f"a {type(weights).__module__.partition('.')[0]} {type(weights).__name__}"
+    advice = "kljax.Head or its weights [D, V]"
+    for key, access in parts.items():
+        layout = "" if _WEIGHTS[key] == "dv" else ', layout="vd"'
+        has_bias = "bias" in weights if isinstance(weights, Mapping) else getattr(weights, "bias", None) is not None
+        bias = f", bias={name}{access.replace(key, 'bias')}" if has_bias else ""
+        advice = f"an array; pass kljax.Head({name}{access}{bias}{layout})"
+        break
+    raise TypeError(f"{name}: got {kind}, expected {advice}")
+
+
+def _padding_hint(name: str, size: int, parts: int) -> str:
+    """Returns the end of an error for a head that does not divide, which zeros can fill up."""
+    padded = math.ceil(size / parts) * parts
+    return f"; for V, pad the weights to {padded} and set kljax.Head(vocab_size={size})" if name == "head" else ""
 
 
 def device_kind(sharding: HeadSharding | None) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kljax._checks import check_at_least, check_choice, check_mask
+from kljax._checks import check_at_least, check_choice, check_mask, check_numbers, check_token_ids
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
@@ -199,6 +199,7 @@ def prepare(
     if entropy not in (False, True, "constant"):
         raise ValueError(f"entropy: got {entropy!r}, expected True, False or 'constant'")
     check_at_least("temperature", temperature, 0, strict=True)
+    check_numbers(beta=beta)
     if isinstance(beta, (int, float)) and not 0 < beta < 1:
         raise ValueError(f"beta: got {beta!r}, expected a number between 0 and 1; at the ends see `kl_from_hidden`")
     head = as_head(head)
@@ -222,6 +223,9 @@ def prepare(
     )
     wide = statistics_dtype(weights)
     per_token = _per_token(weights.hidden.shape[:-1], {targets_name: targets}, mask, kept_ids)
+    if targets is not None:
+        scored = per_token.get("mask")
+        check_token_ids(targets_name, per_token["targets"], vocab_size, scored)
     inverse = _inverse_temperature(weights.hidden.shape[:-1], temperature, wide)
     scalars = {"logit_scale": head.logit_scale, "softcap": head.softcap, "beta": beta}
     if reference is not None:
@@ -235,6 +239,9 @@ def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict
 
     With `shifted`, the constants belong to the tokens that the next hidden state has read: they are moved one position
     to the left, and the results back to the right.
+
+    Raises:
+      TypeError: in a `jvp` of the tiles, with the implementation that has it.
     """
 
     def compute(weights: Weights, constants: Constants) -> dict[str, Array]:
@@ -243,7 +250,12 @@ def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict
         stats = function(call.spec, weights, completed(call.spec, weights, constants))
         return {name: _shift(x, 1) for name, x in stats.items()} if shifted else stats
 
-    return run_on_mesh(call, compute)
+    try:
+        return run_on_mesh(call, compute)
+    except TypeError as error:
+        if "forward-mode autodiff" in str(error) and call.implementation == "tile":
+            error.add_note('kljax.Head(weights, implementation="reference") has forward-mode derivatives (jvp, jacfwd)')
+        raise
 
 
 def run_on_mesh(call: CheckedCall, compute: Callable[..., Result], per_token: tuple[Array, ...] = ()) -> Result:
@@ -333,13 +345,13 @@ def _with_reference(
             f"{list(weights.hidden.shape)}"
         )
     if isinstance(reference.head, Head):
-        ref = reference.head
+        ref = as_head(reference.head, head_name)
         _check_same_sharding(head, ref, head_name)
     else:
         constant = None if weights.bias is None else jax.lax.stop_gradient(weights.bias)
         ref = dataclasses.replace(head, bias=constant)
         if reference.head is not None:
-            ref = dataclasses.replace(ref, weights=reference.head)
+            ref = dataclasses.replace(ref, weights=as_head(reference.head, head_name).weights)
     ref_weights = jnp.asarray(ref.weights)
     axis = embed_axis(ref.layout)
     if ref_weights.ndim != 2:

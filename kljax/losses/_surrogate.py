@@ -1,11 +1,12 @@
 """Shared parts of the policy losses: clipped surrogate, ratio at a level, importance-weighted advantage."""
 
 import math
+import warnings
 from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_same_shape
 from kljax._numerics import clip_symmetric, difference, exp_capped
 from kljax._typing import Array, ArrayLike, Mask, Scalar, SurrogateLevel
 from kljax.masking import masked
@@ -98,6 +99,12 @@ def check_clip(
     check_at_least("clip_high", clip_high, 0)
     check_at_least("dual_clip", dual_clip, 1, strict=True)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
+    if isinstance(clip_high, (int, float)) and 1 < clip_high < 2:
+        warnings.warn(
+            f"clip_high: got {clip_high}, which bounds the ratio by {1 + clip_high:g}; for a bound of {clip_high} pass "
+            f"{clip_high - 1:g}",
+            stacklevel=3,
+        )
 
 
 def loss_inputs(
@@ -107,7 +114,9 @@ def loss_inputs(
     shape = check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
     check_per_token(advantages, shape)
     log_probs, old_log_probs, advantages = as_float(log_probs, old_log_probs, advantages)
-    return masked(log_probs, mask), masked(old_log_probs, mask), masked(advantages, mask)
+    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    check_log_probs(log_probs=log_probs, old_log_probs=old_log_probs)
+    return log_probs, old_log_probs, masked(advantages, mask)
 
 
 def check_per_token(advantages: ArrayLike, shape: tuple[int, ...]) -> None:

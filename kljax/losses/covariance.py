@@ -8,7 +8,7 @@ choice is made within each micro-batch. Every choice is treated as a constant, a
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_mask
+from kljax._checks import check_at_least, check_mask, check_numbers
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Float, Mask, MaskLike, Real, Scalar
@@ -75,6 +75,7 @@ def clip_cov_loss(
       >>> print(kljax.clip_cov_loss(lp, lp, adv, mask, jax.random.key(0), lower=2.0))
       [[ 0. -0. -1.]]
     """
+    check_numbers(lower=lower, upper=upper)
     check_clip(clip_low, clip_high, dual_clip)
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
@@ -134,6 +135,7 @@ def kl_cov_loss(
       >>> print(kljax.kl_cov_loss(lp, old, jnp.array([[-1.0, 0.0, 0.0]]), jnp.ones((1, 3), bool), coef=2.0).round(4))
       [[2.6487 0.     0.    ]]
     """
+    check_numbers(coef=coef)
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     covariance, unmasked = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)

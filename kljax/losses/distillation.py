@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_numbers, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
 from kljax._typing import Array, ArrayLike, Estimator, Float, Integer, KLGradient, Mask, MaskLike, Scalar
@@ -259,6 +259,7 @@ def top_k_forward_kl(
       >>> print(f"{kljax.top_k_forward_kl(policy, teacher, jnp.array([[1]])).item():.4f}")
       0.1733
     """
+    check_numbers(min_log_prob=min_log_prob)
     policy, teacher, keep = _vocabularies(
         "top_log_probs", top_log_probs, "teacher_top_log_probs", teacher_top_log_probs, mask
     )

@@ -7,7 +7,7 @@ producer stopped its gradient, as with the old log-probs.
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_choice
+from kljax._checks import check_at_least, check_choice, check_numbers
 from kljax._numerics import clip, times, with_gradient_of
 from kljax._typing import Array, ArrayLike, Float, GSPOGradient, Mask, MaskLike, Real, Scalar, SurrogateLevel
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
@@ -133,6 +133,7 @@ def gspo_loss(
       [[-1. -3.]]
       [[-2. -2.]]
     """
+    check_numbers(max_log_ratio=max_log_ratio)
     check_clip(clip_low, clip_high, dual_clip, max_ratio)
     check_choice("gradient", gradient, ("token", "sequence"))
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
@@ -196,6 +197,7 @@ def cispo_loss(
       >>> print(jax.grad(lambda lp: kljax.cispo_loss(lp, old, ones, jnp.array([[1, 1]])).sum())(lp))
       [[-5. -1.]]
     """
+    check_numbers(mask_low=mask_low, mask_high=mask_high)
     check_at_least("clip_low", clip_low, 0)
     check_at_least("clip_high", clip_high, -1)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)

@@ -9,7 +9,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_numbers, check_same_shape
 from kljax._numerics import clip, clip_symmetric, exp_capped, times
 from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SupervisedWeight
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
@@ -178,6 +178,7 @@ def topr_loss(
       >>> print(jax.grad(lambda lp: kljax.topr_loss(lp, old, adv, jnp.ones(3, bool)).sum())(lp))
       [-1.   0.5  1. ]
     """
+    check_numbers(threshold=threshold)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     tapered = exp_capped(jax.lax.stop_gradient(log_probs - old_log_probs), 1.0)
     weight = jnp.where(advantages <= jnp.asarray(threshold, advantages.dtype), tapered, 1)

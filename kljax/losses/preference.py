@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_numbers, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Preference, Scalar
@@ -94,6 +94,7 @@ def preference_loss(
       [0.]
       [9.]
     """
+    check_numbers(margin=margin)
     check_choice("loss", loss, _LOSSES)
     check_at_least("coef", coef, 0, strict=True)
     check_at_least("tau", tau, 0, strict=True)
@@ -247,6 +248,7 @@ def kto_loss(
       >>> print(f"{first:.2f} {second:.2f}")
       0.27 0.73
     """
+    check_numbers(kl=kl)
     check_at_least("coef", coef, 0, strict=True)
     check_at_least("desirable_weight", desirable_weight, 0)
     check_at_least("undesirable_weight", undesirable_weight, 0)

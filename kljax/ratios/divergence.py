@@ -4,7 +4,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_numbers, check_same_shape
 from kljax._typing import (
     Array,
     ArrayLike,
@@ -77,6 +77,7 @@ def kl_rejection_mask(
       [[ True False]]
       [[False False]]
     """
+    check_numbers(lower=lower, upper=upper)
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_bounds(lower, upper)
@@ -182,6 +183,7 @@ def off_policy_sequence_mask(
       >>> print(kljax.off_policy_sequence_mask(lp, rollout, jnp.array([[1.0, -1.0]]), jnp.array([[1, 1]]), max_kl=0.1))
       [[ True False]]
     """
+    check_numbers(max_kl=max_kl)
     check_same_shape(log_probs=log_probs, advantages=advantages)
     kl = estimate_kl(sampling_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
     near = to_tokens(within(row_mean(kl, mask), None, max_kl), mask)

@@ -15,7 +15,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_mask, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
 from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike, Scalar
@@ -62,7 +62,9 @@ def log_ratios(
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     log_probs, old_log_probs = as_float(log_probs, old_log_probs)
-    return clip_symmetric(masked(log_probs, mask) - masked(old_log_probs, mask), log_ratio_clip)
+    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    check_log_probs(log_probs=log_probs, old_log_probs=old_log_probs)
+    return clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
 
 
 def token_ratios(

@@ -7,9 +7,15 @@ _SETTINGS = {"warnings": True}
 
 
 def warn(text: str) -> None:
-    """Tells the user something that does not stop the command."""
+    """Tells the user something that does not stop the command: a note, or else a warning."""
     if _SETTINGS["warnings"]:
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"{'note' if isinstance(text, Note) else 'warning'}: {text}", file=sys.stderr)
+
+
+class Note(str):
+    """A message about a config that asks for nothing: what it stands for, or what was set for the user."""
+
+    __slots__ = ()
 
 
 def leave_warnings_to_another_process() -> None:

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from train.config.adapter import with_adapter
 from train.config.checks import cross_field_problems, cross_field_warnings
-from train.config.errors import ConfigError
+from train.config.errors import ConfigError, Note
 from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
 from train.config.plan import Plan, divides_by_length
-from train.config.presets import leaves, preset_fields, with_preset
+from train.config.presets import OWNED, drop_replaced, leaves, preset_fields, with_preset
 from train.config.schema import Config
 from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
@@ -48,6 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """
     source = Path(path)
     raw, problems = _read(source)
+    replaced = drop_replaced(raw, overrides)
     written = set(_paths(raw))
     problems += apply_overrides(raw, overrides)
     try:
@@ -56,6 +57,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         raise ConfigError(str(source), [*problems, *error.problems]) from None
     if problems:
         raise ConfigError(str(source), problems)
+    if replaced:
+        more = (Note(f"preset: {config.preset} replaces {', '.join(replaced)} of {source}"), *more)
     return LoadedConfig(config, more, source, _origins(raw, written, overrides))
 
 
@@ -65,10 +68,11 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     Raises:
       ConfigError: everything that is wrong with it.
     """
-    raw, replaced, unknown = with_preset(raw)
+    written = raw
+    raw, unknown = with_preset(raw)
     raw = with_adapter(raw)
     raw, notes, misnamed = with_meanings(raw)
-    notes, misnamed = [*replaced, *notes], [*unknown, *misnamed]
+    misnamed = [*unknown, *misnamed]
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -80,7 +84,40 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     if wrong:
         raise ConfigError("config", wrong)
     config, switched = _with_rollout_log_probs(_with_max_length(config))
-    return config, (*notes, *switched, *cross_field_warnings(config))
+    notes = [*_beside_preset(written, config), *notes, *switched]
+    return config, (*map(Note, notes), *cross_field_warnings(config))
+
+
+def _beside_preset(written: Mapping[str, Any], config: Config) -> list[str]:
+    """Names the fields of the algorithm whose values differ from those of the preset alone."""
+    if config.preset is None:
+        return []
+    alone = {key: value for key, value in written.items() if key not in OWNED}
+    try:
+        preset = _with_max_length(Config.model_validate(with_meanings(with_adapter(with_preset(alone)[0]))[0]))
+    except ValidationError:
+        return []
+    paths = [path for path in _paths(written) if path.partition(".")[0] in OWNED]
+    # The entries of a list are one field.
+    chosen = dict.fromkeys("correction" if path.startswith("correction") else path for path in paths)
+    differing = [path for path in chosen if _value(config, path) != _value(preset, path)]
+    listed = ", ".join(f"{path} {_shown(_value(config, path))}" for path in differing)
+    return [f"preset: {config.preset}, but with {listed}"] if differing else []
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it; of a list of entries their types."""
+    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "type"):
+        return " and ".join(entry.type for entry in value)
+    return value if isinstance(value, str) else show(value)
+
+
+def _value(config: Config, path: str) -> Any:
+    """The value of a field by its dotted path, None where the chosen variant has no such field."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def dump_yaml(config: Config) -> str:

@@ -1,7 +1,7 @@
 """Presets: configs of the algorithms of other systems, below the config of a run (`preset: trl/grpo`)."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from train.config.yaml_text import parse_yaml
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "presets"
 Fields = dict[str, Any]
+# The sections that make an algorithm. `preset=` on the command line replaces those of the file.
+OWNED = ("advantage", "loss", "kl", "correction")
 
 
 @cache
@@ -34,29 +36,33 @@ def read_preset(name: str) -> Fields:
     return dict(fields)
 
 
-def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
-    """Puts the preset of a raw config below its fields; returns the whole, notes of what it replaces, and problems.
+def drop_replaced(raw: Fields, overrides: Sequence[str]) -> list[str]:
+    """Removes the sections of a file that a preset on the command line replaces; returns their names."""
+    chosen = [text for path, _, text in (override.partition("=") for override in overrides) if path == "preset"]
+    if not chosen or chosen[-1] not in preset_names():
+        return []
+    return [section for section in OWNED if raw.pop(section, None) is not None]
+
+
+def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """Puts the preset of a raw config below its fields; returns the whole, and problems.
 
     Where the config chooses another variant, the fields common to all stay: `loss=cispo` over a preset with
     `loss.type: ppo` keeps its aggregation and drops its clips.
     """
     name = raw.get("preset")
     if not isinstance(name, str):
-        return dict(raw), [], []
+        return dict(raw), []
     try:
         below = read_preset(name)
     except LookupError as error:
-        return {key: value for key, value in raw.items() if key != "preset"}, [], [str(error)]
-    merged = _merge(below, dict(raw), "")
-    now = dict(leaves(merged))
-    replaced = [f"{path} {show(now.get(path))}" for path, value in leaves(below) if now.get(path) != value]
-    notes = [f"preset: fields of {name} are overridden by {', '.join(replaced)}"] if replaced else []
-    return merged, notes, []
+        return {key: value for key, value in raw.items() if key != "preset"}, [str(error)]
+    return _merge(below, dict(raw), ""), []
 
 
 def preset_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Lists the dotted paths of the fields that the preset of a raw config leaves in it."""
-    merged, _, problems = with_preset(raw)
+    merged, problems = with_preset(raw)
     if problems or not isinstance(raw.get("preset"), str):
         return ()
     present = {path for path, _ in leaves(merged)}

@@ -123,6 +123,8 @@ def test_targets_outside_are_clamped_and_stay_finite() -> None:
     for target in (-1, -100, VOCABULARY, 10**6):
         inside = jnp.full_like(targets, min(max(target, 0), VOCABULARY - 1))
         chex.assert_trees_all_equal(log_prob(jnp.full_like(targets, target)), log_prob(inside))
+        with pytest.raises(ValueError, match=f"targets: got {target}, expected ids in"):
+            kljax.log_probs_from_hidden(hidden, head, jnp.full_like(targets, target))
 
 
 def test_leading_axes_vmap_and_traced_temperature() -> None:

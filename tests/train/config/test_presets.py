@@ -54,7 +54,7 @@ def test_defaults_precede_preset_file_and_command_line(tmp_path):
 
 def test_overridden_preset_fields_are_named():
     _, warnings = parse({"steps": 1, "preset": "trl/dapo", "loss": {"clip_high": 0.3}})
-    assert warnings == ("preset: fields of trl/dapo are overridden by loss.clip_high 0.3",)
+    assert warnings == ("preset: trl/dapo, but with loss.clip_high 0.3",)
 
 
 def test_replaced_loss_inherits_the_reduction_without_clips():
@@ -119,3 +119,45 @@ def test_the_page_lists_every_preset():
     text = DOCS.read_text()
     assert [name for name in preset_names() if f"| `{name}` |" not in text] == []
     assert sorted(path.stem for path in DIRECTORY.rglob("*.yaml")) == sorted(n.split("/")[1] for n in preset_names())
+
+
+CONFIG = """
+steps: 1
+advantage: {type: rloo}
+loss: {type: ppo, aggregation: token_sum}
+kl:
+  loss: {coef: 0.02, estimator: k1, gradient: k2}
+  rollout: {coef: 0.01}
+correction: {type: truncated_importance_weights}
+"""
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_of_the_command_replaces_its_sections(name, tmp_path):
+    loaded = load(write(tmp_path, CONFIG), [f"preset={name}"])
+    alone, _ = parse({"steps": 1, "preset": name, "rollout": loaded.config.rollout.model_dump()})
+    for section in ("advantage", "loss", "kl", "correction"):
+        assert getattr(loaded.config, section) == getattr(alone, section), section
+    assert loaded.warnings[0].startswith(f"preset: {name} replaces advantage, loss, kl, correction of ")
+
+
+def test_fields_beside_a_preset_are_noted(tmp_path, capsys):
+    path = write(tmp_path, CONFIG)
+    assert main([str(path), "preset=trl/dapo", "kl.loss.coef=0.04", "loss.clip_high=0.28", "--explain"]) == 0
+    notes = capsys.readouterr().err.splitlines()
+    assert f"note: preset: trl/dapo replaces advantage, loss, kl, correction of {path}" in notes
+    assert "note: preset: trl/dapo, but with kl.loss.coef 0.04" in notes
+    assert not any(line.startswith("warning: preset") for line in notes)
+
+
+def test_fields_of_a_file_beside_its_preset_are_noted(tmp_path):
+    notes = load(write(tmp_path, f"{CONFIG}preset: trl/dapo\n")).warnings
+    assert notes[0] == (
+        "preset: trl/dapo, but with advantage.type rloo, loss.aggregation token_sum, kl.loss.coef 0.02, "
+        "kl.loss.estimator k1, kl.loss.gradient k2, kl.rollout.coef 0.01, correction truncated_importance_weights"
+    )
+
+
+def test_no_preset_of_the_command_keeps_the_file(tmp_path):
+    loaded = load(write(tmp_path, CONFIG), ["preset=null"])
+    assert (loaded.config.advantage.type, loaded.config.kl.loss.coef) == ("rloo", 0.02)

@@ -1,0 +1,32 @@
+"""Ends of error messages: what a name of another system is in this library."""
+
+import difflib
+from collections.abc import Iterable
+
+from kljax.systems._search import find, find_by_function
+from kljax.systems._table import ENTRIES
+
+KINDS = {"mode": "reduction", "estimator": "kl"}
+SHOWN = 3
+
+
+def hint_for_choice(argument: str, value: object) -> str:
+    """Writes what a reduction or estimator is here that the systems have by this name; nothing for other arguments."""
+    kind, meanings = KINDS.get(argument), {}
+    for entry in ENTRIES:
+        if entry.kind == kind and entry.name == value and entry.call and argument in entry.call.arguments:
+            meanings.setdefault(entry.call.arguments[argument], entry.key)
+    listed = [f"{key} is {argument}={meaning!r}" for meaning, key in meanings.items()]
+    return f"; {', '.join(listed[:SHOWN])}: see kljax.systems.get(name)" if listed else ""
+
+
+def hint_for_attribute(name: str, public: Iterable[str]) -> str:
+    """Writes which names of the systems have this function or name, and which public name is spelled almost like it."""
+    close = difflib.get_close_matches(name, list(public), n=1, cutoff=0.6)
+    hints = [f"did you mean kljax.{close[0]}?"] if close else []
+    stem = name.removesuffix("_loss").removesuffix("_advantages")
+    keys = [entry.key for entry in [*find_by_function(name), *(find(stem) if stem else ())]]
+    if keys:
+        listed = ", ".join(list(dict.fromkeys(keys))[:SHOWN])
+        hints.append(f"other systems have it as {listed}: search with kljax.systems.find({stem!r})")
+    return f"; {'; '.join(hints)}" if hints else ""
