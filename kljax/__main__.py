@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparser = commands.add_parser(name, help=summary, description=summary)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)

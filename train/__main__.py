@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from train.config.explain import explain
-from train.config.help import algorithm_help, field_help
+from train.config.help import algorithm_help, field_help, overview, search_help
 from train.config.load import load
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
@@ -21,6 +21,7 @@ examples:
   python -m train configs/quickstart.yaml --resume
   python -m train configs/quickstart.yaml --coordinator 10.0.0.1:8476 --process 0 --processes 2
   python -m train configs/quickstart.yaml --supervise
+  python -m train --help kl.loss                   # the fields and algorithms with a word in them
 """
 
 
@@ -64,11 +65,16 @@ def _unsupervised(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Runs the command; without arguments lists the configs.
 
     The exit code is 0, 2 for an error that the user can fix, 3 for the guard, 75 for a lost process, 130 for Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        print(overview(), file=sys.stderr)
+        return 2
+    if arguments[0] in ("-h", "--help") and len(arguments) > 1:
+        return run_command(lambda: print(search_help(arguments[1:])))
     command_line = parser()
     options = command_line.parse_intermixed_args(arguments)
     if options.supervise:

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         # A config is loaded before, so that an error in it shows before JAX starts.
+        if not options.what.exists():
+            raise UserError(_no_such_run(options.what))
         loaded = None if options.what.is_dir() else load(options.what, options.overrides)
         with joined_processes(options):
             if loaded is not None:
@@ -50,6 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(options.what, options.overrides, loaded, step=options.step, file=options.json)
 
     return run_command(command)
+
+
+def _no_such_run(what: Path) -> str:
+    """Writes that there is neither a run nor a config, with the runs beside it or in `runs/`."""
+    folder = what.parent if what.parent.is_dir() and what.parent != Path() else Path("runs")
+    runs = sorted(str(path.parent) for path in folder.glob("*/config.yaml"))
+    there = f"there are {', '.join(runs)}" if runs else f"{folder} has none"
+    return f"{what}: no such run or config, expected a directory of a run ({there}), or a YAML file"
 
 
 def show(

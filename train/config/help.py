@@ -1,7 +1,8 @@
 """The fields and the algorithms of a config as text, for `--help` and for the documentation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from train.config.algorithms import (
     ADVANTAGES,
@@ -18,6 +19,7 @@ from train.config.messages import show
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
 from train.config.signatures import read_signature
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "loss": LOSS_FUNCTIONS,
     "advantage": ADVANTAGES,
@@ -81,6 +83,43 @@ def algorithm_help() -> str:
                 name = known.path.rpartition(".")[2]
                 lines.append(f"      {name}: {default}. {known.doc} Expected: {known.expected}.")
     return "\n".join(lines)
+
+
+def search_help(words: Sequence[str]) -> str:
+    """Lists the fields and algorithms whose name or meaning contains every word; the case does not matter."""
+    lines = [*field_help().splitlines()[1:], *algorithm_help().splitlines()[1:]]
+    blocks: list[list[str]] = []
+    section = ""
+    for line in lines:
+        if not line.startswith(" "):
+            section = line
+        elif line.startswith("      ") and blocks:
+            blocks[-1].append(line)
+        else:
+            blocks.append([f"  {section} {line.strip()}" if section else line])
+    matches = [block for block in blocks if all(word.casefold() in "\n".join(block).casefold() for word in words)]
+    # Names before meanings.
+    matches.sort(key=lambda block: words[0].casefold() not in block[0].partition(": ")[0].casefold())
+    if not matches:
+        return f"no field or algorithm has {' and '.join(words)}; python -m train --help lists all"
+    return "\n".join(line for block in matches for line in block)
+
+
+def overview() -> str:
+    """Lists the shipped configs, with the first line of their comments, and the next commands."""
+    lines = ["usage: python -m train CONFIG [key=value ...]", "", "configs:"]
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    width = max((len(f"configs/{path.name}") for path in paths), default=0)
+    for path in paths:
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"  {f'configs/{path.name}':{width}}  {first}")
+    lines += [
+        "",
+        "next:",
+        "  python -m train configs/quickstart.yaml           # learns to add on a laptop, in minutes",
+    ]
+    lines += ["  python -m train configs/quickstart.yaml --explain # its algorithm in words and formulas"]
+    return "\n".join([*lines, "  python -m train --help kl                         # the fields with a word in them"])
 
 
 def _is_own(path: str) -> bool:

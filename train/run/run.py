@@ -26,7 +26,7 @@ from train.rollouts.server import AheadSource
 from train.rollouts.source import Source
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
-from train.run.display import Start, default_console, print_comparison, progress, write_summary
+from train.run.display import Start, default_console, print_comparison, print_next_commands, progress, write_summary
 from train.run.guard import StepGuard
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
@@ -109,6 +109,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     print_comparison(console, before, after)
     if skipped:
         console.print(f"{skipped} updates were skipped", markup=False, highlight=False)
+    print_next_commands(console, directory.root)
     return 0
 
 

@@ -100,7 +100,7 @@ def test_warnings_are_printed_once(config, fake_run, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "warning: rollout.record_log_probs: switched on, because kl.rollout.coef > 0 needs the sampler's log-probs"
+        "note: rollout.record_log_probs: switched on, because kl.rollout.coef > 0 needs the sampler's log-probs"
     ]
 
 
@@ -129,7 +129,7 @@ def test_interrupt_ends_with_130(config, fake_run, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["config.yaml", "--resum"], ["config.yaml", "--other"]])
+@pytest.mark.parametrize("arguments", [["config.yaml", "--resum"], ["config.yaml", "--other"]])
 def test_wrong_usage_ends_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

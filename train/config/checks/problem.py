@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train.config.download import download_hint
 from train.config.types import Section
 
 
@@ -29,4 +30,5 @@ def changed(section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any, 
 
 def missing_path(name: str, path: str) -> Iterator[Problem]:
     if "://" not in path and not Path(path).exists():  # a bucket is looked into when it is opened
-        yield problem(f"got {path!r}, expected a saved checkpoint, but there is no such path", name)
+        hint = download_hint(Path(path))
+        yield problem(f"got {path!r}, expected a saved checkpoint, but there is no such path{hint}", name)

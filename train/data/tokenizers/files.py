@@ -1,19 +1,18 @@
 """Loading of the tokenizer files of a Hugging Face folder."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from train.config.download import download_hint
 from train.config.errors import UserError
 from train.config.json_text import parse_json
 from train.data.tokenizers.chat import ChatTemplate
 from train.data.tokenizers.folder import FolderTokenizer
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,8 +45,9 @@ def check_folder_exists(folder: Path) -> None:
         )
     if not is_folder:
         kind = "it is a file" if exists else "there is no such directory"
-        hint = f"; to download it: hf download {folder} --local-dir FOLDER" if HUB_NAME.fullmatch(str(folder)) else ""
-        raise UserError(f"model.path: got {str(folder)!r}, expected a Hugging Face folder, but {kind}{hint}")
+        raise UserError(
+            f"model.path: got {str(folder)!r}, expected a Hugging Face folder, but {kind}{download_hint(folder)}"
+        )
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(
             f"model.path: got {str(folder)!r}, a PEFT adapter; set lora.path to it, and model.path to its base model"

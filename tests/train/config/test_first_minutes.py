@@ -1,0 +1,72 @@
+"""Commands without a model, without arguments or with a wrong name say what to do next."""
+
+import re
+
+import pytest
+
+from kljax.__main__ import main as library
+from tests.integration.command import ROOT
+from train import eval as evaluation
+from train.__main__ import main
+from train.config.download import DOWNLOAD, hub_program
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PRETRAINED = [path for path in CONFIGS if DOWNLOAD.search(path.read_text())]
+
+
+@pytest.mark.parametrize("path", PRETRAINED, ids=lambda path: path.stem)
+def test_recipe_without_its_model_names_the_download(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(path), "mesh={}"]) == 2
+    error = capsys.readouterr().err
+    commands = re.findall(r"download it: \S*hf download (\S+) --local-dir (\S+)$", error, re.MULTILINE)
+    assert commands, error
+    assert set(commands) <= set(DOWNLOAD.findall(path.read_text()))
+
+
+def test_hub_name_as_model_is_downloaded_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/gsm8k_qwen3_0_6b_lora.yaml")
+    assert main([config, "model.path=Org/Some-Model"]) == 2
+    error = capsys.readouterr().err
+    expected = (
+        f"{hub_program()} download Org/Some-Model --local-dir checkpoints/Some-Model, and set the field to checkpoints"
+    )
+    assert expected in error
+    assert main([config, "model.path=checkpoints/other"]) == 2
+    assert "download" not in capsys.readouterr().err
+
+
+def test_train_without_arguments_lists_configs(capsys):
+    assert main([]) == 2
+    out, text = capsys.readouterr()
+    assert out == ""
+    for path in CONFIGS:
+        assert f"configs/{path.name} " in text
+
+
+def test_library_without_arguments_lists_commands(capsys):
+    assert library([]) == 2
+    text = capsys.readouterr().err
+    assert all(name in text for name in ("systems", "audit", "parity"))
+
+
+def test_help_with_a_word_searches(capsys):
+    assert main(["--help", "kl.loss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("  kl.loss.")
+    assert any(line.startswith("  kl.loss.estimator: ") for line in lines)
+    assert len(lines) < 100
+    assert main(["--help", "Dual_Clip"]) == 0
+    assert "dual_clip" in capsys.readouterr().out
+    assert main(["--help", "nonsense"]) == 0
+    assert "no field or algorithm has nonsense" in capsys.readouterr().out
+
+
+def test_evaluation_of_no_run_lists_runs(tmp_path, capsys):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/config.yaml").write_text("steps: 1\n")
+    assert evaluation.main([str(tmp_path / "nope")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'nope'}: no such run or config" in error
+    assert f"there are {tmp_path / 'first'}" in error
