@@ -12,7 +12,8 @@ SHOWN = 3
 
 def hint_for_choice(argument: str, value: object) -> str:
     """Writes what a reduction or estimator is here that the systems have by this name; nothing for other arguments."""
-    kind, meanings = KINDS.get(argument), {}
+    kind = KINDS.get(argument)
+    meanings: dict[str, str] = {}
     for entry in ENTRIES:
         if entry.kind == kind and entry.name == value and entry.call and argument in entry.call.arguments:
             meanings.setdefault(entry.call.arguments[argument], entry.key)

@@ -89,7 +89,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
 
 
 def _beside_preset(written: Mapping[str, Any], config: Config) -> list[str]:
-    """Names the fields of the algorithm whose values differ from those of the preset alone."""
+    """Names the fields of the algorithm whose values differ from the values of the preset alone."""
     if config.preset is None:
         return []
     alone = {key: value for key, value in written.items() if key not in OWNED}

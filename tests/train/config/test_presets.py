@@ -150,7 +150,7 @@ def test_fields_beside_a_preset_are_noted(tmp_path, capsys):
     assert not any(line.startswith("warning: preset") for line in notes)
 
 
-def test_fields_of_a_file_beside_its_preset_are_noted(tmp_path):
+def test_fields_of_a_file_beside_presets_noted(tmp_path):
     notes = load(write(tmp_path, f"{CONFIG}preset: trl/dapo\n")).warnings
     assert notes[0] == (
         "preset: trl/dapo, but with advantage.type rloo, loss.aggregation token_sum, kl.loss.coef 0.02, "
@@ -158,6 +158,6 @@ def test_fields_of_a_file_beside_its_preset_are_noted(tmp_path):
     )
 
 
-def test_no_preset_of_the_command_keeps_the_file(tmp_path):
+def test_null_preset_keeps_the_file(tmp_path):
     loaded = load(write(tmp_path, CONFIG), ["preset=null"])
     assert (loaded.config.advantage.type, loaded.config.kl.loss.coef) == ("rloo", 0.02)
