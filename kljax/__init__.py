@@ -12,6 +12,7 @@ from kljax import checkpoint as checkpoint
 from kljax import typing as typing
 from kljax.advantages import (
     asymre_advantages,
+    balanced_advantages,
     broadcast_to_steps,
     broadcast_to_tokens,
     centered_kl_advantages,
@@ -37,17 +38,12 @@ from kljax.advantages import (
     reinforce_plus_plus_returns,
     remax_advantages,
     rloo_advantages,
+    topd_advantages,
+    turn_credit_advantages,
 )
 from kljax.aggregation import WeightedSum, aggregate, token_weights
 from kljax.batches import Groups, Segments
-from kljax.controllers import (
-    Controller,
-    ControllerState,
-    adaptive_kl,
-    fixed_kl,
-    pi_kl,
-    scheduled_kl,
-)
+from kljax.controllers import Controller, ControllerState, adaptive_entropy, adaptive_kl, fixed_kl, pi_kl, scheduled_kl
 from kljax.diagnostics import (
     Extremes,
     chi_squared,
@@ -145,6 +141,7 @@ from kljax.ratios import (
     importance_weights,
     kl_rejection_mask,
     log_ratios,
+    loglinear_log_probs,
     off_policy_sequence_mask,
     rejection_mask,
     second_moment_mask,
@@ -157,6 +154,7 @@ from kljax.reference import (
     Policy,
     adapter_reference,
     base_reference,
+    bema_reference,
     check_tree,
     checkpoint_reference,
     ema_reference,
@@ -215,11 +213,14 @@ __all__ = [
     "a2po_loss",
     "abs_diff",
     "adapter_reference",
+    "adaptive_entropy",
     "adaptive_kl",
     "aggregate",
     "append_tail",
     "asymre_advantages",
+    "balanced_advantages",
     "base_reference",
+    "bema_reference",
     "broadcast_to_steps",
     "broadcast_to_tokens",
     "centered_kl_advantages",
@@ -286,6 +287,7 @@ __all__ = [
     "log_prob_squared_diff",
     "log_probs_from_hidden",
     "log_ratios",
+    "loglinear_log_probs",
     "low_var_kl",
     "m2po_loss",
     "masked",
@@ -343,8 +345,10 @@ __all__ = [
     "top_k_forward_kl",
     "top_k_overlap",
     "top_k_with_tail",
+    "topd_advantages",
     "topr_loss",
     "truncated_importance_weights",
+    "turn_credit_advantages",
     "value_clip_fraction",
     "value_loss",
     "vespo_loss",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least
 from kljax._typing import Array, ArrayLike
 
-__all__ = ["Controller", "ControllerState", "adaptive_kl", "fixed_kl", "pi_kl", "scheduled_kl"]
+__all__ = ["Controller", "ControllerState", "adaptive_entropy", "adaptive_kl", "fixed_kl", "pi_kl", "scheduled_kl"]
 
 # The bound on the relative error of Ziegler et al.; every system that adapts the coefficient uses it.
 _MAX_ERROR = 0.2
@@ -42,6 +42,14 @@ class _CountingState(ControllerState):
     """Also the number of updates so far, int32."""
 
     count: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _SteppedState(ControllerState):
+    """Also the coefficient behind the one in use, which is 0 while it is not needed."""
+
+    level: Array
 
 
 class Controller(NamedTuple):
@@ -221,6 +229,61 @@ def scheduled_kl(schedule: Callable[[Array], ArrayLike]) -> Controller:
         lambda: at(jnp.zeros((), jnp.int32)),
         lambda state, kl, num_samples: at(state.count + 1),
     )
+
+
+def adaptive_entropy(
+    coef: float, *, target: float, delta: float, min_coef: float = 0.0, max_coef: float = 1.0
+) -> Controller:
+    """An entropy coefficient that moves in steps towards a target, and is applied only at or below it.
+
+    `c_{k+1} = min(c_k + delta, max_coef)` where the entropy is at most `target`, else `max(c_k - delta, min_coef)`; the
+    coefficient to use is `c_{k+1}` in the first case and 0 in the second. Give `update` the mean entropy per token in
+    place of the KL. The loss has `- coef * entropy`.
+
+    Args:
+      coef: the first `c`, within the bounds.
+      target: the entropy to hold, in nats per token, at least 0.
+      delta: the step of the coefficient, positive.
+      min_coef: lower bound of `c`, at least 0.
+      max_coef: upper bound of `c`.
+
+    Returns:
+      A `Controller` whose first coefficient is 0, as no entropy has been measured yet. An entropy that is NaN and an
+      update of no samples change nothing.
+
+    Raises:
+      ValueError: for a negative `target` or `min_coef`, a `delta` that is not positive, or bounds without room for
+        `coef`.
+
+    References:
+      TRL 1.16, `use_adaptive_entropy`; He et al., "Skywork open reasoner 1 technical report" (2025), section 4.
+
+    Example:
+      >>> import kljax
+      >>> controller = kljax.adaptive_entropy(0.01, target=0.2, delta=0.005)
+      >>> state = controller.update(controller.init(), 0.1, 64)
+      >>> print(f"{state.coef:.3f} {controller.update(state, 0.3, 64).coef:.3f}")
+      0.015 0.000
+    """
+    for name, value in (("target", target), ("min_coef", min_coef)):
+        check_at_least(name, value, 0)
+    check_at_least("delta", delta, 0, strict=True)
+    check_at_least("coef", coef, min_coef)
+    check_at_least("max_coef", max_coef, coef)
+
+    def init() -> ControllerState:
+        level = jnp.asarray(coef, jnp.result_type(float))
+        return _SteppedState(jnp.zeros_like(level), level)
+
+    def update(state: _SteppedState, entropy: ArrayLike, num_samples: ArrayLike) -> ControllerState:
+        measured = jnp.asarray(entropy, state.coef.dtype)
+        low = measured <= target
+        level = jnp.where(low, jnp.minimum(state.level + delta, max_coef), jnp.maximum(state.level - delta, min_coef))
+        new = _SteppedState(jnp.where(low, level, 0), level)
+        unknown = jnp.isnan(measured) | (jnp.asarray(num_samples) == 0)
+        return jax.tree.map(lambda old, x: jnp.where(unknown, old, x), state, new)
+
+    return Controller(init, update)
 
 
 def _initial(coef: float) -> Callable[[], ControllerState]:

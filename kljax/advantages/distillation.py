@@ -3,14 +3,26 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_numbers, check_same_shape
+from kljax._checks import (
+    as_array,
+    as_float,
+    as_groups,
+    check_at_least,
+    check_at_most,
+    check_mask,
+    check_numbers,
+    check_same_shape,
+)
+from kljax._devices import auto_sharded
 from kljax._numerics import expm1_minus, log_mix
-from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
+from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar
+from kljax.advantages._groups import GroupedRewards, centered, deviations, make_groups
 from kljax.advantages.group import per_token
+from kljax.batches import Groups, Segments
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_sum, to_tokens
 
-__all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages"]
+__all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages", "topd_advantages"]
 
 
 def distillation_advantages(
@@ -199,6 +211,84 @@ def iw_opd_advantages(
     total = to_tokens(row_sum(size, mask), mask)
     before = (row_cumsum(size, mask) - size) / jnp.where(total > 0, total, 1)
     return masked(gain * (1 + jnp.asarray(gamma, gain.dtype) * (1 - before)), mask)
+
+
+@auto_sharded
+def topd_advantages(
+    log_probs: Float[ArrayLike, "B T"],
+    teacher_log_probs: Float[ArrayLike, "B T"],
+    mask: MaskLike[Mask, "B T"],
+    group_ids: Integer[ArrayLike, "..."] | Groups,
+    *,
+    num_groups: int | None = None,
+    alpha: Scalar = 0.5,
+    eps: Scalar = 1e-6,
+) -> Float[Array, "B T"]:
+    """TOP-D: distillation towards a teacher that is never far: `A_t = (R_t - mean_g R) / max(std_g R, eps)`.
+
+    A token's reward is `r_t = log(alpha rho + 1 - alpha)` with `rho = teacher / pi`: the log-ratio to the mixture
+    `alpha teacher + (1 - alpha) pi`, at least `log(1 - alpha)` where the teacher rejects a token. Its return is
+    `R_t = r_t + mean_{u > t} r_u`, the rewards to come over their number, and is normalised over all tokens of the rows
+    of a prompt, with `n - 1` in the standard deviation.
+
+    Args:
+      log_probs: `[B, T]` log-probs of the policy that drew the tokens, in nats.
+      teacher_log_probs: same shape, log-probs of the teacher.
+      mask: same shape, boolean or `Segments`.
+      group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
+        `Segments` `[B, T]`, the prompt of each token's sequence.
+      num_groups: static number of groups, unless they are `Groups`.
+      alpha: share of the teacher in the mixture, above 0 and at most 1; 1 is the plain log-ratio.
+      eps: the least standard deviation; a group without spread gets 0.
+
+    Returns:
+      `[B, T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      The log-probs are detached: nothing flows to them.
+
+    Raises:
+      ValueError: for differing shapes or an `alpha` out of range; as `grpo_advantages` for the groups.
+
+    References:
+      "Trust region policy distillation" (TOP-D, arXiv 2607.04751, 2026), eq. 8; prime-rl `topd` (pull request 2966).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, teacher = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.9, 0.1]]))
+      >>> groups = {"group_ids": jnp.array([0]), "num_groups": 1}
+      >>> print(kljax.topd_advantages(lp, teacher, jnp.array([[1, 1]]), **groups).round(4))
+      [[ 0.7071 -0.7071]]
+    """
+    check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
+    check_at_least("alpha", alpha, 0, strict=True)
+    check_at_most("alpha", alpha, 1)
+    gain = _log_ratio(teacher_log_probs, log_probs, mask)
+    reward = masked(log_mix(jnp.asarray(alpha, gain.dtype), gain), mask)
+    later = to_tokens(row_sum(reward, mask), mask) - row_cumsum(reward, mask)
+    unmasked = check_mask(mask).astype(reward.dtype)
+    later_tokens = to_tokens(row_sum(unmasked, mask), mask) - row_cumsum(unmasked, mask)
+    returns = masked(reward + later / jnp.maximum(later_tokens, 1), mask)
+    groups = _groups_of_tokens(returns, mask, group_ids, num_groups)
+    distances = centered(groups, groups.weights())
+    spread = jnp.maximum(deviations(groups, distances, ddof=1)[0], jnp.asarray(eps, returns.dtype))
+    normalised = jnp.where(groups.unknown, jnp.nan, distances / spread[groups.ids])
+    return masked(normalised.reshape(returns.shape), mask)
+
+
+def _groups_of_tokens(
+    values: Array, mask: Mask, group_ids: ArrayLike | Groups, num_groups: int | None
+) -> GroupedRewards:
+    """The unmasked tokens in the groups of their rows, as rows `[B * T]`."""
+    members = as_groups(group_ids, num_groups, unknown=isinstance(mask, Segments))
+    ids = as_array(members.ids)
+    if isinstance(mask, Segments):
+        check_same_shape(group_ids=ids, mask=mask)
+    else:
+        check_same_shape(group_ids=ids, rows=values[..., 0])
+        ids = jnp.broadcast_to(ids[..., None], values.shape)
+    of_tokens = Groups(jnp.where(check_mask(mask), ids, -1).ravel(), members.count, axis_name=members.axis_name)
+    return make_groups(values.ravel(), as_groups(of_tokens, None, unknown=True))
 
 
 def _log_ratio(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: Mask) -> Array:

@@ -4,6 +4,7 @@
 `audit_batch` has only the recorded log-probs of the sampled tokens. The command is `python -m kljax audit`.
 """
 
+from kljax.audit.anchors import AnchorAudit, audit_anchors
 from kljax.audit.batch import audit_batch
 from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
 from kljax.audit.example import example_logits
@@ -12,11 +13,13 @@ from kljax.audit.report import Audit
 from kljax.audit.results import Answer, Interval, Result
 
 __all__ = [
+    "AnchorAudit",
     "Answer",
     "Audit",
     "Checkpoints",
     "Interval",
     "Result",
+    "audit_anchors",
     "audit_batch",
     "audit_checkpoints",
     "audit_logits",

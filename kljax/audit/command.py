@@ -1,6 +1,7 @@
 """`python -m kljax audit`: measures KL estimators on files of logits, of a batch, or of checkpoints."""
 
 import argparse
+import functools
 import importlib
 import os
 import pathlib
@@ -13,6 +14,7 @@ import numpy as np
 
 from kljax.audit._files import InputError, read_array, read_batch
 from kljax.audit._plot import have_matplotlib
+from kljax.audit.anchors import AnchorAudit, audit_anchors
 from kljax.audit.batch import audit_batch
 from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
 from kljax.audit.example import example_logits
@@ -31,9 +33,11 @@ sources, one of them:
                          old_log_probs (who drew the tokens) and kl, with --kl-is: exact or estimate
   --checkpoints POLICY REF --apply module:function --tokens TOKENS.npy   function(params, tokens) -> logits [N, T, V],
                          or hidden states [N, T, D] with --head module:function   function(params) -> head [D, V]
-  --example              synthetic policies, see --kl, --staleness, --vocabulary, --rows, --length
+  --example              synthetic policies, see --kl, --staleness, --vocabulary, --rows, --length,
+                         and --lags, --step-kl for both anchors of a KL, the reference and the sampler
 
-It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
+It writes audit.txt, audit.json and, if matplotlib is installed, audit.png;
+with --lags anchors.txt and anchors.json.
 """
 
 
@@ -72,6 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--example", action="store_true", help="synthetic policies with the size and the entropy of a language model")
     add("--kl", type=float, default=0.1, help="example: mean KL(policy || reference) per token in nats (%(default)s)")
     add("--staleness", type=float, default=0.0, help="example: mean KL(policy || behaviour) in nats (on-policy)")
+    add(
+        "--lags",
+        type=int,
+        nargs="+",
+        metavar="LAG",
+        help="example: audits the KL to the reference and to the sampler at these lags of the sampler, in updates",
+    )
+    add("--step-kl", type=float, default=0.002, help="example: mean KL in nats that a lag of 1 adds (%(default)s)")
     add("--vocabulary", type=int, default=1000, help="example: number of tokens (%(default)s)")
     add("--rows", type=int, default=32, help="example: number of rows (%(default)s)")
     add("--length", type=int, default=16, help="example: positions per row (%(default)s)")
@@ -108,13 +120,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(audit.table())
     print(f"\nwritten: {', '.join(str(path) for path in written)}")
-    if not have_matplotlib():
+    if not have_matplotlib() and not args.lags:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
     return 0
 
 
-def _audit(args: argparse.Namespace) -> Audit:
-    sources: dict[str, tuple[Any, Callable[[argparse.Namespace, dict[str, Any]], Audit]]] = {
+def _audit(args: argparse.Namespace) -> Audit | AnchorAudit:
+    sources: dict[str, tuple[Any, Callable[[argparse.Namespace, dict[str, Any]], Audit | AnchorAudit]]] = {
         "--logits": (args.logits, _from_logits),
         "--batch": (args.batch, _from_batch),
         "--checkpoints": (args.checkpoints, _from_checkpoints),
@@ -123,6 +135,8 @@ def _audit(args: argparse.Namespace) -> Audit:
     chosen = [name for name, (value, _) in sources.items() if value]
     if len(chosen) != 1:
         raise InputError(f"expected one of {', '.join(sources)}, got {' and '.join(chosen) or 'none of them'}")
+    if args.lags and not args.example:
+        raise InputError("--lags: only with --example; for logits of your own call kljax.audit.audit_anchors")
     if not 0 <= args.seed < 1 << 63:
         raise InputError(f"--seed: got {args.seed}, expected 0 to 2^63 - 1")
     if args.draws and args.batch is not None:
@@ -144,7 +158,7 @@ def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     return audit_logits(*arrays, _mask(args), draws=args.draws, **options)
 
 
-def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit | AnchorAudit:
     needed = EXAMPLE_BYTES * args.rows * args.length * args.vocabulary
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -152,15 +166,18 @@ def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
             f"--rows: {args.rows} rows of --length {args.length} and --vocabulary {args.vocabulary} need "
             f"{needed / 2**30:,.0f} GiB, expected at most the {memory / 2**30:.0f} GiB of this machine"
         )
-    example = example_logits(
-        rows=args.rows,
-        length=args.length,
-        vocabulary=args.vocabulary,
-        kl=args.kl,
-        staleness=args.staleness,
-        key=jax.random.key(args.seed),
-    )
-    return audit_logits(*example, draws=args.draws, **options)
+    sizes = {"rows": args.rows, "length": args.length, "vocabulary": args.vocabulary}
+    example = functools.partial(example_logits, **sizes, kl=args.kl, key=jax.random.key(args.seed))
+    if not args.lags:
+        return audit_logits(*example(staleness=args.staleness), draws=args.draws, **options)
+    if args.staleness or args.step_kl <= 0 or min(args.lags) < 0:
+        raise InputError(
+            f"--lags: got lags {args.lags}, --step-kl {args.step_kl} and --staleness {args.staleness}, expected lags "
+            "of at least 0, --step-kl above 0, and no --staleness: it is the lag times --step-kl"
+        )
+    logits, ref_logits, _ = example()
+    samplers = {lag: example(staleness=lag * args.step_kl)[2] for lag in args.lags}
+    return audit_anchors(logits, ref_logits, samplers, draws=args.draws, **options)
 
 
 def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:

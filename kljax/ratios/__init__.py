@@ -5,6 +5,7 @@ from kljax.ratios.divergence import divergence_mask, kl_rejection_mask, off_poli
 from kljax.ratios.levels import geometric_ratios, log_ratios, sequence_ratios, token_ratios
 from kljax.ratios.levels import level_log_ratios as level_log_ratios
 from kljax.ratios.levels import level_mask as level_mask
+from kljax.ratios.proximal import loglinear_log_probs
 from kljax.ratios.rejection import rejection_mask, veto_mask
 from kljax.ratios.second_moment import second_moment_mask
 from kljax.ratios.weights import importance_weights, truncated_importance_weights
@@ -17,6 +18,7 @@ __all__ = [
     "importance_weights",
     "kl_rejection_mask",
     "log_ratios",
+    "loglinear_log_probs",
     "off_policy_sequence_mask",
     "rejection_mask",
     "second_moment_mask",

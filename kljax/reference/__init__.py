@@ -9,12 +9,13 @@ from kljax.reference.sources import (
     fingerprint,
     restore_tree,
 )
-from kljax.reference.updates import ema_reference, refreshed_reference
+from kljax.reference.updates import bema_reference, ema_reference, refreshed_reference
 
 __all__ = [
     "Policy",
     "adapter_reference",
     "base_reference",
+    "bema_reference",
     "check_tree",
     "checkpoint_reference",
     "ema_reference",

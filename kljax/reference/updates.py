@@ -13,7 +13,7 @@ import numpy as np
 from kljax._checks import as_float, check_at_least, check_at_most
 from kljax._typing import Array, ArrayLike, Scalar
 
-__all__ = ["ema_reference", "refreshed_reference"]
+__all__ = ["bema_reference", "ema_reference", "refreshed_reference"]
 
 Tree = Any
 
@@ -60,6 +60,79 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
         return jnp.where(weight == 0, old, mixed.astype(old.dtype))
 
     return jax.tree.map(mix, reference, params)
+
+
+def bema_reference(
+    average: Tree,
+    params: Tree,
+    initial: Tree,
+    step: ArrayLike,
+    *,
+    power: Scalar = 0.5,
+    bias_power: Scalar = 0.2,
+    multiplier: Scalar = 1.0,
+    lag: Scalar = 10.0,
+    min_rate: Scalar = 0.0,
+) -> tuple[Tree, Tree]:
+    """BEMA, an average without the lag of an average: `ref = average + a (params - initial)`.
+
+    The average moves by `average <- (1 - b) average + b params`. With `t = lag + multiplier * step` the rates are
+    `b = max(t^-power, min_rate)` and `a = t^-bias_power`: the average gets slower with time, and the correction, the
+    whole way of the policy so far, smaller.
+
+    Args:
+      average: pytree of arrays, the average so far; at the start a copy of `initial`. Its dtypes are kept.
+      params: pytree of the same structure and shapes, the weights of the policy.
+      initial: likewise, the weights at the start of the average.
+      step: the number of finished steps, a scalar that may be traced.
+      power: how fast the rate of the average falls, at least 0; 0 takes the policy. The paper's kappa.
+      bias_power: how fast the correction falls, at least 0; large values leave the plain average. The paper's eta.
+      multiplier: weight of a step in `t`, at least 0; the paper's gamma.
+      lag: `t` at step 0, above 0; the paper's rho.
+      min_rate: the least `b`, 0 to 1.
+
+    Returns:
+      The new average and the reference, pytrees like `average`. Leaves that are not of a floating type come from
+      `params`.
+
+    Raises:
+      ValueError: if structure or shapes differ, or a number is out of range.
+
+    References:
+      Block and Zhang, "EMA without the lag: bias-corrected iterate averaging schemes" (BEMA, 2025); TRL 1.16,
+      `BEMACallback`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> start, params = {"w": jnp.zeros(1)}, {"w": jnp.ones(1)}
+      >>> average, ref = kljax.bema_reference(start, params, start, 6, bias_power=0.5)
+      >>> print(average["w"], ref["w"])
+      [0.25] [0.5]
+    """
+    for name, value in (
+        ("power", power),
+        ("bias_power", bias_power),
+        ("multiplier", multiplier),
+        ("min_rate", min_rate),
+    ):
+        check_at_least(name, value, 0)
+    check_at_least("lag", lag, 0, strict=True)
+    check_at_most("min_rate", min_rate, 1)
+    _check_same_shapes(average, params)
+    _check_same_shapes(average, initial)
+    dtype = jnp.result_type(float)
+    age = jnp.asarray(lag, dtype) + jnp.asarray(multiplier, dtype) * jnp.asarray(step, dtype)
+    rate, correction = jnp.maximum(age ** -jnp.asarray(power, dtype), min_rate), age ** -jnp.asarray(bias_power, dtype)
+    moved = ema_reference(average, params, decay=1 - rate)
+
+    def corrected(mean: Array, new: Array, first: Array) -> Array:
+        mean, new = jnp.asarray(mean), jnp.asarray(new)
+        if not jnp.issubdtype(mean.dtype, jnp.floating):
+            return mean
+        wide_mean, wide_new, wide_first = as_float(mean, new, first)
+        return (wide_mean + correction.astype(wide_mean.dtype) * (wide_new - wide_first)).astype(mean.dtype)
+
+    return moved, jax.tree.map(corrected, moved, params, initial)
 
 
 def refreshed_reference(reference: Tree, params: Tree, step: ArrayLike, *, every: Scalar) -> Tree:

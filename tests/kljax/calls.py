@@ -58,6 +58,9 @@ SAMPLES: Options = {
     "coef": 0.3,
     "ddof": 0,
     "decay": 0.9,
+    "balance": 0.4,
+    "delta": 0.01,
+    "version": 5,
     "denominator": 50.0,
     "dual_clip": 1.5,
     "entropy": True,
@@ -156,6 +159,7 @@ COMPANIONS: dict[str, Options] = {
     "remax_advantages.mask": {"baselines": StandIn("BT")},
     "opo_advantages.mask": {"rewards": StandIn("BT"), "group_ids": StandIn("BT")},
     "otb_advantages.mask": {"group_ids": StandIn("BT")},
+    "topd_advantages.mask": {"group_ids": StandIn("BT")},
     "gvpo_loss.mask": {"group_ids": StandIn("BT")},
     "flowrl_loss.mask": {"group_ids": StandIn("BT")},
 }
@@ -516,7 +520,7 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
 
 # By name where the docstring speaks of any leading axes.
 SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", "targets": "BT", "kept_ids": "BTK"}
-TREES = ("tree", "params", "reference", "policy")
+TREES = ("tree", "params", "reference", "policy", "average", "initial")
 
 
 def mask_of(call: FunctionCall) -> np.ndarray:
@@ -566,6 +570,9 @@ DRAWS: dict[str, Draw] = {
     ".ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
     "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
+    "scored": lambda rng, shape, seed: np.arange(np.prod(shape)).reshape(shape) % 3 != seed % 3,
+    "turn_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) * SIZES["K"] // shape[-1], shape),
+    "versions": lambda rng, shape, seed: rng.integers(0, 7, shape),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
     "token_log_probs.tokens": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
     "kept_ids": lambda rng, shape, seed: rng.integers(-1, SIZES["V"], shape),

@@ -28,6 +28,7 @@ OTHERS = {
     "gvpo_loss": "a difference to the mean of a group",
     "flowrl_loss": "a difference to the mean of a group",
     "second_moment_mask": "chooses tokens by rank",
+    "loglinear_log_probs": "a policy between two others",
     "normalize=": "divides by a mean over the batch",
 }
 SMALLEST, LARGEST, POINTS = 1e-8, 50.0, 301

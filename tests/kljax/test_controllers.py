@@ -226,3 +226,31 @@ def test_a_controller_goes_on_from_its_checkpoint(controller: kljax.Controller, 
 def test_bad_arguments_of_pi_are_refused_at_construction(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kljax.pi_kl(0.1, **{"target": 0.1, "kp": 0.1, "ki": 0.1, **arguments})
+
+
+def test_entropy_coefficient_steps_and_rests_above_target() -> None:
+    """TRL's controller, one window after the other: an infinite entropy before the first."""
+    controller = kljax.adaptive_entropy(0.02, target=0.5, delta=0.01, min_coef=0.01, max_coef=0.04)
+    state, level, last = controller.init(), 0.02, np.inf
+    for entropy in (0.2, 0.3, 0.5, 0.4, 0.6, 0.9, 0.8, 0.7, 0.9, 0.1, np.nan, 0.1):
+        np.testing.assert_allclose(state.coef, level if last <= 0.5 else 0.0)
+        state = controller.update(state, entropy, 8)
+        if not np.isnan(entropy):
+            level = min(level + 0.01, 0.04) if entropy <= 0.5 else max(level - 0.01, 0.01)
+            last = entropy
+    same = controller.update(state, 0.9, 0)
+    assert same == state or jax.tree.all(jax.tree.map(lambda x, y: bool(x == y), same, state))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delta": 0.0}, "delta: got 0.0"),
+        ({"target": -1.0}, "target: got -1.0"),
+        ({"max_coef": 0.01}, "max_coef: got 0.01"),
+        ({"min_coef": 0.1}, "coef: got 0.02"),
+    ],
+)
+def test_bad_arguments_of_entropy_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kljax.adaptive_entropy(0.02, **{"target": 0.5, "delta": 0.01, **arguments})

@@ -241,6 +241,8 @@ POSITIONAL = {
     "schedule",
     "reference",
     "params",
+    *("average", "initial"),
+    "sampling_logits",  # by lag
     "token_loss",
     "per_token",
     "length",

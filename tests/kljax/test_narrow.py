@@ -13,7 +13,7 @@ from tests.kljax import calls
 from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 
 # These move arrays of any type, and keep it.
-KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
+KEEP_THE_DTYPE = {"bema_reference", "ema_reference", "refreshed_reference", "shift_right"}
 NARROW = (jnp.bfloat16, jnp.float16)
 # What may be done with a narrow number before it is widened: move it, choose it, compare it; nothing that rounds.
 EXACT = {

@@ -121,3 +121,30 @@ def test_mismatched_updates_are_named() -> None:
             function({"a": {"b": jnp.ones(3)}}, {"a": {"b": jnp.ones(1)}})
         with pytest.raises(ValueError, match="key"):
             function({"a": jnp.ones(3)}, {"b": jnp.ones(3)})
+
+
+def test_bema_follows_its_recursion() -> None:
+    """TRL's loop: the average first, then the correction by the whole way so far; integers come from the policy."""
+    rng = np.random.default_rng(0)
+    start = {"w": rng.normal(size=3), "n": np.array([1, 2])}
+    average = start
+    mean = start["w"].copy()
+    for step in (1, 2, 5):
+        params = {"w": rng.normal(size=3), "n": np.array([step, 0])}
+        rate, correction = (10 + 2.0 * step) ** -0.5, (10 + 2.0 * step) ** -0.3
+        mean = (1 - rate) * mean + rate * params["w"]
+        average, reference = kljax.bema_reference(average, params, start, step, bias_power=0.3, multiplier=2.0)
+        np.testing.assert_allclose(average["w"], mean, 1e-12)
+        np.testing.assert_allclose(reference["w"], mean + correction * (params["w"] - start["w"]), 1e-12)
+        np.testing.assert_array_equal(reference["n"], params["n"])
+
+
+def test_bema_ends_are_the_policy_and_the_average() -> None:
+    start, params = {"w": np.zeros(2)}, {"w": np.ones(2)}
+    average, _ = kljax.bema_reference(start, params, start, 3, power=0.0)
+    np.testing.assert_array_equal(average["w"], params["w"])
+    average, reference = kljax.bema_reference(start, params, start, 3, bias_power=400.0, min_rate=0.5)
+    np.testing.assert_array_equal(reference["w"], average["w"])
+    np.testing.assert_array_equal(average["w"], 0.5)
+    with pytest.raises(ValueError, match=r"lag: got 0\.0"):
+        kljax.bema_reference(start, params, start, 3, lag=0.0)

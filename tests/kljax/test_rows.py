@@ -282,6 +282,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "kl_shaped_rewards": [{"coef": 0.3}],
     "remax_advantages": [{}],
     "iw_opd_advantages": [{}],
+    "topd_advantages": [{"num_groups": 3, "alpha": 0.4}],
     "correct_rollout": [{"steps": (functools.partial(kljax.rejection_mask, level="geometric", upper=1.2),)}],
     "opo_advantages": [{"num_groups": 3}, {"num_groups": 3, "singleton": "reward", "valid": True}],
     "otb_advantages": [

@@ -77,6 +77,7 @@ ADVANTAGES: Mapping[str, str] = {
     "otb": "kljax:otb_advantages",
     "iw_opd": "kljax:iw_opd_advantages",
     "jsd": "kljax:jsd_advantages",
+    "topd": "kljax:topd_advantages",
 }
 """Advantage estimators."""
 CORRECTIONS: Mapping[str, str] = {
@@ -134,6 +135,7 @@ NOT_POLICY_LOSSES: Mapping[str, str] = {
 }
 """Functions of `kljax.losses` that `LOSSES` leaves out, and why."""
 NOT_ESTIMATORS: Mapping[str, str] = {
+    "balanced_advantages": "rescales other advantages",
     "broadcast_to_steps": "needs trajectories of several rows",
     "broadcast_to_tokens": "applied to every estimator that gives one advantage per completion",
     "centered_kl_advantages": "kl.advantage",
@@ -145,6 +147,7 @@ NOT_ESTIMATORS: Mapping[str, str] = {
     "high_entropy_mask": "a mask of the loss, from entropies",
     "kimi_advantages": "adjusts other advantages at every update",
     "rae_advantages": "needs baselines that are kept from batch to batch, one for each agent",
+    "turn_credit_advantages": "needs a score after every turn of an episode",
     "remax_advantages": "needs the reward of a greedy completion of each prompt",
 }
 """Functions of `kljax.advantages` that `ADVANTAGES` leaves out, and why."""
@@ -152,6 +155,7 @@ NOT_CORRECTIONS: Mapping[str, str] = {
     "RolloutCorrection": "the result of a correction",
     "correct_rollout": "applies the list of corrections",
     "geometric_ratios": "importance_weights with level geometric",
+    "loglinear_log_probs": "log-probs of a policy, from the version of each token",
     "log_ratios": "differences of log-probs, which nothing is multiplied by",
     "sequence_ratios": "importance_weights with level sequence",
     "token_ratios": "importance_weights with level token",

@@ -206,6 +206,7 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
     ("second_moment_mask", "threshold"): NonNegative,
     ("m2po_loss", "threshold"): NonNegative,
     ("muon", "beta"): Decay,
+    ("topd_advantages", "alpha"): Probability,
     ("opmd_loss", "tau"): NonNegative,
     ("iw_opd_advantages", "gamma"): NonNegative,
 }

@@ -1,6 +1,7 @@
 """The names of SkyRL."""
 
 from functools import partial
+from typing import Any
 
 from kljax.systems._call import Call
 from kljax.systems._entry import Entry, Golden, System, call, recorded
@@ -42,6 +43,17 @@ def alone(**params: object) -> tuple[Golden, ...]:
     options = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low",
                "outlier_token_is_threshold_high", "token_mask_is_threshold_low")
     return recorded("compute_off_policy_correction", **{**dict.fromkeys(options), **params})
+
+SAMPLER = {"old_log_probs": "logprobs of the sampler"}
+ABSOLUTE = {"clip_low": "1 less clip_low_threshold", "clip_high": "clip_high_threshold less 1"}
+
+
+def tinker(name: str, function: Call, meaning: str, **details: Any) -> Entry:
+    """Makes the row of a loss of Tinker's interface, which ART sends to Tinker's servers as well."""
+    return policy_loss(f"tinker:{name}", function, meaning, option="loss_fn of a forward_backward request",
+        **{"divisors": "none: a sum over tokens, of the weights given", "version": "main of 2026-08, commit a956457",
+            "reason": "an interface of the main branch; each is a call that other rows check", **details})
+
 
 ENTRIES = (
     # KL estimators. x = log pi - log ref.
@@ -188,6 +200,22 @@ ENTRIES = (
         goldens=recorded("cross_entropy_loss")),
     policy_loss("importance_sampling", call("importance_sampling_loss"),
         "-A r, nothing clipped", gradient="-A r", goldens=recorded("importance_sampling_loss")),
+    tinker("cross_entropy", call("cross_entropy_loss"), "-w log pi", gradient="-w"),
+    tinker("importance_sampling", call("importance_sampling_loss"), "-A r, r = pi / sampler, nothing clipped",
+        sources=SAMPLER, gradient="-A r"),
+    tinker("ppo", call("ppo_clip_loss", clip_low=0.2, clip_high=0.2),
+        "-min(A r, A clip(r, low, high)), r = pi / sampler, with absolute bounds", sources=SAMPLER | ABSOLUTE,
+        gradient="-A r inside the bound that applies, else 0", defaults="0.8, 1.2"),
+    tinker("cispo", call("cispo_loss", clip_low=0.2, clip_high=0.2),
+        "-A sg(clip(r, low, high)) log pi, r = pi / sampler, with absolute bounds", sources=SAMPLER | ABSOLUTE,
+        gradient="-A clip(r)", defaults="0.8, 1.2"),
+    tinker("gspo", call("gspo_loss", clip_low=0.2, clip_high=0.2, gradient="token", max_log_ratio=10.0),
+        "gspo with absolute bounds, and the sampler as the old policy", sources=SAMPLER | ABSOLUTE,
+        clamps="log s to at most 10", gradient="-A_t s inside the bound that applies, else 0", defaults="0.8, 1.2"),
+    tinker("dppo", call("dppo_loss", divergence="tv", clip_low=0.2, clip_high=0.2, through="ratio",
+        log_ratio_clip=20.0), "dppo with the sampler as the old policy",
+        sources=SAMPLER | {"clip_low": "delta_low of the request", "clip_high": "delta_high of the request"},
+        clamps="d to [-20, 20]", gradient="-A r on kept tokens, else 0", defaults="0.2, 0.2"),
     # Value losses.
     Entry("skyrl", "value_loss", "ppo_critic_loss", call("value_loss", clip=0.2),
         "max((V - R)^2, (clip(V, V_old -+ c) - R)^2) / 2", option="trainer.algorithm.value_clip",

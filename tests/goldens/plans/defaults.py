@@ -150,6 +150,16 @@ _TRL = (
         _GRPO,
         "off_policy_mask_threshold loss_type scale_rewards vllm_importance_sampling_mode sync_ref_model",
     ),
+    (
+        "GRPOConfig.",
+        _GRPO,
+        "use_adaptive_entropy entropy_coef entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max",
+    ),
+    (
+        "BEMACallback.",
+        "trl/trainer/callbacks.py:BEMACallback.__init__({})",
+        "ema_power bias_power multiplier lag min_ema_multiplier",
+    ),
     ("RLOOConfig.", "trl/trainer/rloo_config.py:RLOOConfig.{}", "beta epsilon epsilon_high"),
     ("GMPOConfig.", _EXPERIMENTAL + "gmpo/gmpo_config.py:GMPOConfig.{}", "epsilon epsilon_high"),
     ("DPOConfig.", "trl/trainer/dpo_config.py:DPOConfig.{}", "beta label_smoothing discopop_tau"),
@@ -184,6 +194,7 @@ _ART = (
         "art/loss.py:loss_fn.get({})",
         "ppo mask_prob_ratio kl_penalty_coef kimi_k2_tau truncated_importance_sampling",
     ),
+    ("", "art/preprocessing/pack.py:packed_tensors_from_tokenized_results({})", "advantage_balance"),
     ("", "art/loss.py:loss_fn.get({})", "max_negative_advantage_importance_sampling_weight"),
 )
 

@@ -127,3 +127,35 @@ def test_errors_name_the_argument() -> None:
         kljax.kimi_advantages(ADVANTAGES, POLICY[1:], OTHER, MASK, tau=1)
     with pytest.raises(ValueError, match="shapes differ: advantages"):
         kljax.distillation_advantages(ADVANTAGES[1:], POLICY, OTHER, MASK, coef=1)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_topd_normalises_returns_over_tokens_of_a_prompt(alpha: float) -> None:
+    """The rewards of a proximal teacher, their returns and the statistics of each prompt, token by token."""
+    groups, returns = np.arange(len(MASK)) % 2, np.zeros(MASK.shape)
+    ratio = np.exp(OTHER - POLICY)
+    rewards = np.log(alpha * ratio + 1 - alpha)
+    for row, unmasked in enumerate(MASK):
+        places = np.flatnonzero(unmasked)
+        for number, index in enumerate(places):
+            later = rewards[row][places[number + 1 :]]
+            returns[row, index] = rewards[row, index] + (later.mean() if later.size else 0)
+    expected = np.zeros(MASK.shape)
+    for group in (0, 1):
+        tokens = MASK & (groups == group)[:, None]
+        expected[tokens] = (returns[tokens] - returns[tokens].mean()) / returns[tokens].std(ddof=1)
+
+    def advantages(lp, teacher):
+        return kljax.topd_advantages(lp, teacher, MASK, groups, num_groups=2, alpha=alpha)
+
+    np.testing.assert_allclose(advantages(POLICY, OTHER), expected, 1e-11, 1e-13)
+    check_masked(advantages, [POLICY, OTHER])
+    slopes = jax.grad(lambda *pair: (advantages(*pair) ** 2).sum(), (0, 1))(POLICY, OTHER)
+    np.testing.assert_array_equal(slopes, 0)
+
+
+def test_topd_without_spread_or_teacher_is_bounded() -> None:
+    same = kljax.topd_advantages(POLICY, POLICY, MASK, np.zeros(len(MASK), int), num_groups=1)
+    np.testing.assert_array_equal(same, 0)
+    rejected = kljax.topd_advantages(POLICY, np.where(MASK, -np.inf, 0), MASK, np.zeros(len(MASK), int), num_groups=1)
+    assert np.isfinite(rejected).all()

@@ -85,6 +85,7 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
         "opo": lambda: kljax.broadcast_to_tokens(function(rows(), groups, mask, **count), mask),
         "otb": lambda: function(token_rewards, batch.old_log_probs, batch.sum_squared_probs, mask, groups, **count)[0],
         "iw_opd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
+        "topd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask, groups, **count),
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
     }.get(name, lambda: kljax.broadcast_to_tokens(function(rows(), groups, **count), mask))
     assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0], expected)

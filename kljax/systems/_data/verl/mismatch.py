@@ -151,7 +151,7 @@ ENTRIES = (
         option="rollout_correction",
         sources={"log_probs": "old_log_probs", "steps": "the weights, then the rejection masks joined with & into one"},
         defaults="decoupled; with bypass_mode the old policy is the sampler",
-        note="the presets (decoupled_seq_is_rs, bypass_pg_geo_rs, ...) are combinations of these names; rejected "
+        note="the presets have rows of their own, decoupled_seq_is_rs, bypass_pg_geo_rs and others; rejected "
         "tokens leave the mask, so the denominators of the loss shrink with it",
         goldens=recorded("compute_rollout_correction_and_rejection_mask")),
     # Metrics and masked statistics.
