@@ -55,7 +55,10 @@ def causes_of(replay: Replay) -> list[Cause]:
 
 
 def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
-    """Yields the faults of a mask that change it; of several that give the same mask, the first."""
+    """Yields the faults of a mask that change it; of several that give the same mask, the first.
+
+    An empty mask is left out: nothing would be compared, and every number explained.
+    """
     options: list[tuple[str, str, dict[str, Any]]] = [
         ("shifted right by one", "is shifted by one position to the right", {"shift": 1}),
         ("shifted left by one", "is shifted by one position to the left", {"shift": -1}),
@@ -84,7 +87,7 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
     if stage == "mask_rule" and {"prompt_lengths", "lengths"} <= set(replay.arrays):
         position = np.arange(replay.shape[1])
         base = (position >= replay.arrays["prompt_lengths"][:, None]) & (position < replay.arrays["lengths"][:, None])
-    masks = {base.tobytes()}
+    masks = {base.tobytes(), np.zeros_like(base).tobytes()}
     for name, text, settings in options:
         mask = apply_rule(base, MaskRule(**settings), replay.layout).tobytes()
         if mask not in masks:

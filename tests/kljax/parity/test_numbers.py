@@ -129,3 +129,15 @@ def test_simple_numbers_need_no_second_result() -> None:
     assert not is_simple(0.08, 1e-2)
     assert not is_simple(0.0812345, 1e-9)
     assert dataclasses.replace(Plant(), kl_coef=0.08) != Plant()
+
+
+def test_unknown_kl_is_not_explained_by_an_empty_mask(tmp_path):
+    header = {"kljax_parity": 1, "kl": {"estimator": "k3", "coef": 0.1}}
+    rng = np.random.default_rng(0)
+    log_probs, ref_log_probs, kl = -rng.exponential(size=(3, 4, 6))
+    # Every row is full, so that each of them is cut at the limit.
+    arrays = {"mask": np.ones((4, 6), bool), "log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl}
+    write_dump(tmp_path / "dump.npz", header, arrays)
+    report = compare(tmp_path / "dump.npz")
+    assert not report.agrees
+    assert not report.causes
