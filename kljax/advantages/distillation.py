@@ -263,6 +263,7 @@ def topd_advantages(
     check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
     check_at_least("alpha", alpha, 0, strict=True)
     check_at_most("alpha", alpha, 1)
+    check_numbers(eps=eps)
     gain = _log_ratio(teacher_log_probs, log_probs, mask)
     reward = masked(log_mix(jnp.asarray(alpha, gain.dtype), gain), mask)
     later = to_tokens(row_sum(reward, mask), mask) - row_cumsum(reward, mask)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_array, as_float, check_same_shape
+from kljax._checks import as_array, as_float, check_numbers, check_same_shape
 from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike
 from kljax.masking import masked
 
@@ -40,6 +40,7 @@ def loglinear_log_probs(
 
     Raises:
       ValueError: for differing shapes.
+      TypeError: for a `version` that is no number.
 
     References:
       AReaL 1.0.4, `prox_logp_method=loglinear`; Hilton et al., "Batch size-invariance for policy optimization" (2021)
@@ -52,6 +53,7 @@ def loglinear_log_probs(
       [-2.   -1.25]
     """
     check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, versions=versions, mask=mask)
+    check_numbers(version=version)
     log_probs, sampler = (masked(array, mask) for array in as_float(log_probs, rollout_log_probs))
     age = (jnp.asarray(version) - as_array(versions)).astype(log_probs.dtype)
     share = jnp.where(age >= 1, (age - 1) / jnp.maximum(age, 1), 0)

@@ -86,7 +86,9 @@ def test_trained_weights_are_exported_with_equal_log_probs(trained, tmp_path):
 
 def test_adapter_run_records_its_folder_without_copying(trained):
     _, root, folder = trained
-    assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
+    record = read_record(root / "base.json", "")
+    assert record.keys() == {"folder", "digest", "run"}
+    assert (record["folder"], record["digest"]) == (str(folder), folder_digest(folder))
     assert not (root / "base").exists()
     assert sum(path.stat().st_size for path in (root / "checkpoints").rglob("*")) < 200_000
 

@@ -39,7 +39,7 @@ def test_run_ended_by_a_server_can_be_resumed(tmp_path):
     assert broken.returncode == 2
     assert broken.stderr.splitlines()[-2:] == [
         "error: rollout.source: logprobs.token_logprobs of the answer: got 3.0, expected finite numbers that are at "
-        "most 0 (to 0.001, for rounding)",
+        "most 0 (to 0.001, for rounding) and at least -10000",
         "The run is saved after step 1; continue it with --resume",
     ]
     assert [record["step"] for record in records(resumed.succeeded().root, "train")] == [1, 2]

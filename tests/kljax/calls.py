@@ -574,7 +574,7 @@ DRAWS: dict[str, Draw] = {
     "turn_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) * SIZES["K"] // shape[-1], shape),
     "versions": lambda rng, shape, seed: rng.integers(0, 7, shape),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
-    "token_log_probs.tokens": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
+    "token_log_probs.tokens": lambda rng, shape, seed: rng.integers(0, SIZES["V"] - 2, shape),
     "kept_ids": lambda rng, shape, seed: rng.integers(-1, SIZES["V"], shape),
     "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
     "vocab_log_probs": lambda rng, shape, seed: jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape))),

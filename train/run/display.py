@@ -156,7 +156,7 @@ def print_comparison(console: Console, before: Mapping[str, float | None], after
 
 def print_next_commands(console: Console, root: Path) -> None:
     """Prints where a finished run lies, its picture, and three commands that take it further."""
-    lines = [f"run directory: {root}, with curves.png", "next:"]
+    lines = [f"done: {root}, with curves.png", "next:"]
     lines += [f"  python -m train.report {root} --open              # curves, rollouts and tokens on one page"]
     lines += [f"  python -m train.eval {root}                       # the policy on the held-out prompts"]
     lines += [f"  python -m train.export {root} --to exports/{root.name}  # weights for transformers and vLLM"]

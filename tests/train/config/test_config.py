@@ -38,6 +38,7 @@ def test_there_are_configs():
         "lora",
         "ppo_adaptive_kl",
         "quickstart",
+        "real",
         "reinforce_pp_baseline_centered",
         "smoke",
     }
@@ -47,7 +48,8 @@ def test_there_are_configs():
 def test_shipped_config_loads_on_the_real_data_task(path, gsm8k):
     config = load(path, gsm8k).config
     assert config.task == "gsm8k"
-    assert (config.data.max_prompt_length, config.data.max_completion_length) == (256, 192)
+    expected = {"real": (80, 40)}.get(path.stem, (256, 192))
+    assert (config.data.max_prompt_length, config.data.max_completion_length) == expected
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -152,7 +152,7 @@ def test_names_of_other_systems() -> None:
     assert (slime.type, slime.level) == ("importance_weights", "token")
 
 
-OPTIONS = {"lower": 0.5, "upper": 2.0, "max_divergence": 0.1, "max_kl": 0.1}
+OPTIONS = {"lower": 0.005, "upper": 2.0, "max_divergence": 0.1, "max_kl": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ OPTIONS = {"lower": 0.5, "upper": 2.0, "max_divergence": 0.1, "max_kl": 0.1}
     [
         entry.key
         for entry in kljax.systems.entries(kind="correction")
-        if entry.call is not None and entry.call.function in {name.rpartition(":")[2] for name in CORRECTIONS.values()}
+        if entry.call is not None
+        and not entry.call.times
+        and entry.call.function in {name.rpartition(":")[2] for name in CORRECTIONS.values()}
     ],
 )
 def test_every_correction_of_a_system_is_a_list(key: str) -> None:
@@ -170,6 +172,11 @@ def test_every_correction_of_a_system_is_a_list(key: str) -> None:
     missing = fields & OPTIONS.keys() - entry.call.arguments.keys() - ({"lower"} if truncates else set())
     config, _ = parse({"steps": 1, "correction": [{"type": key} | {name: OPTIONS[name] for name in missing}]})
     assert entry.call.arguments.items() <= config.correction[0].options().items()
+
+
+def test_product_of_corrections_is_refused_with_its_factors() -> None:
+    (line,) = problems("correction=verl/decoupled_seq_is_rs")
+    assert "importance_weights" in line and "kl_rejection_mask" in line  # noqa: PT018
 
 
 def test_a_function_of_the_user(tmp_path) -> None:

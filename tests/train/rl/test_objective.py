@@ -463,8 +463,8 @@ def test_the_adaptive_coefficient_follows_the_formula_of_ziegler(target, error):
     batch = dataclasses.replace(
         batch,
         completion_mask=jnp.asarray(full),
-        old_log_probs=jnp.asarray(distance),
-        ref_log_probs=jnp.zeros(full.shape),
+        old_log_probs=jnp.zeros(full.shape),
+        ref_log_probs=jnp.asarray(-distance),
     )
     mean = distance[full].mean(dtype=np.float64)  # over all tokens
     if target is None:

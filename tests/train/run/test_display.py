@@ -153,7 +153,7 @@ def test_finished_run_names_directory_and_three_commands(tmp_path):
     stream = io.StringIO()
     display.print_next_commands(Console(file=stream, width=40), tmp_path / "first")
     lines = stream.getvalue().splitlines()
-    assert lines[0] == f"run directory: {tmp_path / 'first'}, with curves.png"
+    assert lines[0] == f"done: {tmp_path / 'first'}, with curves.png"
     assert [line.split()[:4] for line in lines[2:]] == [
         ["python", "-m", f"train.{name}", str(tmp_path / "first")] for name in ("report", "eval", "export")
     ]

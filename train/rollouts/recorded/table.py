@@ -23,11 +23,13 @@ class TokenTexts:
     """The text of each token where it stands: a character of several tokens belongs to the last of them."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._bytes = token_bytes
-        self._texts = np.array([_text_or_none(piece) for piece in token_bytes], object)
+        # A model may have more ids than its tokenizer, to round up its vocabulary; they have no text.
+        self._bytes = [*token_bytes, b""]
+        self._texts = np.array([_text_or_none(piece) for piece in self._bytes], object)
 
     def of(self, ids: np.ndarray) -> list[str]:
         """Returns a text for each id; joined, they are the text of the sequence. EOS ids have an empty text."""
+        ids = np.minimum(ids, len(self._bytes) - 1)
         texts = self._texts[ids].tolist()
         if None not in texts:
             return texts
