@@ -65,7 +65,7 @@ def test_at_most_half_are_held_out(caplog):
 def test_last_number_of_a_finished_reply_counts(reply, correct, anywhere):
     example = Example("", answer="12", solution="")
     rewards = score(example, reply, True)
-    assert (rewards["correct"], rewards["anywhere"]) == (correct, anywhere)
+    assert (rewards["correct"], rewards["anywhere"], rewards["ended"]) == (correct, anywhere, 1)
     assert rewards["reward"] == rewards["correct"]
     unfinished = score(example, reply, False)
-    assert (unfinished["reward"], unfinished["anywhere"]) == (0, anywhere)
+    assert (unfinished["reward"], unfinished["anywhere"], unfinished["ended"]) == (0, anywhere, 0)

@@ -78,7 +78,7 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
     """
     numbers, answer = numbers_of(completion), Decimal(example.answer)
     correct = float(finished and numbers[-1:] == [answer])
-    return {"reward": correct, "correct": correct, "anywhere": float(answer in numbers)}
+    return {"reward": correct, "correct": correct, "anywhere": float(answer in numbers), "ended": float(finished)}
 
 
 def load(*, held_out: int, seed: int = SPLIT_SEED) -> Task:
@@ -99,5 +99,5 @@ def load(*, held_out: int, seed: int = SPLIT_SEED) -> Task:
         train=problems[count:],
         eval=problems[:count],
         score=score,
-        rewards=("correct", "anywhere"),
+        rewards=("correct", "anywhere", "ended"),
     )
