@@ -131,7 +131,7 @@ def test_simple_numbers_need_no_second_result() -> None:
     assert dataclasses.replace(Plant(), kl_coef=0.08) != Plant()
 
 
-def test_unknown_kl_is_not_explained_by_an_empty_mask(tmp_path):
+def test_empty_mask_is_no_cause_of_a_kl(tmp_path):
     header = {"kljax_parity": 1, "kl": {"estimator": "k3", "coef": 0.1}}
     rng = np.random.default_rng(0)
     log_probs, ref_log_probs, kl = -rng.exponential(size=(3, 4, 6))

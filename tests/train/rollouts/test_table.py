@@ -72,3 +72,7 @@ def test_table_is_a_source_of_recorded_completions(tmp_path):
     write_table(path, rows_of(np.random.default_rng(1)), TokenTexts(ByteTokenizer().token_bytes()), {})
     (file,) = open_files(path)
     assert [record["reward"] for _, _, record in file] == [0.0, 0.5, 1.0]
+
+
+def test_ids_beyond_the_tokenizer_have_no_text():
+    assert TokenTexts([b"a", b"\xc3", b"\xa9"]).of(np.array([0, 3, 1, 2, 7])) == ["a", "", "", "é", ""]
