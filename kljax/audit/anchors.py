@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from kljax._typing import Array, ArrayLike
 from kljax.audit.logits import audit_logits
-from kljax.audit.report import Audit, number
+from kljax.audit.report import Audit, number, write_report
 from kljax.audit.results import Result
 
 __all__ = ["AnchorAudit", "audit_anchors"]
@@ -84,13 +83,7 @@ class AnchorAudit:
         Returns:
           The paths of the files.
         """
-        text, data = self.table(), json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        directory = pathlib.Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        written = [directory / "anchors.txt", directory / "anchors.json"]
-        written[0].write_text(text + "\n")
-        written[1].write_text(data + "\n")
-        return written
+        return write_report(directory, "anchors", self.table(), self.to_dict())
 
     def _lines(self, kind: str, columns: Mapping[str, Mapping[str, str]]) -> list[str]:
         cells = [["anchor", "lag", "KL", *columns]]

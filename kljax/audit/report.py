@@ -150,15 +150,22 @@ class Audit:
         Returns:
           The paths of the files.
         """
-        text, data = self.table(), json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        directory = pathlib.Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        written = [directory / "audit.txt", directory / "audit.json"]
-        written[0].write_text(text + "\n")
-        written[1].write_text(data + "\n")
+        written = write_report(directory, "audit", self.table(), self.to_dict())
         if have_matplotlib():
-            written.append(draw(self.results, f"KL audit against {self.yardstick}", directory / "audit.png"))
+            written.append(
+                draw(self.results, f"KL audit against {self.yardstick}", pathlib.Path(directory, "audit.png"))
+            )
         return written
+
+
+def write_report(directory: str | pathlib.Path, name: str, table: str, content: Any) -> list[pathlib.Path]:
+    """Writes `NAME.txt` and `NAME.json` into a directory, which is made if it does not exist."""
+    data = json.dumps(content, indent=1, allow_nan=False)
+    pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+    written = [pathlib.Path(directory, f"{name}.txt"), pathlib.Path(directory, f"{name}.json")]
+    for path, text in zip(written, (table, data), strict=True):
+        path.write_text(f"{text}\n")
+    return written
 
 
 def number(value: float) -> str:
