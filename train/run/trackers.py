@@ -20,7 +20,7 @@ class Tracker(Protocol):
         """Takes finite values of a step."""
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the values that are not sent yet."""
 
 
 class WandbTracker:
@@ -47,7 +47,7 @@ class WandbTracker:
         self._run.log({f"{phase}/step": step, **named})
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the values that are not sent yet."""
         self._run.finish()
 
 
