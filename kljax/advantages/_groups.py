@@ -5,10 +5,10 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_array, as_float, check_same_shape
+from kljax._checks import as_array, as_float, as_groups, check_mask, check_same_shape
 from kljax._devices import all_rows, greatest, least, over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Singleton
-from kljax.batches import Groups
+from kljax._typing import Array, ArrayLike, AxisName, Mask, Singleton
+from kljax.batches import Groups, Segments
 
 SINGLETONS = get_args(Singleton)
 
@@ -69,6 +69,29 @@ def make_groups(rewards: ArrayLike, members: Groups) -> GroupedRewards:
     none = jnp.zeros(members.count, rewards.dtype)
     groups = GroupedRewards(jnp.where(real, rewards, 0), ids, real, unknown, none, members.axis_name)
     return groups._replace(size=groups.total(groups.weights()))
+
+
+def groups_of_rows(mask: Mask, group_ids: ArrayLike | Groups, num_groups: int | None) -> tuple[Groups, Array]:
+    """Returns the groups, and their ids `[B, 1]` of rows, with `Segments` `[B, T]` of tokens.
+
+    Raises:
+      ValueError: as `as_groups`, and if the ids do not have that shape.
+    """
+    packed = isinstance(mask, Segments)
+    # At padding between segments may lie any id.
+    members = as_groups(group_ids, num_groups, unknown=packed)
+    ids = as_array(members.ids)
+    if packed:
+        check_same_shape(group_ids=ids, mask=mask)
+        return members, ids
+    check_same_shape(group_ids=ids, rows=check_mask(mask)[..., 0])
+    return members, ids[..., None]
+
+
+def make_part_groups(values: Array, ids: Array, members: Groups) -> GroupedRewards:
+    """Puts parts of rows into groups: values and ids `[B, S]` of sequences, or `[B, T]` of tokens, flattened."""
+    parts = Groups(ids.ravel(), members.count, axis_name=members.axis_name)
+    return make_groups(values.ravel(), as_groups(parts, None, unknown=True))
 
 
 def safe_ids(groups: Groups) -> tuple[Array, Array, Array]:

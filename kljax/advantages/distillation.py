@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import (
-    as_array,
     as_float,
-    as_groups,
     check_at_least,
     check_at_most,
     check_mask,
@@ -16,9 +14,9 @@ from kljax._checks import (
 from kljax._devices import auto_sharded
 from kljax._numerics import expm1_minus, log_mix
 from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar
-from kljax.advantages._groups import GroupedRewards, centered, deviations, make_groups
+from kljax.advantages._groups import GroupedRewards, centered, deviations, groups_of_rows, make_part_groups
 from kljax.advantages.group import per_token
-from kljax.batches import Groups, Segments
+from kljax.batches import Groups
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_sum, to_tokens
 
@@ -281,15 +279,8 @@ def _groups_of_tokens(
     values: Array, mask: Mask, group_ids: ArrayLike | Groups, num_groups: int | None
 ) -> GroupedRewards:
     """The unmasked tokens in the groups of their rows, as rows `[B * T]`."""
-    members = as_groups(group_ids, num_groups, unknown=isinstance(mask, Segments))
-    ids = as_array(members.ids)
-    if isinstance(mask, Segments):
-        check_same_shape(group_ids=ids, mask=mask)
-    else:
-        check_same_shape(group_ids=ids, rows=values[..., 0])
-        ids = jnp.broadcast_to(ids[..., None], values.shape)
-    of_tokens = Groups(jnp.where(check_mask(mask), ids, -1).ravel(), members.count, axis_name=members.axis_name)
-    return make_groups(values.ravel(), as_groups(of_tokens, None, unknown=True))
+    members, ids = groups_of_rows(mask, group_ids, num_groups)
+    return make_part_groups(values, jnp.where(check_mask(mask), ids, -1), members)
 
 
 def _log_ratio(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: Mask) -> Array:

@@ -11,11 +11,11 @@ Arrays are `[B, T]`, masked positions exactly 0.
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_array, as_float, as_groups, check_at_least, check_same_shape
+from kljax._checks import as_array, as_float, check_at_least, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import exp_capped, with_gradient_of
 from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar
-from kljax.advantages._groups import GroupedRewards, centered, make_groups
+from kljax.advantages._groups import GroupedRewards, centered, groups_of_rows, make_part_groups
 from kljax.batches import Groups, Segments
 from kljax.losses._surrogate import loss_inputs
 from kljax.masking import masked
@@ -222,16 +222,10 @@ def _log_partition(values: ArrayLike, mask: Mask, rows: Array) -> Array:
 
 def _grouped(values: Array, mask: Mask, group_ids: ArrayLike | Groups, num_groups: int | None) -> GroupedRewards:
     """The sequences that have a token in their groups, with their values `[B, S]`, constants, as rows `[B * S]`."""
-    members = as_groups(group_ids, num_groups, unknown=isinstance(mask, Segments))
+    members, ids = groups_of_rows(mask, group_ids, num_groups)
     if isinstance(mask, Segments):
-        check_same_shape(group_ids=members.ids, mask=mask)
-        ids = to_sequences(as_array(members.ids), as_array(mask.ids))
-    else:
-        check_same_shape(group_ids=members.ids, rows=values[..., 0])
-        ids = as_array(members.ids)[..., None]
-    ids = jnp.where(row_any(mask), ids, -1).ravel()
-    groups = Groups(ids, members.count, axis_name=members.axis_name)
-    return make_groups(jax.lax.stop_gradient(values).ravel(), as_groups(groups, None, unknown=True))
+        ids = to_sequences(ids, as_array(mask.ids))
+    return make_part_groups(jax.lax.stop_gradient(values), jnp.where(row_any(mask), ids, -1), members)
 
 
 def _less_group_mean(values: Array, groups: GroupedRewards) -> Array:

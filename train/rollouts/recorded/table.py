@@ -69,7 +69,7 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
     table = make_table(rows, texts)
     table = table.replace_schema_metadata({"kljax": json.dumps({"format": FORMAT, **metadata})})
     floats = [f"{name}.list.element" for name, column in _values_of(rows.arrays).items() if column.dtype.kind == "f"]
-    names = [".".join((field.name, "list", "element")) for field in table.schema if field.name not in floats]
+    names = [f"{field.name}.list.element" for field in table.schema]
     partial = path.with_name(f"{path.name}.partial")
     parquet.write_table(
         table,
