@@ -25,6 +25,9 @@ programs.share_mlir_context()
 programs.write_whole_files()
 programs.keep_in_memory()
 
+# Half of what Linux allows a process by default: a hundred tests compile a fraction of the other half.
+MOST_MAPS = 32_000
+
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
 other_seeds.install()
@@ -38,6 +41,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="XLA compiles float16 only for CPUs with F16C")
         for item in filter(xla_float16, items):
             item.add_marker(skip)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds what is to see the doctests of the sources as well: a conftest sees the tests of its folder alone."""
+    config.pluginmanager.register(ForgetPrograms())
+
+
+class ForgetPrograms:
+    """Makes room for the programs of the next tests."""
+
+    def __init__(self) -> None:
+        self.tests = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        self.tests += 1
+        # Counting takes milliseconds.
+        if self.tests % 100 == 0:
+            programs.forget_beyond(MOST_MAPS)
 
 
 def xla_float16(item: pytest.Item) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ LARGE = 0.1
 """Seconds of compilation of a program that is worth writing for another test process."""
 # The seconds from which programs are written at the moment; `kept_in` sets them.
 _written = {"from": 0.0}
+# What this process compiled, by key and backend.
+_executables: dict[tuple[str, Any], tuple[Any, Any]] = {}
 
 
 def share_mlir_context() -> None:
@@ -56,17 +59,35 @@ def keep_in_memory() -> None:
     if not all(hasattr(compilation_cache, name) for name in names):
         return
     write, read = (getattr(compilation_cache, name) for name in names)
-    executables: dict[tuple[str, Any], tuple[Any, Any]] = {}
 
     def put(key: str, name: str, executable: Any, backend: Any, seconds: Any) -> None:
-        executables[key, backend] = executable, seconds
+        _executables[key, backend] = executable, seconds
         if seconds >= _written["from"]:
             write(key, name, executable, backend, seconds)
 
     def get(key: str, options: Any, backend: Any, *more: Any, **others: Any) -> tuple[Any, Any]:
-        return executables.get((key, backend)) or read(key, options, backend, *more, **others)
+        return _executables.get((key, backend)) or read(key, options, backend, *more, **others)
 
     compilation_cache.put_executable_and_time, compilation_cache.get_executable_and_time = put, get
+
+
+def memory_maps() -> int:
+    """Returns the number of memory maps of this process; 0 where the system does not tell."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def forget_beyond(maps: int) -> None:
+    """Drops every compiled program of this process once it has more memory maps than this.
+
+    A program has three maps. Linux allows a process 65,530 of them by default, and XLA ends the process beyond that.
+    """
+    if memory_maps() > maps:
+        _executables.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def session_directory(base: Path) -> Path:
