@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 import threading
 import time
@@ -156,11 +157,21 @@ def print_comparison(console: Console, before: Mapping[str, float | None], after
 
 def print_next_commands(console: Console, root: Path) -> None:
     """Prints where a finished run lies, its picture, and three commands that take it further."""
+    python = this_python()
     lines = [f"done: {root}, with curves.png", "next:"]
-    lines += [f"  python -m train.report {root} --open              # curves, rollouts and tokens on one page"]
-    lines += [f"  python -m train.eval {root}                       # the policy on the held-out prompts"]
-    lines += [f"  python -m train.export {root} --to exports/{root.name}  # weights for transformers and vLLM"]
+    lines += [f"  {python} -m train.report {root} --open              # curves, rollouts and tokens on one page"]
+    lines += [f"  {python} -m train.eval {root}                       # the policy on the held-out prompts"]
+    lines += [f"  {python} -m train.export {root} --to exports/{root.name}  # weights for transformers and vLLM"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def this_python() -> str:
+    """Returns what starts this interpreter in a shell: `python` if the shell finds it, or its path from here."""
+    executable, named = Path(sys.executable), shutil.which("python")
+    if named is not None and Path(named) == executable:
+        return "python"
+    # An environment's interpreter is a link: followed, it would lose the environment.
+    return str(executable.relative_to(Path.cwd()) if executable.is_relative_to(Path.cwd()) else executable)
 
 
 def print_evaluation(console: Console, title: str, results: Mapping[str, Any], temperature: float) -> None:
