@@ -21,6 +21,7 @@ from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from train.config import help as train_help
 from train.config.messages import show
+from train.run.glossary import GLOSSARY
 
 NAMESPACES = ("systems", "audit", "checkpoint")
 
@@ -147,6 +148,16 @@ def counts() -> str:
     )
 
 
+def metrics(group: str) -> str:
+    """The metrics of a group: meaning, healthy and sick values."""
+    lines = ["| metric | meaning | healthy | sick, and what to do |", "|---|---|---|---|"]
+    for metric in GLOSSARY:
+        if metric.group == group:
+            cells = (_code(metric.name), metric.meaning, metric.healthy, metric.sick)
+            lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    return "\n".join(lines)
+
+
 def _here(row: Any) -> str:
     """The call of a row, its part and the arguments that the user supplies, or why it has none."""
     part = [f"computes {row.part}"] if row.part else []
@@ -270,5 +281,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
         algorithms,
         left_out,
         arrays,
+        metrics,
     )
 }

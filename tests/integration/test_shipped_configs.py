@@ -9,6 +9,7 @@ import pytest
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, run_here, state_arrays
 from tests.integration.test_recipes import RECIPES as PRETRAINED
 from train.config.load import load
+from train.run.glossary import metric_of
 from train.run.plots import PANELS, write_curves
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
@@ -48,6 +49,8 @@ def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
     assert [record["step"] for record in train] == list(range(1, steps + 1))
     assert [record["step"] for record in records(root, "eval")] == list(range(steps + 1))
     assert all(metrics <= set(record) for record in train)
+    logged = set().union(*records(root, "train"), *records(root, "eval")) - {"phase", "step"}
+    assert [name for name in sorted(logged) if metric_of(name) is None] == []
     assert all(names & set(record) for record in train for names in CURVES)
     numbers = [value for record in train for value in record.values() if value != "train"]
     assert all(math.isfinite(value) for value in numbers)

@@ -19,7 +19,7 @@ from tests.integration.command import (
 )
 from train.config.load import load
 from train.run.directory import resume_run
-from train.run.metric_groups import tag_of
+from train.run.glossary import tag_of
 
 CONFIG = "configs/smoke.yaml"
 STEPS = 2

@@ -20,7 +20,7 @@ from kljax.parity.search import ParityReport
 from train.report.quantities import QUANTITIES, Quantity, color_limit, histogram, histogram_limit, quantity_of
 from train.report.rollouts import RecordedRollout, columns_of
 from train.report.runs import ShownRun, config_difference
-from train.run.metric_groups import group_of
+from train.run.glossary import group_of, metric_of
 
 BUNDLE = Path(__file__).with_name("page")
 """The built script and style; `npm run build` in `web/` makes them."""
@@ -109,6 +109,7 @@ def render(title: str, runs: Sequence[ShownRun], dumps: Sequence[ShownDump] = ()
         "title": title,
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}, kljax {kljax.__version__}",
         "runs": [_describe_run(run) for run in runs],
+        "glossary": _glossary(runs),
         "quantities": list(numbers.describe()),
         "rollouts": list(numbers.summaries()),
         "histograms": list(numbers.histograms(len(runs))),
@@ -150,6 +151,17 @@ def _describe_run(run: ShownRun) -> dict[str, Any]:
         "checkpoints": list(run.checkpoints),
         "skipped": skipped,
         "notes": list(run.notes),
+    }
+
+
+def _glossary(runs: Sequence[ShownRun]) -> dict[str, dict[str, str]]:
+    """Returns what the curves mean, by the name of the metric; rewards of a task have no entry."""
+    names = {name for run in runs for series in run.metrics.values() for name in series}
+    entries = {name: metric_of(name) for name in sorted(names)}
+    return {
+        name: {"meaning": entry.meaning, "healthy": entry.healthy, "sick": entry.sick}
+        for name, entry in entries.items()
+        if entry is not None
     }
 
 

@@ -14,7 +14,7 @@ from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
-from train.run.metric_groups import tag_of
+from train.run.glossary import tag_of
 from train.run.trackers import Tracker, open_trackers
 from train.weights.files import write_text_atomic
 

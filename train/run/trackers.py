@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.schema import Config
-from train.run.metric_groups import tag_of
+from train.run.glossary import tag_of
 
 PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
 

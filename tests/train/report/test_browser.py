@@ -68,6 +68,15 @@ def test_curves_are_drawn_and_read_by_keyboard(opened):
     expect(reward.locator("canvas")).to_have_count(1)
 
 
+def test_curves_have_the_meaning_of_their_metrics(opened):
+    panel = opened.at("one").locator(".panel", has_text="Gradient norm")
+    meaning = panel.locator("dd")
+    expect(meaning).to_be_hidden()
+    panel.get_by_text("Meaning").press("Enter")
+    expect(meaning).to_contain_text("Healthy: settles within a factor of 10")
+    expect(meaning.locator("code")).to_contain_text(["optim.max_grad_norm", "reward"])
+
+
 def test_table_sorts_both_ways_and_back(opened):
     tab = opened.at("one", "#rollouts")
     expect(tab.locator("caption")).to_have_text("96 recorded rollouts")

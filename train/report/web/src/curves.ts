@@ -91,6 +91,7 @@ type Axis = "auto" | "linear" | "robust" | "log";
 
 interface Line {
   run: number;
+  metric: string;
   label: string;
   series: Series;
   dash: number[];
@@ -184,7 +185,7 @@ function linesOf(panel: Panel): Line[] {
     present.forEach(([phase, metric, label], number) => {
       const name = page.runs.length > 1 ? `${run.name}: ${label}` : label;
       const dash = DASHES[number % DASHES.length]!;
-      lines.push({ run: index, label: name, series: run.metrics[phase]![metric]!, dash });
+      lines.push({ run: index, metric, label: name, series: run.metrics[phase]![metric]!, dash });
     });
   });
   return lines;
@@ -228,6 +229,26 @@ function quantile(sorted: number[], share: number): number {
   return sorted[Math.min(Math.floor(share * sorted.length), sorted.length - 1)]!;
 }
 
+/** What the metrics of a panel mean, folded; null if the glossary has none of them. */
+function meanings(panel: Panel, lines: Line[]): HTMLElement | null {
+  const drawn = new Set(lines.map((line) => line.metric));
+  const known = panel.metrics.flatMap(([, metric]) => {
+    const meaning = drawn.has(metric) && page.glossary[metric];
+    return meaning ? [[metric, meaning] as const] : [];
+  });
+  if (known.length === 0) return null;
+  const entries = known.flatMap(([metric, { meaning, healthy, sick }]) => [
+    h("dt", {}, h("code", {}, metric)),
+    h("dd", {}, ...withCode(meaning), h("br"), "Healthy: ", ...withCode(healthy), h("br"), "Sick: ", ...withCode(sick)),
+  ]);
+  return h("details", { class: "meanings" }, h("summary", {}, "Meaning"), h("dl", {}, entries));
+}
+
+/** A text whose parts between backticks are code. */
+function withCode(text: string): (string | HTMLElement)[] {
+  return text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+}
+
 class Chart {
   readonly element: HTMLElement;
   private axis: Axis = "auto";
@@ -259,7 +280,8 @@ class Chart {
       this.draw();
     });
     const title = h("h3", {}, panel.title, panel.unit && h("small", {}, ` ${panel.unit}`), this.beyond);
-    this.element = h("article", { class: "panel" }, h("header", {}, title, choose), this.canvas, this.legend);
+    const header = h("header", {}, title, choose);
+    this.element = h("article", { class: "panel" }, header, this.canvas, this.legend, meanings(panel, lines));
     new IntersectionObserver((entries, observer) => {
       if (entries.some((entry) => entry.isIntersecting)) {
         observer.disconnect();

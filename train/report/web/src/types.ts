@@ -15,6 +15,13 @@ export interface Run {
   notes: string[];
 }
 
+/** What a metric means; code stands between backticks. */
+export interface Meaning {
+  meaning: string;
+  healthy: string;
+  sick: string;
+}
+
 export interface Quantity {
   key: string;
   label: string;
@@ -89,6 +96,7 @@ export interface PageData {
   title: string;
   made: string;
   runs: Run[];
+  glossary: Record<string, Meaning>;
   quantities: Quantity[];
   rollouts: Rollout[];
   histograms: Histogram[];
