@@ -135,7 +135,7 @@ NOT_POLICY_LOSSES: Mapping[str, str] = {
 }
 """Functions of `kljax.losses` that `LOSSES` leaves out, and why."""
 NOT_ESTIMATORS: Mapping[str, str] = {
-    "balanced_advantages": "rescales other advantages",
+    "balanced_advantages": "advantage.scale_by_mean and advantage.balance, after any estimator",
     "broadcast_to_steps": "needs trajectories of several rows",
     "broadcast_to_tokens": "applied to every estimator that gives one advantage per completion",
     "centered_kl_advantages": "kl.advantage",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from train.config.algorithms import ADVANTAGES, LOSS_FUNCTIONS, Algorithm, UserFunction, make_union, make_variant
 from train.config.types import (
     Aggregation,
+    Balance,
     Count,
     DegreesOfFreedom,
     EmptyRows,
@@ -53,6 +54,8 @@ class Advantage(Algorithm):
     """Whether tokens of advantage 0 are trained on; `drop` takes them out of every term and its denominators."""
     scale_by_mean: bool = False
     """Divide the advantages by their mean absolute value, which weighs tokens as the loss does."""
+    balance: Balance = 0.0
+    """scale_by_mean: first, advantages <= 0 times 1 - balance; if it is negative, those >= 0 times 1 + balance."""
     whiten: bool = False
     """Whiten the advantages over the whole batch."""
     whiten_ddof: DegreesOfFreedom = 1

@@ -151,7 +151,8 @@ def make_preparation(plan: Plan) -> Preparation:
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
         if options.scale_by_mean:
-            advantages = _scaled_by_mean(token_weights(plan, loss, batch), advantages)
+            weights = token_weights(plan, loss, batch)
+            advantages = kljax.balanced_advantages(advantages, mask, balance=options.balance, weights=weights)
         if options.whiten:
             advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)
         if "advantage" in controllers:
@@ -178,12 +179,6 @@ def make_preparation(plan: Plan) -> Preparation:
         return batch, following, metrics | measured
 
     return prepare
-
-
-def _scaled_by_mean(weights: Array, advantages: Array) -> Array:
-    """Divides advantages by the weighted mean of their absolute values."""
-    mean = kljax.WeightedSum((jnp.abs(advantages) * weights).sum(), weights.sum()).value()
-    return jnp.where(mean > 0, advantages / jnp.where(mean > 0, mean, 1), advantages)
 
 
 def make_control(plan: Plan) -> Control:

@@ -105,6 +105,8 @@ SAMPLING_MESHES = [
             ("advantage.zeros=drop", "loss.rejected_tokens=count", "correction={type: veto_mask}"),
             "advantage.zeros: got drop, which takes tokens out of the denominators, but loss.rejected_tokens is count",
         ),
+        (("advantage.balance=0.25",), "advantage.balance: got 0.25, which acts before the division by the mean size"),
+        (("advantage.balance=-1.5",), "advantage.balance: got -1.5, expected a number >= -1 and <= 1"),
         (("advantage.type=gae",), "loss.value_coef: got 0, but advantage.type gae learns a value head"),
         (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.type grpo has no value head"),
         (("loss.value_clip=0.2",), "loss.value_clip: got 0.2, but advantage.type grpo has no value head"),

@@ -438,6 +438,22 @@ def test_advantages_are_divided_by_their_weighted_mean(aggregation):
     np.testing.assert_array_equal(zeros, 0)
 
 
+@pytest.mark.parametrize(("balance", "smaller"), [(0.25, "negative"), (-1.0, "positive")])
+def test_balance_weighs_one_sign_less_before_the_mean(balance, smaller):
+    batch, options = batch_of(), ("loss.aggregation=seq_mean_token_mean", "advantage.scale=none")
+    plain, config = prepared(tiny.config_of(*options), batch)[0].advantages, tiny.config_of(*options)
+    balanced = tiny.config_of(*options, "advantage.scale_by_mean=true", f"advantage.balance={balance}")
+    result = prepared(balanced, batch)[0].advantages
+    weights, mask = weights_of(config, batch), batch.completion_mask
+    expected = kljax.balanced_advantages(plain, mask, balance=balance, weights=weights)
+    np.testing.assert_array_equal(result, expected)
+    assert {"negative": plain.min(), "positive": plain.max()}[smaller] != 0
+    factor = np.where((np.asarray(plain) < 0) == (smaller == "negative"), 1 - abs(balance), 1)
+    scaled = np.asarray(plain, float) * factor
+    mean = (np.abs(scaled) * weights).sum() / np.asarray(weights, float).sum()
+    np.testing.assert_allclose(result, scaled / mean, rtol=1e-5, atol=1e-7)
+
+
 def test_the_exact_kl_of_the_reward():
     options = ("advantage.type=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
     batch = batch_of()

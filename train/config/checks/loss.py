@@ -118,6 +118,17 @@ def _rows_and_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
+def _balance(config: Config) -> Iterator[Problem]:
+    section = config.advantage
+    if section.balance != 0 and not section.scale_by_mean:
+        yield problem(
+            f"got {section.balance:g}, which acts before the division by the mean size of the advantages; set "
+            "advantage.scale_by_mean=true, or advantage.balance=0",
+            "advantage.balance",
+            "advantage.scale_by_mean",
+        )
+
+
 def _whole_update(config: Config) -> Iterator[Problem]:
     parts = config.optim.micro_batches
     if Plan.of(config).whole_update and parts > 1:
@@ -129,4 +140,4 @@ def _whole_update(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_value_head, _reduction, _no_advantages, _groups, _rows_and_tokens, _whole_update)
+CHECKS = (_value_head, _reduction, _no_advantages, _groups, _rows_and_tokens, _balance, _whole_update)
