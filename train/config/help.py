@@ -15,6 +15,7 @@ from train.config.algorithms import (
 )
 from train.config.correction import CORRECTIONS
 from train.config.fields import Known, known_fields, variant_fields
+from train.config.interpreter import python_command
 from train.config.messages import show
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
 from train.config.signatures import read_signature
@@ -101,13 +102,14 @@ def search_help(words: Sequence[str]) -> str:
     # Names before meanings.
     matches.sort(key=lambda block: words[0].casefold() not in block[0].partition(": ")[0].casefold())
     if not matches:
-        return f"no field or algorithm has {' and '.join(words)}; python -m train --help lists all"
+        return f"no field or algorithm has {' and '.join(words)}; {python_command()} -m train --help lists all"
     return "\n".join(line for block in matches for line in block)
 
 
 def overview() -> str:
     """Lists the shipped configs, with the first line of their comments, and the next commands."""
-    lines = ["usage: python -m train CONFIG [key=value ...]", "", "configs:"]
+    command = f"{python_command()} -m train"
+    lines = [f"usage: {command} CONFIG [key=value ...]", "", "configs:"]
     paths = sorted(CONFIGS.glob("*.yaml"))
     width = max((len(f"configs/{path.name}") for path in paths), default=0)
     for path in paths:
@@ -116,10 +118,11 @@ def overview() -> str:
     lines += [
         "",
         "next:",
-        "  python -m train configs/quickstart.yaml           # learns to add on a laptop, in minutes",
+        f"  {command} configs/quickstart.yaml            # learns to add on a laptop, in minutes",
+        f"  {command} configs/quickstart.yaml --explain  # its algorithm in words and formulas",
+        f"  {command} --help kl                          # the fields with a word in them",
     ]
-    lines += ["  python -m train configs/quickstart.yaml --explain # its algorithm in words and formulas"]
-    return "\n".join([*lines, "  python -m train --help kl                         # the fields with a word in them"])
+    return "\n".join(lines)
 
 
 def _is_own(path: str) -> bool:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from train.config.address import without_password
 from train.config.fields import Known, known_fields, variant_fields
+from train.config.usual_names import USUAL_NAMES
 
 Location: TypeAlias = tuple[str | int, ...]
 
@@ -47,7 +48,7 @@ def unknown_field(path: str) -> str:
         parent = parent.rpartition(".")[0]
     names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     allowed = f"expected one of {', '.join(names)}" if names else f"{parent} is {known[parent].expected}"
-    hint = did_you_mean(path, known) or _by_last_name(path)
+    hint = _usual_name(path) or did_you_mean(path, known) or _by_last_name(path)
     return f"{path}: unknown field, {allowed}{hint}"
 
 
@@ -132,6 +133,12 @@ def _without_variants(location: Location) -> tuple[Location, str]:
 def _field_path(location: Iterable[str | int]) -> str:
     """Returns the path in the schema: `("correction", 1, "upper")` as `correction.upper`."""
     return dotted(part for part in location if isinstance(part, str))
+
+
+def _usual_name(path: str) -> str:
+    """Returns the hint for a name that other trainers use for a field."""
+    field = USUAL_NAMES.get(path.casefold().replace("-", "_"))
+    return f"; did you mean '{field}'?" if field else ""
 
 
 def _by_last_name(path: str) -> str:

@@ -1,6 +1,7 @@
 """`python -m train.plan CONFIG [key=value ...] --topology v5p:4x4x4`: the programs of a step on hardware elsewhere."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +88,7 @@ def show(options: argparse.Namespace) -> int:
             tell("none of these fits; raise --candidates, or take a larger topology")
         plans = [(candidate.overrides, plan) for candidate, plan in pairs]
     else:
-        plan = plan_config(loaded.config, topology, effort=effort, keep=options.keep)
+        plan = plan_config(loaded.config, topology, effort=effort, keep=options.keep, tell=_tell_progress)
         plans = [(tuple(options.overrides), plan)]
     for overrides, plan in plans:
         if options.search:
@@ -146,6 +147,10 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
             f"{topology} has {topology.size}; set the mesh to as many, or let --search find one"
         )
     return loaded
+
+
+def _tell_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,13 @@ class HardwareReport:
 
 
 def report(
-    run: AbstractRun, topology: Topology, mesh: Mapping[str, int], *, effort: float | None, keep: Path | None = None
+    run: AbstractRun,
+    topology: Topology,
+    mesh: Mapping[str, int],
+    *,
+    effort: float | None,
+    keep: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> HardwareReport:
     """Compiles and reads the programs of a step, one after the other.
 
@@ -142,9 +148,14 @@ def report(
       mesh: sizes of the axes of the config.
       effort: of the compiler, see `compile_program`.
       keep: directory for the compiled programs and their buffer assignments, or None.
+      tell: called with a line before each program, which can take minutes.
     """
     islands = [_island(device, topology) for device in run.context.mesh.devices.flat]
-    programs = [_read(program, islands, effort, keep) for program in run.lower()]
+    tell(f"tracing the programs of a step for {topology} ...")
+    programs = []
+    for program in run.lower():
+        tell(f"compiling {program.name} ...")
+        programs.append(_read(program, islands, effort, keep))
     resident, host = (
         {name: count(tree) for name, tree in run.resident().items()} for count in (device_bytes, host_bytes)
     )

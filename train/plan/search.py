@@ -38,7 +38,12 @@ class Candidate:
 
 
 def plan_config(
-    config: Config, topology: Topology, *, effort: float | None = LEAST_EFFORT, keep: Path | None = None
+    config: Config,
+    topology: Topology,
+    *,
+    effort: float | None = LEAST_EFFORT,
+    keep: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> HardwareReport:
     """Compiles and reads the programs of a config for a topology.
 
@@ -47,11 +52,13 @@ def plan_config(
       topology: the hardware.
       effort: of the compiler, see `compile_program`.
       keep: directory for the compiled programs, or None.
+      tell: called with a line before each program.
 
     Raises:
       UserError: the model does not fit the mesh, or its shape is not known here.
     """
-    return report(abstract_run(config, topology), topology, config.mesh.model_dump(), effort=effort, keep=keep)
+    run, mesh = abstract_run(config, topology), config.mesh.model_dump()
+    return report(run, topology, mesh, effort=effort, keep=keep, tell=tell)
 
 
 def abstract_run(config: Config, topology: Topology) -> AbstractRun:

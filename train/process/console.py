@@ -3,12 +3,16 @@
 import argparse
 import gc
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
+from train.config.fields import known_fields
 from train.config.load import LoadedConfig
+from train.config.usual_names import USUAL_NAMES
 from train.process.disk_problem import handle_thread_errors
 from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
@@ -55,7 +59,7 @@ def show_warnings(loaded: LoadedConfig) -> None:
 
 def make_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Makes the parser of `python -m MODULE`, with `--version`; the lines of the epilog are kept."""
-    command = argparse.ArgumentParser(
+    command = FieldParser(
         prog=f"python -m {module}",
         description=description,
         epilog=epilog.replace("%", "%%"),
@@ -64,6 +68,20 @@ def make_parser(module: str, description: str, epilog: str) -> argparse.Argument
     )
     command.add_argument("--version", action=ShowVersion)
     return command
+
+
+class FieldParser(argparse.ArgumentParser):
+    """A parser that tells how to set a field which was written as a flag, `--kl.loss.coef 0.1`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with the usage and the message."""
+        flag = re.match(r"unrecognized arguments: --([\w.-]+)[= ]?(\S*)", message)
+        if flag is not None:
+            name = flag[1].replace("-", "_")
+            path = USUAL_NAMES.get(name.casefold(), name)
+            if path in known_fields():
+                message += f"; a field is set without dashes: {path}={flag[2] or 'VALUE'}"
+        super().error(message)
 
 
 def add_process_flags(command: argparse.ArgumentParser) -> None:

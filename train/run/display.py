@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from train.config.interpreter import python_command
 from train.distributed.peers import is_leader
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.weights.files import write_text_atomic
@@ -157,21 +157,19 @@ def print_comparison(console: Console, before: Mapping[str, float | None], after
 
 def print_next_commands(console: Console, root: Path) -> None:
     """Prints where a finished run lies, its picture, and three commands that take it further."""
-    python = this_python()
-    lines = [f"done: {root}, with curves.png", "next:"]
-    lines += [f"  {python} -m train.report {root} --open              # curves, rollouts and tokens on one page"]
-    lines += [f"  {python} -m train.eval {root}                       # the policy on the held-out prompts"]
-    lines += [f"  {python} -m train.export {root} --to exports/{root.name}  # weights for transformers and vLLM"]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-def this_python() -> str:
-    """Returns what starts this interpreter in a shell: `python` if the shell finds it, or its path from here."""
-    executable, named = Path(sys.executable), shutil.which("python")
-    if named is not None and Path(named) == executable:
-        return "python"
-    # An environment's interpreter is a link: followed, it would lose the environment.
-    return str(executable.relative_to(Path.cwd()) if executable.is_relative_to(Path.cwd()) else executable)
+    commands = {
+        f"{python_command()} -m train.{arguments}": purpose
+        for arguments, purpose in (
+            (f"report {root} --open", "curves, rollouts and tokens on one page"),
+            (f"eval {root}", "the policy on the held-out prompts"),
+            (f"export {root} --to exports/{root.name}", "weights for transformers and vLLM"),
+        )
+    }
+    width = max(map(len, commands))
+    lines = [f"  {command:{width}}  # {purpose}" for command, purpose in commands.items()]
+    console.print(
+        "\n".join([f"done: {root}, with curves.png", "next:", *lines]), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def print_evaluation(console: Console, title: str, results: Mapping[str, Any], temperature: float) -> None:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError
+from train.config.interpreter import python_command
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
@@ -62,7 +63,7 @@ def with_imported_model(config: Config) -> Config:
         except OSError as error:
             raise UserError(
                 f"model.path: cannot import {path} beside it: {error.strerror or error}; "
-                f"run python -m train.import {path} --to FOLDER, and set model.path to the folder"
+                f"run {python_command()} -m train.import {path} --to FOLDER, and set model.path to the folder"
             ) from error
 
     return config.model_copy(update={"model": config.model.model_copy(update={"path": on_leader("model", imported)})})

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save
 
 from kljax.checkpoint import first_five, named_leaves
+from train.config.interpreter import python_command
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader
@@ -159,7 +160,7 @@ def save_adapter(
     if stacked:
         raise ValueError(
             f"lora.targets: got {', '.join(stacked)} of a mixture of experts, which PEFT has no modules for in "
-            "transformers 5; export the merged weights (`python -m train.export --merge`)"
+            f"transformers 5; export the merged weights (`{python_command()} -m train.export --merge`)"
         )
     prefix = f"base_model.model.{_prefix(source)}"
     leaves = to_host(leaves)

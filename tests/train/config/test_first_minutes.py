@@ -1,6 +1,9 @@
 """Commands without a model, without arguments or with a wrong name say what to do next."""
 
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,9 @@ from tests.integration.command import ROOT
 from train import eval as evaluation
 from train.__main__ import main
 from train.config.download import DOWNLOAD, hub_program
+from train.config.fields import known_fields
+from train.config.interpreter import python_command
+from train.config.usual_names import USUAL_NAMES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PRETRAINED = [path for path in CONFIGS if DOWNLOAD.search(path.read_text())]
@@ -70,3 +76,49 @@ def test_evaluation_of_no_run_lists_runs(tmp_path, capsys):
     error = capsys.readouterr().err
     assert f"{tmp_path / 'nope'}: no such run or config" in error
     assert f"there are {tmp_path / 'first'}" in error
+
+
+@pytest.mark.parametrize(
+    ("program", "active", "expected"),
+    [
+        ("/clone/.venv/bin/python", None, ".venv/bin/python"),
+        ("/clone/.venv/bin/python", "/clone/.venv/bin/python", "python"),
+        ("/envs/new one/bin/python", "/usr/bin/python", "'/envs/new one/bin/python'"),
+        ("/envs/new/bin/python", "/envs/new/bin/python", "python"),
+        ("/envs/new/bin/python", None, "/envs/new/bin/python"),
+    ],
+)
+def test_interpreter_is_shown_as_the_shell_finds_it(program, active, expected, monkeypatch):
+    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/clone"))
+    monkeypatch.setattr(shutil, "which", lambda name: active)
+    assert python_command() == expected
+
+
+def test_shown_commands_start_this_interpreter(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/envs/new/bin/python")
+    main([])
+    text = capsys.readouterr().err
+    lines = text[text.index("next:") :].splitlines()[1:]
+    assert len(lines) == 3
+    assert all(line.startswith("  /envs/new/bin/python -m train ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("lr", "optim.learning_rate"), ("beta", "kl.loss.coef"), ("num-generations", "rollout.samples_per_prompt")],
+)
+def test_usual_name_of_a_field_is_translated(name, field, capsys):
+    quickstart = str(ROOT / "configs/quickstart.yaml")
+    assert main([quickstart, f"{name}=0.1"]) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean '{field}'?\n")
+    for flag in ([f"--{name}", "0.1"], [f"--{name}=0.1"]):
+        with pytest.raises(SystemExit) as ended:
+            main([quickstart, *flag])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.endswith(f"; a field is set without dashes: {field}=0.1\n")
+
+
+def test_usual_names_are_not_fields_themselves():
+    assert set(USUAL_NAMES.values()) <= set(known_fields())
+    assert not set(USUAL_NAMES) & set(known_fields())

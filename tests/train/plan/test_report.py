@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from train.plan.compiler.lowering import compile_program
 from train.plan.compiler.roofline import Work
 from train.plan.compiler.topology import parse_topology
 from train.plan.programs import AbstractRun
-from train.plan.report import HardwareReport, ProgramReport, markdown, summary, tables
+from train.plan.report import HardwareReport, ProgramReport, markdown, report, summary, tables
 from train.rollouts.layout import device_bytes, host_bytes
 
 GIB = 2**30
@@ -134,6 +135,19 @@ def test_tables_show_known_values():
     text = markdown(actual)
     assert "**Memory of a device, GiB**" in text
     assert "| update | 0.000 | 1.00 | 0.500 | 1.50 | 5.00 |" in text
+
+
+def test_each_program_is_told_before_it_compiles(monkeypatch):
+    told = []
+    run = AbstractRun.of(config_of(KL), mesh_of(1, 1, 1))
+    names = ["sample", "score", "prepare", "update"]
+    lowered = [SimpleNamespace(name=name) for name in names]
+    monkeypatch.setattr(AbstractRun, "lower", lambda run: lowered)
+    monkeypatch.setattr("train.plan.report._read", lambda program, *rest: told.append(program.name))
+    topology = parse_topology("v5e:1x1", 1)
+    report(run, topology, {"data": 1}, effort=None, tell=told.append)
+    assert told[0] == "tracing the programs of a step for v5e:1x1 ..."
+    assert told[1:] == [line for name in names for line in (f"compiling {name} ...", name)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
+from train.config.interpreter import python_command
 from train.run import display
 
 ESCAPE = "\x1b"
@@ -155,19 +156,6 @@ def test_finished_run_names_directory_and_three_commands(tmp_path):
     lines = stream.getvalue().splitlines()
     assert lines[0] == f"done: {tmp_path / 'first'}, with curves.png"
     assert [line.split()[:4] for line in lines[2:]] == [
-        [display.this_python(), "-m", f"train.{name}", str(tmp_path / "first")] for name in ("report", "eval", "export")
+        [python_command(), "-m", f"train.{name}", str(tmp_path / "first")] for name in ("report", "eval", "export")
     ]
-
-
-def test_python_of_next_commands_starts_this_interpreter(tmp_path, monkeypatch):
-    """By its name where the shell finds it, else by its path, which is short below the working directory."""
-    executable = tmp_path / ".venv" / "bin" / "python"
-    executable.parent.mkdir(parents=True)
-    executable.touch(mode=0o755)
-    monkeypatch.setattr(display.sys, "executable", str(executable))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert display.this_python() == str(executable)
-    monkeypatch.chdir(tmp_path)
-    assert display.this_python() == ".venv/bin/python"
-    monkeypatch.setenv("PATH", str(executable.parent))
-    assert display.this_python() == "python"
+    assert len({line.index("  # ") for line in lines[2:]}) == 1

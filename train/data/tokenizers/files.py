@@ -8,6 +8,7 @@ import tokenizers
 
 from train.config.download import download_hint
 from train.config.errors import UserError
+from train.config.interpreter import python_command
 from train.config.json_text import parse_json
 from train.data.tokenizers.chat import ChatTemplate
 from train.data.tokenizers.folder import FolderTokenizer
@@ -40,8 +41,8 @@ def check_folder_exists(folder: Path) -> None:
         raise UserError(f"model.path: cannot open {str(folder)!r}: {error.strerror}") from error
     if exists and folder.suffix == ".gguf":
         raise UserError(
-            f"model.path: got the GGUF file {str(folder)!r}; run python -m train.import {folder} --to FOLDER, and set "
-            "model.path to the folder"
+            f"model.path: got the GGUF file {str(folder)!r}; "
+            f"run {python_command()} -m train.import {folder} --to FOLDER, and set model.path to the folder"
         )
     if not is_folder:
         kind = "it is a file" if exists else "there is no such directory"
