@@ -2,7 +2,10 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -16,24 +19,30 @@ def traced_once(
 ) -> Callable[Arguments, Result]:
     """Wraps a function that is about to be jitted so that a second trace raises AssertionError.
 
-    The count belongs to the returned wrapper: two wrappers of one function are two programs.
+    The count belongs to the returned wrapper: two wrappers of one function are two programs. A second trace for equal
+    arguments is none of the caller's: JAX has lost the first one (`jax.clear_caches`).
 
     Args:
       name: the name of the compiled program, in place of the function's.
       size_of: computes from the arguments the size of the program, for a function that has programs of several sizes.
     """
-    traced: set[Hashable] = set()
+    traced: dict[Hashable, Any] = {}
 
     @functools.wraps(function)
     def counted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        size = size_of(*args, **kwargs)
-        if size in traced:
+        size, arguments = size_of(*args, **kwargs), _described((args, kwargs))
+        if traced.setdefault(size, arguments) != arguments:
             raise AssertionError(
                 f"{counted.__name__} is traced a second time: a shape, dtype or static argument changed between calls"
             )
-        traced.add(size)
         return function(*args, **kwargs)
 
     if name is not None:
         counted.__name__ = name
     return counted
+
+
+def _described(arguments: Any) -> tuple[Any, ...]:
+    """Returns what JAX compiles a program for: tree, shapes, dtypes and shardings of arrays, and all other values."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return tree, *(jax.typeof(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)

@@ -52,3 +52,12 @@ def test_program_of_several_sizes_is_traced_per_size():
         program(jnp.ones(length))
     with pytest.raises(AssertionError, match="double is traced a second time"):
         program(jnp.ones(4, jnp.int32))
+
+
+def test_cleared_caches_allow_another_trace_of_equal_arguments():
+    double = doubled()
+    for value in (1.0, 2.0):
+        assert double(jnp.float32(value)) == 2 * value
+        jax.clear_caches()
+    with pytest.raises(AssertionError, match="traced a second time"):
+        double(jnp.ones(4))
