@@ -24,11 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
             subparser = commands.add_parser(name, help=summary, description=summary)
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, option=None)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         return 2
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    # The flag of another system is what `systems` is asked for.
+    if arguments.command == "systems" and len(unknown) == 1 and unknown[0].startswith("--"):
+        arguments.option = unknown[0]
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -9,6 +9,7 @@ searches the names, the options and the functions of the systems.
     python -m kljax systems                  # all systems
     python -m kljax systems verl/low_var_kl  # one name
     python -m kljax systems kl_penalty       # the names of a function
+    python -m kljax systems --kl-loss-type   # the names that an option takes, or the argument that it sets
     python -m kljax systems --compare k3     # one name across the systems
 """
 

@@ -40,12 +40,14 @@ class System:
       title: its name in text.
       version: the release or commit whose code was read.
       default_kl: the KL that it uses unless told otherwise.
+      aliases: flags of older releases, or of arguments -> the options of the table that they stand for.
     """
 
     key: str
     title: str
     version: str
     default_kl: str
+    aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import kljax
 from kljax.systems._call import Call
 from kljax.systems._entry import KINDS, Entry, Golden
 from kljax.systems._lookup import require_call
+from kljax.systems._options import OptionUse
 from kljax.systems._table import SYSTEMS
 
 WIDTH = 100
@@ -65,6 +66,23 @@ def _name_and_call(entry: Entry, margin: int) -> list[str]:
     if len(entry.name) + 4 > margin:
         return [f"  {entry.name}", *field("", text, margin=margin)]
     return field(entry.name, text, margin=margin)
+
+
+def of_option(uses: Sequence[OptionUse]) -> Iterator[str]:
+    """Yields the uses of an option: the names that it takes, each with its call, or the argument that it sets."""
+    for number, use in enumerate(uses):
+        if number:
+            yield ""
+        spelled = f"{use.alias} ({use.option})" if use.alias else use.option
+        if use.argument:
+            names = ", ".join(dict.fromkeys(entry.name for entry in use.entries))
+            source = "" if use.source == use.option else f" ({use.source})"
+            yield from field(f"{use.system}:", f"{spelled} sets {use.argument}{source} of {names}", indent=0)
+            continue
+        yield from field(f"{use.system}:", f"{spelled} takes", indent=0)
+        margin = min(max(len(entry.name) for entry in use.entries) + 4, 40)
+        for entry in use.entries:
+            yield from _name_and_call(entry, margin)
 
 
 def call_text(entry: Entry) -> str:

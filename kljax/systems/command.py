@@ -11,6 +11,7 @@ from kljax.systems._call import Call
 from kljax.systems._compare import compare, comparison_as_json, find_by_name
 from kljax.systems._entry import Entry
 from kljax.systems._lookup import entries
+from kljax.systems._options import find_option
 from kljax.systems._search import did_you_mean, find_by_function
 from kljax.systems._table import SYSTEMS
 
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME",
-        help="a system, system/name, a name, or a function of a system such as kl_penalty; omit for all systems",
+        help="a system, system/name, a name, a function of a system such as kl_penalty, or an option such as "
+        "kl_loss_type, also as --kl-loss-type; omit for all systems",
     )
     parser.add_argument("--compare", metavar="NAME", help="compare the meanings of this name, with numbers")
     parser.add_argument("--json", action="store_true", help="print entries as JSON")
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the entries or the comparison.
+
+    Args:
+      args: of the command line; `option` is a flag of a system, with dashes, or None.
 
     Returns:
       The exit code: 0, or 2 for a request that no entry answers, with the error on stderr.
@@ -57,9 +62,16 @@ def _compare_lines(args: argparse.Namespace) -> Iterable[str]:
 
 
 def _entry_lines(args: argparse.Namespace) -> Iterable[str]:
-    selected = select(args.name)
+    selected = select(args.name) if args.option is None else []
+    uses = [] if selected else find_option(args.option or args.name)
+    if uses and args.option and args.name:
+        named = [entry for use in uses for entry in use.entries if args.name == entry.name and not use.argument]
+        selected, uses = named, [] if named else uses
+    if uses and not args.json:
+        return _text.of_option(uses)
+    selected = selected or list({id(entry): entry for use in uses for entry in use.entries}.values())
     if not selected:
-        raise UsageError(unknown(args.name))
+        raise UsageError(unknown(args.option or args.name))
     if args.json:
         return [json.dumps([entry_as_json(entry) for entry in selected], indent=2)]
     if args.name is None:
@@ -90,7 +102,8 @@ def unknown(name: str) -> str:
     """
     known = [*SYSTEMS, *(entry.name for entry in entries()), *(entry.key for entry in entries())]
     hint = did_you_mean(name, known)
-    return f"NAME: got {name!r}, expected a system ({', '.join(SYSTEMS)}), system/name, a name, or a function{hint}"
+    expected = f"a system ({', '.join(SYSTEMS)}), system/name, a name, a function, or an option"
+    return f"NAME: got {name!r}, expected {expected}{hint}"
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:

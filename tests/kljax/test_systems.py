@@ -21,6 +21,7 @@ from kljax.systems import Call, Entry, Golden
 from kljax.systems._call import steps
 from kljax.systems._compare import comparison_as_json
 from kljax.systems._entry import KINDS
+from kljax.systems._options import find_option
 from kljax.systems._table import SYSTEMS
 from kljax.systems._text import WIDTH
 from tests.goldens import cases
@@ -448,6 +449,55 @@ def test_a_function_of_a_system_finds_its_names(capsys: pytest.CaptureFixture[st
     text = output(capsys, "compute_policy_loss_vanilla")
     assert text.startswith("verl/vanilla (policy loss)")
     assert "verl/low_var_kl (kl)" in output(capsys, "kl_penalty")
+
+
+@pytest.mark.parametrize("spelling", ["kl_loss_type", "--kl-loss-type", "KL-loss_type", "actor.kl_loss_type"])
+def test_option_lists_its_values_and_arguments(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, spelling)
+    start = text.index("verl:        actor.kl_loss_type takes\n")
+    listed = [line.split()[0] for line in text[start:].partition("\n\n")[0].splitlines()[1:] if line[2] != " "]
+    wanted = [entry.name for entry in kljax.systems.entries(system="verl") if "actor.kl_loss_type" in entry.option]
+    assert listed == wanted
+    assert "low_var_kl   kljax.estimate_kl(estimator='low_var_kl')" in text
+    assert "actor.kl_loss_type sets estimator of use_kl_loss" in text
+    assert ("slime:       --kl-loss-type takes" in text) == (spelling != "actor.kl_loss_type")
+
+
+@pytest.mark.parametrize(
+    ("option", "use"),
+    [
+        ("delta", "trl:         delta sets max_ratio of grpo, bnpo, dr_grpo, dapo, luspo"),
+        ("epsilon_high", "trl:         epsilon_high sets clip_high (epsilon_high, else epsilon) of grpo"),
+        ("--eps-clip", "openrlhf:    --actor.eps_clip (clip_eps_low) sets clip_low of ppo, gspo"),
+        ("--kl_estimator", "openrlhf:    --kl_estimator (--algo.kl.estimator) takes\n  k1 "),
+        ("init_kl_coef", "openrlhf:    --init_kl_coef (--algo.kl.init_coef) sets coef of fixed, adaptive"),
+        ("clip_ratio_high", "verl:        actor.clip_ratio_high sets clip_high of vanilla"),
+    ],
+)
+def test_option_of_any_release_is_found(option: str, use: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert use in output(capsys, option)
+
+
+def test_option_with_a_value_shows_its_details(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "--kl-loss-type", "low_var_kl")
+    assert text.startswith("slime/low_var_kl (kl)")
+    assert "\nverl/low_var_kl (kl)" in text
+    assert "trinity" not in text.partition("\n")[0]
+    described = json.loads(output(capsys, "--kl-loss-type", "--json"))
+    assert {"slime", "verl"} == {entry["system"] for entry in described}
+
+
+def test_words_of_a_description_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["systems", "log-prob"]) == main(["systems", "trainer"]) == 2
+    assert "or an option" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["parity", "--kl-loss-type"])
+
+
+def test_aliases_stand_for_options_of_the_table() -> None:
+    for system in SYSTEMS.values():
+        for alias, options in system.aliases.items():
+            assert {use.option for use in find_option(alias)} >= {*options}, alias
 
 
 def test_details_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:

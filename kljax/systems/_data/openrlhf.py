@@ -7,7 +7,17 @@ from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
-SYSTEM = System("openrlhf", "OpenRLHF", "0.11.2", "k1 in the reward, coefficient 0.01")
+# Flags of 0.9 have no dot. The others set arguments of functions, which the recorded cases have.
+ALIASES = {
+    "--kl_estimator": ("--algo.kl.estimator",), "--init_kl_coef": ("--algo.kl.init_coef",),
+    "--use_kl_loss": ("--algo.kl.use_loss",), "--kl_target": ("--algo.kl.target",),
+    "--kl_horizon": ("--algo.kl.horizon",), "--advantage_estimator": ("--algo.advantage.estimator",),
+    "--actor.eps_clip": ("clip_eps_low", "clip_eps_high"),
+    "--actor.eps_clip_low_high": ("clip_eps_low", "clip_eps_high"),
+    "--vllm_is_truncated_threshold": ("is_correction_threshold",),
+    "--enable_vllm_is_correction": ("--algo.advantage.is_correction_level",)
+}
+SYSTEM = System("openrlhf", "OpenRLHF", "0.11.2", "k1 in the reward, coefficient 0.01", ALIASES)
 
 GROUP_REWARDS = {
     "rewards": "reward model score", "group_ids": "i // n_samples_per_prompt",
