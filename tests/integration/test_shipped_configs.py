@@ -25,7 +25,7 @@ RECIPES = (
     (("configs/quickstart.yaml", *SHORT), {"kl_loss", "kl_reference_exact", "rollout_kl_loss", "clip_fraction"}),
     (LORA, {"kl_loss"}),
     ((*LORA, *EXACT), {"kl_loss", "kl_reward", "kl_reference", "kl_reference_exact"}),
-    (PPO, {"kl_reward", "kl_coef", "value_loss"}),
+    (PPO, {"kl_reward", "kl_coef", "value_loss", "entropy_coef"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )
 CURVES = [{panel.metric, panel.instead} for panel in PANELS if panel.phase == "train"]

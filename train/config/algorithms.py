@@ -98,6 +98,8 @@ CONTROLLERS: Mapping[str, str] = {
     "scheduled": "kljax:scheduled_kl",
 }
 """Controllers of a KL coefficient."""
+ENTROPY_CONTROLLERS: Mapping[str, str] = {"fixed": "kljax:fixed_kl", "adaptive": "kljax:adaptive_entropy"}
+"""Controllers of the entropy coefficient."""
 KL_SCHEDULES: Mapping[str, str] = {
     "linear": "optax.schedules:linear_schedule",
     "cosine": "optax.schedules:cosine_decay_schedule",

@@ -61,8 +61,11 @@ def explain(loaded: LoadedConfig) -> str:
         origin = next((of for path, of in loaded.origins.items() if path.startswith("correction")), "default")
         lines += ["", f"correction for the sampler: {entry.type} ({origin})", f"  {signature.doc}", f"  {options}"]
     for name, text in (("entropy_coef", "- entropy_coef * entropy"), ("value_coef", "+ value_coef * value loss")):
-        if getattr(config.loss, name) > 0:
+        if getattr(config.loss, name) > 0 or (name == "entropy_coef" and config.loss.has_entropy_term()):
             lines += ["", f"in the loss: {text}", *_fields(loaded, "loss", config.loss, [name])]
+    if "entropy" in plan.moving:
+        controller = config.loss.entropy_controller
+        lines += _fields(loaded, "loss.entropy_controller", controller, type(controller).model_fields)
     return "\n".join(lines)
 
 

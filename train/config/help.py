@@ -7,6 +7,7 @@ from pathlib import Path
 from train.config.algorithms import (
     ADVANTAGES,
     CONTROLLERS,
+    ENTROPY_CONTROLLERS,
     KL_SCHEDULES,
     LOSS_FUNCTIONS,
     NOT_ESTIMATORS,
@@ -27,6 +28,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "correction": CORRECTIONS,
     "kl.loss.controller": CONTROLLERS,
     "kl.loss.controller.schedule": KL_SCHEDULES,
+    "loss.entropy_controller": ENTROPY_CONTROLLERS,
     "optim.optimizer": OPTIMIZERS,
 }
 """The sections that choose an algorithm, with the table of their functions; `kl.reward`, `kl.advantage` have it too."""

@@ -2,7 +2,15 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config.algorithms import ADVANTAGES, LOSS_FUNCTIONS, Algorithm, UserFunction, make_union, make_variant
+from train.config.algorithms import (
+    ADVANTAGES,
+    ENTROPY_CONTROLLERS,
+    LOSS_FUNCTIONS,
+    Algorithm,
+    UserFunction,
+    make_union,
+    make_variant,
+)
 from train.config.types import (
     Aggregation,
     Balance,
@@ -14,6 +22,24 @@ from train.config.types import (
     Positive,
     RejectedTokens,
 )
+
+
+class EntropyController(Algorithm):
+    """The controller of the entropy coefficient; its fields are the parameters of the function of the library."""
+
+    type: str
+    """`fixed` keeps the coefficient, `adaptive` moves it in steps while the mean entropy is above or below a target."""
+
+
+ENTROPY_CONTROLLER_VARIANTS: list[type[Any]] = [
+    make_variant(EntropyController, name, target, hidden=("coef",)) for name, target in ENTROPY_CONTROLLERS.items()
+]
+DEFAULT_ENTROPY_CONTROLLER: EntropyController = ENTROPY_CONTROLLER_VARIANTS[0](type="fixed")
+
+if TYPE_CHECKING:
+    EntropyControllerSection = EntropyController
+else:
+    EntropyControllerSection = make_union(ENTROPY_CONTROLLER_VARIANTS, "fixed")
 
 
 class Loss(Algorithm):
@@ -32,11 +58,17 @@ class Loss(Algorithm):
     rejected_tokens: RejectedTokens = "drop"
     """Whether tokens that a correction rejects still count in the denominators."""
     entropy_coef: NonNegative = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus; the initial one if adaptive."""
+    entropy_controller: EntropyControllerSection = DEFAULT_ENTROPY_CONTROLLER
+    """Controller of that coefficient; it measures the mean entropy per token, in nats."""
     value_coef: NonNegative = 0.0
     """Coefficient of the value loss, if the advantage estimator reads values."""
     value_clip: Positive | None = None
     """Clip of a value's distance from the old value; null: none."""
+
+    def has_entropy_term(self) -> bool:
+        """Whether the entropy bonus is part of the objective: its coefficient is above 0, or can come there."""
+        return self.entropy_coef > 0 or self.entropy_controller.type != DEFAULT_ENTROPY_CONTROLLER.type
 
 
 class NoLoss(Loss):

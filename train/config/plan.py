@@ -7,10 +7,11 @@ import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSS_FUNCTIONS, LOSSES, Algorithm, Scope, UserFunction
 from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
-from train.config.loss import NoLoss
+from train.config.loss import DEFAULT_ENTROPY_CONTROLLER, NoLoss
 from train.config.schema import Config
 from train.config.signatures import Parameter, Signature, read_signature
 
@@ -51,6 +52,25 @@ ADVANTAGE_ARRAYS: Mapping[str, str] = {
     "sum_squared_probs": "sum_squared_probs",
 }
 """The arrays that an advantage estimator can name, and the field of the batch that each comes from."""
+
+
+class SteeredTerm(NamedTuple):
+    """A term of the loss whose coefficient can follow a metric of the updates.
+
+    Attributes:
+      measured: the metric that the controller is told.
+      coefficient: the metric that logs the coefficient in use.
+    """
+
+    measured: str
+    coefficient: str
+
+
+STEERED: Mapping[str, SteeredTerm] = {
+    "loss": SteeredTerm("kl_loss_per_token", "kl_loss_coef"),
+    "entropy": SteeredTerm("entropy", "entropy_coef"),
+}
+"""Controllers that move after the updates on a batch."""
 FROM_ZERO = ("pi", "scheduled")
 """Controllers whose coefficient can leave 0."""
 
@@ -89,8 +109,9 @@ class Plan:
       loss: the signature of the policy loss; None without one.
       advantage: the signature of the estimator; None where the loss reads no advantages.
       corrections: the signatures of the corrections, in their order.
-      controllers: the placements of the KL whose coefficient is in use: "reward", "loss", "advantage".
-      moving: the placements whose coefficient changes during the run.
+      controllers: the placements of the KL whose coefficient is in use: "reward", "loss", "advantage"; and "entropy",
+        if the coefficient of the entropy is steered.
+      moving: the ones among them whose coefficient changes during the run.
       reference: whether a term or a metric reads the reference.
       ref_log_probs: whether one reads its log-probs of the sampled tokens; the exact KL does not.
       keeps_ref_log_probs: whether these are kept for the rows of a recording, which the reference then scores once.
@@ -148,6 +169,11 @@ class Plan:
     def steers_loss(self) -> bool:
         """Whether the coefficient of the KL in the loss follows the KL, or a schedule, from step to step."""
         return "loss" in self.moving
+
+    @property
+    def steered(self) -> tuple[str, ...]:
+        """The controllers that the updates on a batch are measured for, and that move after them."""
+        return tuple(name for name in self.moving if name in STEERED)
 
     @property
     def scores_policy(self) -> bool:
@@ -251,6 +277,8 @@ def _plan(config: Config) -> Plan:
     on = {name: term.estimator for name, term in terms.items() if is_on(term)}
     read = set(arrays_of(loss, LOSS_ARRAYS).values()) if loss is not None else set()
     fields = {LOSS_ARRAYS[name] for name in read}
+    steers_entropy = config.loss.entropy_controller.type != DEFAULT_ENTROPY_CONTROLLER.type
+    entropy = ("entropy",) if steers_entropy else ()
     if advantage is not None:
         fields |= {ADVANTAGE_ARRAYS[name] for name in arrays_of(advantage, ADVANTAGE_ARRAYS).values()}
     sampled = {name for name, estimator in on.items() if estimator != "exact"}
@@ -266,8 +294,8 @@ def _plan(config: Config) -> Plan:
         loss=loss,
         advantage=advantage,
         corrections=correction_signatures(config),
-        controllers=tuple(on),
-        moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
+        controllers=(*on, *entropy),
+        moving=(*(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type), *entropy),
         reference=ref_log_probs or exact_kl or bool(on),
         ref_log_probs=ref_log_probs,
         keeps_ref_log_probs=ref_log_probs and not (exact_kl or exact_reward) and _rows_return_alike(config),
@@ -283,7 +311,7 @@ def _plan(config: Config) -> Plan:
         mismatch=mismatch,
         value_head="values" in fields,
         sum_squared_probs="sum_squared_probs" in fields,
-        entropies=config.loss.entropy_coef > 0 or "entropies" in read,
+        entropies=config.loss.has_entropy_term() or "entropies" in read,
         key="key" in read,
         scope=_scope(config.loss, loss),
         layout=Layout.of(config),

@@ -138,6 +138,7 @@ RANGES: Mapping[str, Any] = {
     "decay": Decay,
     "decay_rate": Positive,
     "decay_steps": Count,
+    "delta": Positive,
     "dual_clip": AboveOne,
     "end_value": NonNegative,
     "eps": NonNegative,
@@ -203,6 +204,8 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
     ("importance_weights", "upper"): Positive,
     ("rejection_mask", "lower"): NonNegative,
     ("rejection_mask", "upper"): NonNegative,
+    # An entropy, which may be 0.
+    ("adaptive_entropy", "target"): NonNegative,
     # Means of squares.
     ("second_moment_mask", "threshold"): NonNegative,
     ("m2po_loss", "threshold"): NonNegative,

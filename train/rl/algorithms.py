@@ -112,8 +112,13 @@ def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
 
 
 def make_controllers(plan: Plan) -> dict[str, kljax.Controller]:
-    """Makes the controllers of the KL coefficients in use, by placement."""
-    return {name: _controller(getattr(plan.config.kl, name)) for name in plan.controllers}
+    """Makes the controllers of the KL coefficients in use, by placement, and of the entropy coefficient."""
+    kl, loss = plan.config.kl, plan.config.loss
+    made = {name: _controller(getattr(kl, name)) for name in plan.controllers if name != "entropy"}
+    if "entropy" in plan.controllers:
+        function = load_function(tables.ENTROPY_CONTROLLERS[loss.entropy_controller.type])
+        made["entropy"] = function(loss.entropy_coef, **loss.entropy_controller.options())
+    return made
 
 
 def _controller(term: Any) -> kljax.Controller:

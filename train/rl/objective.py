@@ -24,7 +24,7 @@ from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
-from train.rl.metrics import LargestToken, Metric, Metrics, single
+from train.rl.metrics import LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
 from train.rl.routing import routing_metrics
 from train.rl.state import keep_unless, policy_of
@@ -34,7 +34,7 @@ Tree = Any
 Coefficients = dict[str, Array]
 Controllers = dict[str, kljax.ControllerState]
 Preparation = Callable[[Batch, Controllers], tuple[Batch, Controllers, Metrics]]
-Control = Callable[[Controllers, Metric, Array], Controllers]
+Control = Callable[[Controllers, Metrics, Array], Controllers]
 Objective = Callable[..., tuple[Array, "LossMetrics"]]
 
 
@@ -74,7 +74,7 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
 
     Args:
       config: the config.
-      controllers: states of the controllers; without that of the loss its coefficient is that of the config.
+      controllers: states of the controllers; a term without one has the coefficient of the config.
     """
     values = {
         "kl_loss": config.kl.loss.coef,
@@ -82,7 +82,8 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
         "entropy": config.loss.entropy_coef,
         "value": config.loss.value_coef,
     }
-    steered = {"kl_loss": controllers["loss"].coef} if controllers and "loss" in controllers else {}
+    terms = {"loss": "kl_loss", "entropy": "entropy"}
+    steered = {terms[name]: state.coef for name, state in (controllers or {}).items() if name in terms}
     return {name: jnp.asarray(value, float) for name, value in values.items()} | steered
 
 
@@ -182,12 +183,15 @@ def make_preparation(plan: Plan) -> Preparation:
 
 
 def make_control(plan: Plan) -> Control:
-    """Makes `(controller states, KL of the loss, mask) -> controller states`, after the updates on a batch."""
+    """Makes `(controller states, metrics by controller, mask) -> controller states`, after the updates on a batch."""
     controllers = algorithms.make_controllers(plan)
 
-    def control(states: Controllers, kl: Metric, mask: Array) -> Controllers:
-        steered = controllers["loss"].update(states["loss"], kl.value(), mask.any(-1).sum())
-        return states | {"loss": keep_unless(jnp.isfinite(kl.value()), steered, states["loss"])}
+    def control(states: Controllers, measured: Metrics, mask: Array) -> Controllers:
+        following = dict(states)
+        for name, metric in measured.items():
+            steered = controllers[name].update(states[name], metric.value(), mask.any(-1).sum())
+            following[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
+        return following
 
     return control
 
@@ -322,7 +326,7 @@ def _terms(
             **kl.rollout.model_dump(exclude={"coef"}),
         )
         scale["rollout_kl"] = coefs["rollout_kl"]
-    if section.entropy_coef > 0:
+    if section.has_entropy_term():
         terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
     term_weights = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
     weighted = {name: kljax.masked(term, kept_mask) * term_weights.get(name, weights) for name, term in terms.items()}

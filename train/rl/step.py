@@ -193,8 +193,8 @@ def make_prepare(plan: Plan, mesh: Mesh) -> objectives.Preparation:
 
 
 def make_control(plan: Plan, mesh: Mesh) -> objectives.Control | None:
-    """Compiles the step of the controller of the KL in the loss; None if that coefficient stays as it is."""
-    if not plan.steers_loss:
+    """Compiles the step of the controllers of terms of the loss; None if their coefficients stay as they are."""
+    if not plan.steered:
         return None
     return jax.jit(traced_once(objectives.make_control(plan)), out_shardings=replicated(mesh))
 

@@ -251,6 +251,13 @@ GLOSSARY = (
         "bound: lower `optim.learning_rate`",
     ),
     MetricEntry(
+        "policy",
+        "entropy_coef",
+        "coefficient of the entropy bonus in this step, with `loss.entropy_controller: adaptive`",
+        "0 while `entropy` is above the target, else moves slowly",
+        "at its upper bound for long: raise the bound of `loss.entropy_controller`, or lower its target",
+    ),
+    MetricEntry(
         "policy", "router_entropy", "mean entropy of the router, in nats", "settles", "near 0: few experts are used"
     ),
     MetricEntry(

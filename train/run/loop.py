@@ -10,6 +10,7 @@ import jax
 
 import kljax
 from train.config.errors import UserError
+from train.config.plan import STEERED
 from train.context import RunContext
 from train.data.tasks.reward_function import RewardError
 from train.distributed.exchange import any_of, run_together
@@ -137,9 +138,9 @@ def rl_step(
         values_of_tokens += per_token
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     if programs.control is not None:
-        coef = controllers["loss"].coef
-        totals["kl_loss_coef"] = single(coef)
-        controllers = programs.control(controllers, totals["kl_loss_per_token"], batch.completion_mask)
+        steered = {name: totals[STEERED[name].measured] for name in plan.steered}
+        totals |= {STEERED[name].coefficient: single(controllers[name].coef) for name in plan.steered}
+        controllers = programs.control(controllers, steered, batch.completion_mask)
     state = dataclasses.replace(state, step=state.step + 1, controllers=controllers, past=past)
     if programs.follow is not None:
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)

@@ -62,6 +62,7 @@ def test_every_table_number_has_a_used_range() -> None:
         ADVANTAGES,
         CORRECTIONS,
         algorithms.CONTROLLERS,
+        algorithms.ENTROPY_CONTROLLERS,
         algorithms.KL_SCHEDULES,
         algorithms.OPTIMIZERS,
     )

@@ -105,6 +105,18 @@ SAMPLING_MESHES = [
             ("advantage.zeros=drop", "loss.rejected_tokens=count", "correction={type: veto_mask}"),
             "advantage.zeros: got drop, which takes tokens out of the denominators, but loss.rejected_tokens is count",
         ),
+        (
+            (
+                "loss.entropy_coef=0.1",
+                "loss.entropy_controller={type: adaptive, target: 1, delta: 0.1, max_coef: 0.05}",
+            ),
+            "loss.entropy_coef: got 0.1, but the bounds of its controller are 0 to 0.05",
+        ),
+        (
+            ("loss.entropy_controller={type: adaptive, delta: 0.1}",),
+            "loss.entropy_controller.target: missing, expected a number >= 0",
+        ),
+        (("loss.entropy_controller.target=1",), "loss.entropy_controller.target: not a field when"),
         (("advantage.balance=0.25",), "advantage.balance: got 0.25, which acts before the division by the mean size"),
         (("advantage.balance=-1.5",), "advantage.balance: got -1.5, expected a number >= -1 and <= 1"),
         (("advantage.type=gae",), "loss.value_coef: got 0, but advantage.type gae learns a value head"),

@@ -11,6 +11,7 @@ from train.config.fields import known_fields, variant_fields
 from train.config.load import dump_yaml, load, parse
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.config.types import Section
 from train.config.yaml_text import format_yaml, parse_yaml
 from train.data.prompts import encode_prompts, keep_prompts, keep_solutions
 from train.data.tasks import load_task
@@ -200,7 +201,8 @@ def test_every_variant_has_the_defaults_of_its_own():
             dumped = dumped[part]
         for name, value in dumped.items():
             known = fields[f"{section}.{name}", variant]
-            assert known.required or known.default == value, name
+            default = known.default.model_dump() if isinstance(known.default, Section) else known.default
+            assert known.required or default == value, name
 
 
 def test_every_number_has_a_range():

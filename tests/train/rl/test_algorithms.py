@@ -30,6 +30,7 @@ from train.rl.objective import coefficients, make_control, make_preparation
 LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)
 REQUIRED = {"dro": ["loss.coef=0.5"]}
 KEY = jax.random.key(7)
+ENTROPY = "loss.entropy_controller={{type: adaptive, {}}}"
 
 
 def batch_of() -> Batch:
@@ -163,10 +164,30 @@ def test_a_controller_steers_the_kl_of_its_placement() -> None:
     assert float(metrics["kl_advantage_coef"].value()) == np.float32(0.3)
     assert float(after["loss"].coef) == np.float32(0.3), "the loss is measured in the updates"
     kl = kljax.WeightedSum(jnp.float32(3.0), jnp.float32(10.0))
-    after = jax.jit(make_control(Plan.of(config)))(after, kl, batch.completion_mask)
+    after = jax.jit(make_control(Plan.of(config)))(after, {"loss": kl}, batch.completion_mask)
     np.testing.assert_allclose(after["loss"].coef, 0.3 + 0.2 * 1 + 0.1 * 1, rtol=1e-6)
     assert coefficients(config, after)["kl_loss"] is after["loss"].coef
     assert float(coefficients(config)["kl_loss"]) == np.float32(0.3)
+
+
+def test_the_entropy_coefficient_moves_in_steps() -> None:
+    """The state of its controller is that of the library, and the term has the coefficient of the state."""
+    options = {"target": 0.5, "delta": 0.02, "min_coef": 0.01, "max_coef": 0.06}
+    fields = ", ".join(f"{name}: {value}" for name, value in options.items())
+    config, mask = tiny.config_of("loss.entropy_coef=0.03", ENTROPY.format(fields)), batch_of().completion_mask
+    plan, controller = Plan.of(config), kljax.adaptive_entropy(0.03, **options)
+    assert (plan.controllers, plan.steered, plan.entropies) == (("entropy",), ("entropy",), True)
+    states, expected = {name: x.init() for name, x in make_controllers(plan).items()}, controller.init()
+    control, coefs = jax.jit(make_control(plan)), []
+    for entropy in (0.4, 0.5, 0.9, 0.1):
+        coefs.append(float(coefficients(config, states)["entropy"]))
+        states = control(states, {"entropy": kljax.WeightedSum(jnp.float32(entropy * 4), jnp.float32(4))}, mask)
+        expected = controller.update(expected, entropy, len(mask))
+        chex.assert_trees_all_close(states["entropy"], expected, rtol=1e-6)
+    np.testing.assert_allclose(coefs, [0, 0.05, 0.06, 0], rtol=1e-6)
+    assert Plan.of(tiny.config_of(ENTROPY.format("target: 1.0, delta: 0.1"))).entropies, "it can leave 0"
+    fixed = Plan.of(tiny.config_of("loss.entropy_coef=0.03"))
+    assert (fixed.controllers, fixed.steered, fixed.entropies) == ((), (), True)
 
 
 def test_a_scheduled_coefficient_follows_its_schedule() -> None:

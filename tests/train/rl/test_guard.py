@@ -162,7 +162,7 @@ def test_controller_ignores_a_nan_kl():
     control = jax.jit(make_control(Plan.of(config)))
     states = {"loss": kljax.adaptive_kl(0.1, target=0.1, horizon=100).init()}
     mask = prepared().completion_mask
-    after = control(states, kljax.WeightedSum(jnp.float32(jnp.nan), jnp.float32(1)), mask)
+    after = control(states, {"loss": kljax.WeightedSum(jnp.float32(jnp.nan), jnp.float32(1))}, mask)
     chex.assert_trees_all_equal(after, states)
-    moved = control(states, kljax.WeightedSum(jnp.float32(5), jnp.float32(1)), mask)
+    moved = control(states, {"loss": kljax.WeightedSum(jnp.float32(5), jnp.float32(1))}, mask)
     assert float(moved["loss"].coef) > float(states["loss"].coef)

@@ -29,6 +29,7 @@ CONFIG = tiny.config_of(
     "kl.loss.coef=0.1",
     "kl.rollout.coef=0.1",
     f"kl.reward={{coef: 0.1, controller: {CONTROLLER}}}",
+    "loss.entropy_controller={type: adaptive, target: 9.0, delta: 0.01, max_coef: 0.015}",
     "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-2}",
 )
 
@@ -135,6 +136,8 @@ def test_three_steps_compile_once_and_carry_state():
         coef *= 1 + np.clip(values["kl_reward"] / 0.1 - 1, -0.2, 0.2) * tiny.ROWS / 100
     np.testing.assert_allclose([values["kl_coef"] for values in metrics], coefs, rtol=1e-5)
     np.testing.assert_allclose(state.controllers["reward"].coef, coef, rtol=1e-5)
+    # No policy has so high an entropy.
+    np.testing.assert_allclose([values["entropy_coef"] for values in metrics], [0, 0.01, 0.015], rtol=1e-6)
 
 
 def test_devices_score_while_the_host_verifies():

@@ -63,7 +63,7 @@ def _no_advantages(config: Config) -> Iterator[Problem]:
     plan, kl, chosen = Plan.of(config), config.kl, config.loss.type
     if plan.advantage is not None:
         return
-    if plan.loss is None and not (kl.loss.coef or kl.rollout.coef or config.loss.entropy_coef):
+    if plan.loss is None and not (kl.loss.coef or kl.rollout.coef or config.loss.has_entropy_term()):
         yield problem(
             "got none, so that nothing is trained on; expected a policy loss, or a term of the loss such as "
             "kl.loss.coef=1 (distillation: with kl.loss.estimator=exact)",
@@ -118,6 +118,17 @@ def _rows_and_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
+def _entropy_controller(config: Config) -> Iterator[Problem]:
+    coef, controller = config.loss.entropy_coef, config.loss.entropy_controller
+    lowest, highest = getattr(controller, "min_coef", coef), getattr(controller, "max_coef", coef)
+    if not lowest <= coef <= highest:
+        yield problem(
+            f"got {coef:g}, but the bounds of its controller are {lowest:g} to {highest:g}",
+            "loss.entropy_coef",
+            "loss.entropy_controller",
+        )
+
+
 def _balance(config: Config) -> Iterator[Problem]:
     section = config.advantage
     if section.balance != 0 and not section.scale_by_mean:
@@ -140,4 +151,13 @@ def _whole_update(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_value_head, _reduction, _no_advantages, _groups, _rows_and_tokens, _balance, _whole_update)
+CHECKS = (
+    _value_head,
+    _reduction,
+    _no_advantages,
+    _groups,
+    _rows_and_tokens,
+    _balance,
+    _entropy_controller,
+    _whole_update,
+)
