@@ -21,6 +21,7 @@ from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from train.config import help as train_help
 from train.config.messages import show
+from train.config.systems import with_meanings
 from train.run.glossary import GLOSSARY
 
 NAMESPACES = ("systems", "audit", "checkpoint")
@@ -117,6 +118,15 @@ def system(key: str) -> str:
     return "\n".join(parts)
 
 
+def presets(key: str) -> str:
+    """The presets of a system, with the setting that each stands for, and the fields that take its names."""
+    lines = ["| preset | of |", "|---|---|"]
+    for path in sorted((train_help.CONFIGS / "presets" / key).glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"| `preset: {key}/{path.stem}` | {_escaped(first)} |")
+    return "\n".join(lines)
+
+
 def names(kind: str) -> str:
     """The names of a kind that two or more systems use, with each of their meanings."""
     shared: dict[str, list[Any]] = {}
@@ -158,6 +168,33 @@ def metrics(group: str) -> str:
     return "\n".join(lines)
 
 
+CONFIG_FIELDS = {
+    "kl": "kl.loss.estimator",
+    "reduction": "loss.aggregation",
+    "policy_loss": "loss",
+    "advantage": "advantage",
+    "correction": "correction",
+}
+"""The field of a config that takes the names of a kind."""
+
+
+def config_field(row: Any) -> str:
+    """The field of a config that takes the name of a row, with the name; empty where no field does."""
+    path = CONFIG_FIELDS.get(row.kind)
+    if path is None or row.call is None:
+        return ""
+    arguments = row.call.arguments
+    corrected = "sampling_log_probs" in row.sources or arguments.get("gradient") == "weighted_k2"
+    if row.kind == "kl" and (arguments.get("gradient") == "none" or arguments.get("estimator") == "k1"):
+        # As a loss it would have no gradient, or one whose mean is 0.
+        place = {"art": "advantage"}.get(row.system, "reward")
+        path = path if corrected or "k2" in arguments.get("gradient", "") else f"kl.{place}.estimator"
+    _, _, problems = with_meanings(
+        functools.reduce(lambda value, key: {key: value}, reversed(path.split(".")), row.key)
+    )
+    return "" if problems else f"{path}: {row.key}"
+
+
 def _here(row: Any) -> str:
     """The call of a row, its part and the arguments that the user supplies, or why it has none."""
     part = [f"computes {row.part}"] if row.part else []
@@ -194,9 +231,14 @@ def _table(rows: Sequence[Any], common: dict[str, str]) -> str:
         defaults, unchecked = own(row, "defaults"), row.reason if row.call else ""
         return said(defaults and f"defaults: {defaults}", row.note, unchecked and f"not recorded: {unchecked}")
 
+    def config(row: Any) -> str:
+        field = config_field(row)
+        return _code(field) if field else ""
+
     columns = {
         "there": there,
         "here": _here,
+        "in a config": config,
         "what it computes": meaning,
         "gradient": operator.attrgetter("gradient"),
         "note": note,
@@ -277,6 +319,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         versions,
         system,
         names,
+        presets,
         counts,
         algorithms,
         left_out,

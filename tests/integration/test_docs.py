@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import inspect
 import io
+import operator
 import pathlib
 import re
 import warnings
@@ -18,6 +19,8 @@ from sphinx.util.inventory import InventoryFile
 
 import kljax
 from docs import _docstrings, _generate
+from kljax.systems._table import SYSTEMS
+from tests.train.config import built
 from train.config.load import parse
 from train.config.yaml_text import parse_yaml
 
@@ -25,6 +28,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Products of two calls, the KL to the sampler, and a divisor that is no field.
+NO_FIELD = {
+    "verl/full",
+    "trl/k3+use_bias_correction_kl+sequence",
+    "prime-rl/kl_tau",
+    "prime-rl/mismatch_kl",
+    "trinity/seq-mean-token-sum-norm",
+}
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -48,6 +59,28 @@ def test_every_public_name_is_in_the_reference(site):
     names = {f"kljax.{name}" for names in _generate.topics().values() for name in names}
     assert names >= {f"kljax.{name}" for name in kljax.__all__}
     assert names <= documented, f"no page has {sorted(names - documented)}"
+
+
+@pytest.mark.parametrize("row", kljax.systems.entries(kind="kl"), ids=lambda row: row.key)
+def test_config_field_of_an_estimator_loads(row):
+    field = _generate.config_field(row)
+    assert (field == "") == (row.key in NO_FIELD)
+    if field:
+        path, _, name = field.partition(": ")
+        config, _ = built.build(f"{path}={name}", f"{path.replace('estimator', 'coef')}=0.1")
+        estimator = operator.attrgetter(path)(config)
+        assert estimator in (row.call.arguments["estimator"], "low_var_kl")
+
+
+def test_each_migration_page_has_its_presets_and_fields():
+    for system in SYSTEMS:
+        page = _generate.fill((DOCS / "migrate" / f"{system}.md").read_text())
+        names = {path.stem for path in (ROOT / "configs/presets" / system).glob("*.yaml")}
+        assert {name for name in names if f"`preset: {system}/{name}`" in page} == names != set()
+        assert " in a config |" in page
+        # Of the reductions, each that the library has is a value of the field.
+        rows = kljax.systems.entries(system=system, kind="reduction")
+        assert all(f"`loss.aggregation: {row.key}`" in page for row in rows if row.key not in NO_FIELD)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
