@@ -15,6 +15,7 @@ QUICK = ("configs/quickstart.yaml", *TINY, f"steps={STEPS}", "optim.warmup_steps
 FEATURES = {
     "lora": ("lora={rank: 2, alpha: 4.0}", "reference={source: base}"),
     "average": ("reference={source: ema, decay: 0.9}",),
+    "corrected average": ("reference={source: bema, every: 2}",),
     "refreshed": ("reference={source: step, step: 0, refresh_every: 2}",),
     "lag": ("rollout.policy_lag=2", "correction=[{type: truncated_importance_weights}]"),
     "controllers": (

@@ -75,6 +75,10 @@ FROM_ZERO = ("pi", "scheduled")
 """Controllers whose coefficient can leave 0."""
 
 
+AVERAGES = ("ema", "bema")
+"""Sources of a reference that average the policy over the steps, from the policy on."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
@@ -252,7 +256,7 @@ def _signature(section: Algorithm, table: Mapping[str, str]) -> Signature:
 def follows_policy(config: Config) -> bool:
     """Whether the reference changes during the run."""
     section = config.reference
-    return section.source == "ema" or getattr(section, "refresh_every", None) is not None
+    return section.source in AVERAGES or getattr(section, "refresh_every", None) is not None
 
 
 def divides_by_length(config: Config) -> bool:

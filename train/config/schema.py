@@ -16,7 +16,9 @@ from train.config.types import (
     Count,
     CountOrZero,
     Decay,
+    Fraction,
     Monitor,
+    NonNegative,
     PathText,
     Port,
     Positive,
@@ -108,8 +110,25 @@ class EmaReference(Section):
     monitor: Monitor = False
 
 
+class BemaReference(Section):
+    source: Literal["bema"]
+    power: NonNegative = 0.5
+    """bema: how fast the average slows down with the steps; 0 takes the policy."""
+    bias_power: NonNegative = 0.2
+    """bema: how fast the correction, a part of the policy's whole way, gets smaller."""
+    multiplier: NonNegative = 1.0
+    """bema: weight of a step in the age of the average."""
+    lag: Positive = 10.0
+    """bema: age of the average before the first step."""
+    min_rate: Fraction = 0.0
+    """bema: least weight of the new policy in the average."""
+    every: Count = 1
+    """bema: steps between two moves of the average."""
+    monitor: Monitor = False
+
+
 ReferenceSection = Annotated[
-    BaseReference | StepReference | AdapterReference | CheckpointReference | EmaReference,
+    BaseReference | StepReference | AdapterReference | CheckpointReference | EmaReference | BemaReference,
     Field(discriminator="source"),
     BeforeValidator(tag_defaults_to("source", "base")),
 ]

@@ -12,7 +12,7 @@ from train.config.plan import Plan
 from train.models import Decoder
 from train.models.sharding import replicated
 from train.references.find import PARTS, find_reference
-from train.references.follow import with_abstract_reference
+from train.references.follow import scored_part, with_abstract_reference
 from train.rl.algorithms import make_controllers
 from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params, abstract_value_head
 from train.rl.state import GuardState, TrainState, abstract_optimizer_state
@@ -77,7 +77,9 @@ def abstract_reference(plan: Plan, model: Decoder, mesh: Mesh, state: TrainState
     weights = abstract_params(model, mesh) if config.lora is None else abstract_adapter(model, mesh)
     if state.reference is not None:
         # Averages are stored in float32, and cast to the dtypes of the policy before they are scored.
-        weights = jax.tree.map(lambda x, like: x if x.dtype == like.dtype else like, state.reference, weights)
+        weights = jax.tree.map(
+            lambda x, like: x if x.dtype == like.dtype else like, scored_part(state.reference), weights
+        )
     if config.lora is None:
         return ScoredPolicy(model, kljax.Policy(weights))
     without = section.source == "base" and state.reference is None

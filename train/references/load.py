@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import kljax
 from kljax.checkpoint import named_leaves
 from train.config.errors import UserError
-from train.config.plan import Plan, follows_policy
+from train.config.plan import AVERAGES, Plan, follows_policy
 from train.config.schema import Config
 from train.distributed.exchange import on_leader
 from train.models import Decoder
@@ -145,7 +145,7 @@ def load_reference(
         if section.source == "step":
             return ScoredPolicy(model, _load_step(checkpoints.path(section.step), model, mesh))
         # An average starts at the policy, so nothing is read for it.
-        in_memory = model.config.lora is not None or section.source == "ema"
+        in_memory = model.config.lora is not None or section.source in AVERAGES
         return ScoredPolicy(model, kljax.Policy(None if in_memory else read_base()))
 
 

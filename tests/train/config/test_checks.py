@@ -117,6 +117,8 @@ SAMPLING_MESHES = [
             "loss.entropy_controller.target: missing, expected a number >= 0",
         ),
         (("loss.entropy_controller.target=1",), "loss.entropy_controller.target: not a field when"),
+        (("reference={source: bema, lag: 0}",), "reference.lag: got 0, expected a number > 0"),
+        (("reference={source: bema, decay: 0.9}",), "reference.decay: not a field when reference.source is bema"),
         (("advantage.balance=0.25",), "advantage.balance: got 0.25, which acts before the division by the mean size"),
         (("advantage.balance=-1.5",), "advantage.balance: got -1.5, expected a number >= -1 and <= 1"),
         (("advantage.type=gae",), "loss.value_coef: got 0, but advantage.type gae learns a value head"),

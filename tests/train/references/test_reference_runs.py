@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import kljax
 from tests import tiny
 from tests.integration.command import assert_same_arrays, records, saved_arrays, state_arrays
 from tests.run_programs import shared_by_runs
@@ -36,6 +37,7 @@ LORA = (
     "loss.entropy_coef=1.0",
 )
 EMA = "reference={source: ema, decay: 0.5, monitor: true}"
+BEMA = "reference={source: bema, lag: 1.0, monitor: true}"
 
 
 def start(output: Path, *overrides: str, resume: bool = False, name: str = "run") -> Path:
@@ -71,6 +73,7 @@ def sources(first, tmp_path_factory) -> dict[str, Path]:
     options = {
         "adapter": f"reference={{source: adapter, path: {first / 'checkpoints' / '2'}, monitor: true}}",
         "ema": EMA,
+        "bema": BEMA,
     }
     return {name: start(output, option, "steps=2", name=name) for name, option in options.items()}
 
@@ -84,7 +87,7 @@ def test_switching_the_source_changes_the_kl_alone(first, sources):
         for step, other in zip(steps, records(first, "train"), strict=True):
             assert {key for key in other if step[key] != other[key]} <= {"kl_reference", "kl_reference_max"}
             assert step.keys() == other.keys()
-    assert max(kl["base"][0], kl["ema"][0]) < 1e-12, "both are the policy before RL"
+    assert max(kl["base"][0], kl["ema"][0], kl["bema"][0]) < 1e-12, "all are the policy before RL"
     assert kl["adapter"][0] > 1e-6
     # The average has gone half of the way.
     assert kl["base"][1] > 1e-6
@@ -99,15 +102,33 @@ def test_a_moving_reference_is_saved_with_each_step(sources):
         np.testing.assert_allclose(average, start / 4 + once / 4 + twice / 2, rtol=1e-6, atol=1e-9)
 
 
-def test_continued_run_resumes_its_average(sources, tmp_path):
+def test_a_corrected_average_is_saved_with_its_start(sources):
+    """The run's reference is the library's, from the same weights."""
+    trained = [state_arrays(sources["bema"], step) for step in (0, 1, 2)]
+    start, once, twice = (
+        {name: value for name, value in step.items() if name.startswith("trainable.adapter.")} for step in trained
+    )
+    average, _ = kljax.bema_reference(start, once, start, 1, lag=1.0)
+    average, reference = kljax.bema_reference(average, twice, start, 2, lag=1.0)
+    saved = saved_arrays(sources["bema"] / "checkpoints" / "2" / "reference")
+    for field, expected in (("initial", start), ("average", average), ("reference", reference)):
+        for name, value in expected.items():
+            got = saved[name.replace("trainable.adapter", field, 1)]
+            np.testing.assert_allclose(got, value, rtol=1e-6, atol=1e-9)
+    moved = [name for name, value in average.items() if np.abs(value - np.asarray(reference[name])).max() > 1e-5]
+    assert moved, "the correction is not 0"
+
+
+@pytest.mark.parametrize(("name", "option"), [("ema", EMA), ("bema", BEMA)])
+def test_continued_run_resumes_its_average(sources, tmp_path, name, option):
     """Bit by bit, as if it had never stopped."""
-    root = shutil.copytree(sources["ema"], tmp_path / "ema")
+    root = shutil.copytree(sources[name], tmp_path / name)
     shutil.rmtree(root / "checkpoints" / "2")
-    start(tmp_path, EMA, "steps=2", name="ema", resume=True)
+    start(tmp_path, option, "steps=2", name=name, resume=True)
     for item in ("state", "reference"):
-        got, expected = (saved_arrays(run / "checkpoints" / "2" / item) for run in (root, sources["ema"]))
+        got, expected = (saved_arrays(run / "checkpoints" / "2" / item) for run in (root, sources[name]))
         assert_same_arrays(got, expected)
-    assert (root / "metrics.jsonl").read_text() == (sources["ema"] / "metrics.jsonl").read_text()
+    assert (root / "metrics.jsonl").read_text() == (sources[name] / "metrics.jsonl").read_text()
     assert len(entries_of(root)) == 1
 
 
