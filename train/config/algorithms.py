@@ -124,10 +124,10 @@ SET_BY_TRAINER = ("num_groups", "learning_rate", "init_value", "schedule", "deca
 NOT_POLICY_LOSSES: Mapping[str, str] = {
     "append_tail": "a part of distillation from the logits of a teacher",
     "distillation_loss": "kl.loss with a teacher as the reference, and loss.type none",
-    "dpo_loss": "needs pairs of completions, one preferred",
+    "dpo_loss": "needs pairs of completions, one preferred; docs/own-loop.md has a loop",
     "dppo_mask": "a part of dppo",
     "kto_loss": "needs completions that are marked as wanted or not",
-    "preference_loss": "needs pairs of completions, one preferred",
+    "preference_loss": "needs pairs of completions, one preferred; docs/own-loop.md has a loop",
     "generalized_jsd": "needs the logits of a teacher at every position",
     "reference_kl_loss": "kl.loss",
     "rollout_kl_loss": "kl.rollout",
