@@ -40,7 +40,7 @@ def install() -> None:
     hypothesis.settings.load_profile("other_seeds")
 
 
-def example(number: int) -> np.random.Generator:
+def example(number: int | list[int]) -> np.random.Generator:
     """Returns a generator that no seed changes, for an example: an input that shows that something happens at all."""
     return np.random.default_rng(number)
 
@@ -50,6 +50,11 @@ def example_key(number: int) -> Any:
     import jax
 
     return jax.random.key(number)
+
+
+def shown(condition: Any) -> bool:
+    """Says whether an input shows what a test needs, such as a clip that is active; with another seed it need not."""
+    return bool(seed() or condition)
 
 
 def _shifted(draw: Callable[..., Any]) -> Callable[..., Any]:

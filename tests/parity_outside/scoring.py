@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests import other_seeds
 from tests.parity_outside.batches import VOCABULARY, Array, DrawnBatch
 from tests.parity_outside.settings import Settings
 
@@ -59,7 +60,7 @@ def score(
 def record(name: str, value: Array, settings: Settings, seed: int) -> Array:
     """The field as the system has it from here on: with noise, in a coarser type, with rows exchanged or scaled."""
     if name in settings["noise"]:
-        rng = np.random.default_rng([seed, 7])
+        rng = other_seeds.example([seed, 7])
         value = value + (settings["noise"][name] * rng.normal(size=value.shape)).astype(value.dtype)
     if name in settings["field_rows"]:
         value = np.roll(value, settings["field_rows"][name], axis=0)

