@@ -256,7 +256,7 @@ def adaptive_entropy(
         `coef`.
 
     References:
-      TRL 1.16, `use_adaptive_entropy`; He et al., "Skywork open reasoner 1 technical report" (2025), section 4.
+      TRL 1.16, `use_adaptive_entropy`; He et al., "Skywork open reasoner 1 technical report" (2025).
 
     Example:
       >>> import kljax

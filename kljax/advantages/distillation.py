@@ -249,7 +249,7 @@ def topd_advantages(
       ValueError: for differing shapes or an `alpha` out of range; as `grpo_advantages` for the groups.
 
     References:
-      "Trust region policy distillation" (TOP-D, arXiv 2607.04751, 2026), eq. 8; prime-rl `topd` (pull request 2966).
+      "Trust region policy distillation" (TOP-D, arXiv 2607.04751, 2026); prime-rl `topd` (pull request 2966).
 
     Example:
       >>> import jax.numpy as jnp, kljax

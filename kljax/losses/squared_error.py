@@ -56,8 +56,8 @@ def a2po_loss(
       ValueError: for differing shapes, advantages that are not per token, or a `coef` that is not positive.
 
     References:
-      Brantley et al., "Accelerating RL for LLM reasoning with optimal advantage regression" (A*-PO, 2025), eq. 4 and
-      algorithm 1; TRL 1.16, `A2POTrainer`.
+      Brantley et al., "Accelerating RL for LLM reasoning with optimal advantage regression" (A*-PO, 2025); TRL
+      1.16, `A2POTrainer`.
 
     Example:
       >>> import jax, jax.numpy as jnp, kljax
@@ -116,8 +116,8 @@ def gvpo_loss(
         `grpo_advantages` for the groups.
 
     References:
-      Zhang et al., "GVPO: group variance policy optimization for large language model post-training" (2025), the mean
-      squared error of section 3; verl-recipe `gvpo`, a sum over rows over `n - 1`.
+      Zhang et al., "GVPO: group variance policy optimization for large language model post-training" (2025), as a mean
+      squared error; verl-recipe `gvpo`, a sum over rows over `n - 1`.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -183,7 +183,7 @@ def flowrl_loss(
         `grpo_advantages` for the groups.
 
     References:
-      Zhu et al., "FlowRL: matching reward distributions for LLM reasoning" (2025), eq. 6; verl-recipe `flowrl`.
+      Zhu et al., "FlowRL: matching reward distributions for LLM reasoning" (2025); verl-recipe `flowrl`.
       Richter et al., "VarGrad: a low-variance gradient estimator for variational inference" (2020) for the estimate.
 
     Example:
