@@ -149,7 +149,7 @@ NOT_ESTIMATORS: Mapping[str, str] = {
     "high_entropy_mask": "a mask of the loss, from entropies",
     "kimi_advantages": "adjusts other advantages at every update",
     "rae_advantages": "needs baselines that are kept from batch to batch, one for each agent",
-    "turn_credit_advantages": "needs a score after every turn of an episode",
+    "turn_credit_advantages": "needs a score after every turn of an episode; docs/own-loop.md has one",
     "remax_advantages": "needs the reward of a greedy completion of each prompt",
 }
 """Functions of `kljax.advantages` that `ADVANTAGES` leaves out, and why."""
@@ -157,7 +157,7 @@ NOT_CORRECTIONS: Mapping[str, str] = {
     "RolloutCorrection": "the result of a correction",
     "correct_rollout": "applies the list of corrections",
     "geometric_ratios": "importance_weights with level geometric",
-    "loglinear_log_probs": "log-probs of a policy, from the version of each token",
+    "loglinear_log_probs": "log-probs of a policy, from the version of each token; docs/own-loop.md has a loss",
     "log_ratios": "differences of log-probs, which nothing is multiplied by",
     "sequence_ratios": "importance_weights with level sequence",
     "token_ratios": "importance_weights with level token",
