@@ -18,11 +18,12 @@ from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
+from train.rl.metrics import single
 from train.rl.objective import coefficients, make_objective, with_token_weights
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
-from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rl.step import make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
 
@@ -220,6 +221,41 @@ def test_mesh_and_micro_batches_leave_exact_kl_unchanged(exact_once, shape, opti
     with pytest.raises(AssertionError):
         rounding.assert_close_by_norm(rounding.planted(gradient, roundings=10 * bound), exact_once[1], roundings=bound)
     chex.assert_trees_all_close(metrics, exact_once[2], rtol=1e-5, atol=1e-6)
+
+
+STEERED = (
+    *("loss.entropy_coef=0.01", "loss.entropy_controller={type: adaptive, target: 6.0, delta: 0.02}"),
+    *("advantage.scale_by_mean=true", "advantage.balance=0.5", "loss.aggregation=seq_mean_token_mean"),
+)
+
+
+def steered_update(shape, *options):
+    """Advantages, gradient and controllers of an update whose entropy bonus has the coefficient of its controller."""
+    config, mesh = tiny.config_of(*STEERED, *options), tiny.mesh_of(*shape)
+    plan = Plan.of(config)
+    with jax.set_mesh(mesh):
+        state, control = tiny.state_of(config, tiny.keep_gradient(), mesh), make_control(plan, mesh)
+        batch = jax.device_put(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)), batch_sharding(mesh))
+        prepared, controllers, _ = make_prepare(plan, mesh)(batch, state.controllers)
+        controllers = control(controllers, {"entropy": single(jnp.float32(5.5))}, batch.completion_mask)
+        coefs = coefficients(config, controllers)
+        update = make_update(plan, tiny.model_of(config), tiny.keep_gradient(), state, mesh)
+        after, metrics = update(state, None, prepared, ALL_ROWS, coefs)
+        controllers = control(controllers, {"entropy": metrics["entropy"]}, batch.completion_mask)
+    return jax.device_get((prepared.advantages, after.opt_state, coefs["entropy"], controllers["entropy"]))
+
+
+def test_mesh_and_micro_batches_leave_steered_terms_unchanged():
+    advantages, gradient, coef, state = steered_update((1, 1, 1))
+    assert coef == np.float32(0.03), "the bonus is on"
+    assert state.coef == np.float32(0.03) + np.float32(0.02)
+    other_advantages, other_gradient, other_coef, other_state = steered_update((2, 2, 2), PARTS[2])
+    np.testing.assert_allclose(other_advantages, advantages, rtol=1e-6)
+    bound = rounding.of_decoder(
+        layers=tiny.LAYERS, longest_sum=tiny.model_of(tiny.config_of()).config.vocab_size, passes=3
+    )
+    rounding.assert_close_by_norm(other_gradient, gradient, roundings=bound)
+    chex.assert_trees_all_equal((other_coef, other_state), (coef, state))
 
 
 @pytest.mark.parametrize(("shape", "options"), [((1, 1, 1), ()), ((2, 2, 2), (PARTS[2],))], ids=str)
