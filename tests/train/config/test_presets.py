@@ -103,6 +103,16 @@ def test_corrections_are_explained(tmp_path):
     assert "  level token, max_weight 2.0" in [line.replace("'", "") for line in lines]
 
 
+def test_entropy_controller_is_explained(tmp_path):
+    controller = "{type: adaptive, target: 0.5, delta: 0.01}"
+    path = write(tmp_path, f"steps: 1\nloss: {{entropy_controller: {controller}}}\n")
+    lines = explain(load(path)).splitlines()
+    assert "in the loss: - entropy_coef * entropy" in lines
+    assert "  loss.entropy_controller.target = 0.5 (file)" in lines
+    path = write(tmp_path, "steps: 1\n")
+    assert "entropy_coef" not in explain(load(path))
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_explained(name, tmp_path):
     path = write(tmp_path, f"steps: 1\npreset: {name}\n")
