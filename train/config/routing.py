@@ -1,8 +1,8 @@
-"""The experts that the update of a mixture of experts uses."""
+"""The experts that the update of a mixture of experts uses, and what trains its routers."""
 
 from typing import Literal
 
-from train.config.types import Section
+from train.config.types import NonNegative, Section
 
 
 class Routing(Section):
@@ -10,3 +10,11 @@ class Routing(Section):
     """rollout: the experts that the sampler used, where the source tells them; none: the trainer's router chooses."""
     missing: Literal["error", "choose"] = "error"
     """Tokens without routes in a batch that has some: error, or the trainer's router chooses their experts."""
+    balance_coef: NonNegative = 0.0
+    """Coefficient of the loss that balances the load of the experts."""
+    balance_over: Literal["model", "layer"] = "model"
+    """Loads that are balanced: model: of all layers together, as transformers does; layer: of each, then their mean."""
+    z_coef: NonNegative = 0.0
+    """Coefficient of the z-loss, the mean square of the log of the sum of exp of a router's logits."""
+    freeze: bool = False
+    """Leave the routers as they are in RL; with lora leave `gate` out of lora.targets instead."""

@@ -98,6 +98,19 @@ def pack_rows(x: jax.Array, packed: PackedRows, fill: float = 0) -> jax.Array:
     return constrain(values.reshape(*packed.tokens.shape, *trailing), "rows", *[None] * (1 + len(trailing)))
 
 
+def packed_counts(token_mask: jax.Array, packed: PackedRows, prompt: int) -> jax.Array:
+    """Counts the padded rows that have the token of each slot, [R, W] int32: several share a prompt.
+
+    Rows with an empty completion have no slots and do not count.
+    """
+    parts, length = axis_size("rows"), token_mask.shape[1]
+    completed = jnp.any(token_mask[:, prompt:], axis=-1).astype(jnp.int32).reshape(parts, -1)
+    sharing = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, len(x)))(completed, packed.prompts.reshape(parts, -1))
+    slots = packed.tokens.reshape(parts, -1)
+    counts = jnp.where(slots % length < prompt, _take(sharing, slots // length), 1)
+    return jnp.where(slots >= 0, counts, 0).reshape(packed.tokens.shape)
+
+
 def packed_positions(token_mask: jax.Array, packed: PackedRows) -> jax.Array:
     """Computes the positions [R, W] of tokens in their sequences, prompts included."""
     return pack_rows(token_positions(token_mask), packed)

@@ -12,7 +12,7 @@ from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.models import Decoder
 from train.weights.huggingface.config import text_part
-from train.weights.model import field_errors, make_model
+from train.weights.model import field_errors, make_policy_model
 
 if TYPE_CHECKING:
     from train.data.tasks import Example
@@ -121,13 +121,13 @@ def planned_model(config: Config) -> tuple[Decoder, Tokenizer]:
     path = config.model.path
     if path is None:
         tokenizer = load_tokenizer(config)
-        return make_model(config, tokenizer), tokenizer
+        return make_policy_model(config, tokenizer), tokenizer
     raw = folder_config(path, "model.path")
     text = text_part(raw)
     ends = text.get("eos_token_id", raw.get("eos_token_id"))
     eos_ids = ends if isinstance(ends, list) else [ends or 0]
     ids = TokenIds(int(text.get("vocab_size", 1)), tuple(eos_ids))
-    return make_model(config, ids, folder_config=raw), ids
+    return make_policy_model(config, ids, folder_config=raw), ids
 
 
 def folder_config(path: str | Path, field: str) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.rl.metrics import LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
-from train.rl.routing import routing_metrics
+from train.rl.routing import RouterTotals, router_losses, routing_metrics
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -81,6 +81,8 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
         "rollout_kl": config.kl.rollout.coef,
         "entropy": config.loss.entropy_coef,
         "value": config.loss.value_coef,
+        "router_balance": config.routing.balance_coef,
+        "router_z": config.routing.z_coef,
     }
     terms = {"loss": "kl_loss", "entropy": "entropy"}
     steered = {terms[name]: state.coef for name, state in (controllers or {}).items() if name in terms}
@@ -219,9 +221,10 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections. A loss that
     treats tokens alone is fused with the LM head.
 
-    The signature is `objective(trainable, base, batch, coefficients, ref_head, *, packed)`; `ref_head` comes from
-    `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any. Gradient:
-    to `trainable` only. Metrics are treated as constants.
+    The signature is `objective(trainable, base, batch, coefficients, ref_head, *, packed, totals)`; `ref_head` comes
+    from `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any;
+    `totals` of the update are for router losses, None if the micro-batch is all of it. Gradient: to `trainable` only.
+    Metrics are treated as constants.
     """
     config, section, kl = plan.config, plan.config.loss, plan.config.kl
     entropy: Literal[True, "constant"] = True if plan.entropies else "constant"
@@ -236,6 +239,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         ref_head: kljax.Head | None = None,
         *,
         packed: PackedRows | None = None,
+        totals: RouterTotals | None = None,
     ) -> tuple[Array, LossMetrics]:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, plan.layout, packed)
@@ -264,6 +268,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
         if routed is not None:
+            losses = router_losses(config.routing, routed, replayed, totals)
+            loss, reduced = loss + sum(coefs[name] * value for name, value in losses.items()), reduced | losses
             metrics |= routing_metrics(model.config, routed, sequences.recorded_routes())
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)

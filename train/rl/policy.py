@@ -17,7 +17,7 @@ from train.models import Decoder, Transformer, ValueHead
 from train.models.experts import NO_EXPERT, Routed
 from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
-from train.models.packing import PackedRows, pack_rows
+from train.models.packing import PackedRows, pack_rows, packed_counts
 from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
 from train.rl.batch import Batch
 from train.rl.token_fields import ROUTES, TokenFields
@@ -92,6 +92,17 @@ class Sequences:
         """Returns the recorded routes in the layout of `Routed`: [B, T, L, k], or [R, W, L, k] of packed rows."""
         routes = self.fields.get(ROUTES)
         return routes if routes is None or self.packed is None else pack_rows(routes, self.packed, NO_EXPERT)
+
+    def token_counts(self) -> jax.Array:
+        """Counts the rows that have each token of `Routed`, int32: [B, T], or [R, W] of packed rows; 0 at padding.
+
+        Rows with an empty completion, which packed rows leave out, do not count.
+        """
+        prompt = self.layout.prompt_length
+        if self.packed is not None:
+            return packed_counts(self.token_mask, self.packed, prompt)
+        completed = jnp.any(self.token_mask[:, prompt:], axis=-1, keepdims=True)
+        return (self.token_mask & completed).astype(jnp.int32)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:

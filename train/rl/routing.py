@@ -1,12 +1,159 @@
-"""Metrics of the routers of a mixture of experts."""
+"""Losses and metrics of the routers of a mixture of experts.
+
+Shapes: L layers with experts, E experts, k of them active.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import kljax
+from train.config.plan import Plan
+from train.config.routing import Routing
+from train.models import Decoder
 from train.models.config import DecoderConfig
 from train.models.experts import Routed
+from train.models.packing import PackedRows
+from train.rl.batch import Batch
 from train.rl.metrics import Metrics
+from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
+from train.rl.state import policy_of
+
+Tree = Any
+CountPart = Callable[[dict[str, Tree], Tree, Batch, PackedRows | None], "RouterTotals"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterTotals:
+    """The counts over all tokens of an update, the denominators of its router losses.
+
+    Attributes:
+      tokens: int32, a scalar.
+      choices: [L, E] int32, the tokens for which a router chooses each expert; None if no loss needs them.
+    """
+
+    tokens: jax.Array
+    choices: jax.Array | None
+
+    @classmethod
+    def of(cls, counts: jax.Array, routed: Routed | None) -> "RouterTotals":
+        """Counts the tokens of a micro-batch.
+
+        Args:
+          counts: [...] int32, how often each token counts; 0 at padding.
+          routed: arrays [..., L, k].
+        """
+        if routed is None:
+            return cls(jnp.sum(counts), None)
+        experts = jnp.arange(routed.logits.shape[-1], dtype=routed.chosen.dtype)
+        is_chosen = jnp.any(routed.chosen[..., None] == experts, axis=-2)
+        tokens = tuple(range(counts.ndim))
+        return cls(jnp.sum(counts), jnp.sum(is_chosen * counts[..., None, None], axis=tokens, dtype=jnp.int32))
+
+
+def balance_loss(
+    logits: jax.Array, counts: jax.Array, totals: RouterTotals, *, over: Literal["model", "layer"]
+) -> jax.Array:
+    """Computes the part of a micro-batch in `E sum_e f_e p_e`, the load-balance loss of Switch Transformers.
+
+    `f_e` is the mean number of times that a token chooses expert e, `p_e` its mean probability: over all tokens and
+    layers with `model`, over the tokens of a layer with `layer`, which takes the mean of the layers. Equal loads give
+    k. The choices are of the router, also where others are replayed.
+
+    Args:
+      logits: [..., L, E] of the routers.
+      counts: [...] int32, how often each token counts; 0 at padding.
+      totals: of the update, with choices.
+      over: the loads that are balanced.
+
+    Returns:
+      A scalar; the parts of an update add up to its loss.
+
+    Gradient:
+      To the logits through the probabilities: `E / (tokens L) f_e dp_e`. The choices are treated as constants.
+    """
+    layers, experts = logits.shape[-2:]
+    probabilities = jax.nn.softmax(_counted(logits, counts))
+    choices = jnp.asarray(totals.choices, probabilities.dtype)
+    if over == "model":
+        choices = jnp.mean(choices, axis=0, keepdims=True)
+    tokens = jnp.maximum(totals.tokens, 1).astype(choices.dtype)
+    sums = jnp.sum(probabilities * (choices / tokens), axis=-1)
+    return jnp.sum(sums * counts[..., None]) * experts / (tokens * layers)
+
+
+def z_loss(logits: jax.Array, counts: jax.Array, totals: RouterTotals) -> jax.Array:
+    """Computes the part of a micro-batch in the mean of `logsumexp(logits)^2` over tokens and layers (ST-MoE).
+
+    Args:
+      logits: [..., L, E] of the routers.
+      counts: [...] int32, how often each token counts; 0 at padding.
+      totals: of the update.
+
+    Returns:
+      A scalar; the parts of an update add up to its loss.
+
+    Gradient:
+      To the logits: `2 logsumexp(logits) softmax(logits) / (tokens L)`.
+    """
+    squares = jnp.square(jax.nn.logsumexp(_counted(logits, counts), axis=-1))
+    pairs = jnp.maximum(totals.tokens, 1).astype(squares.dtype) * logits.shape[-2]
+    return jnp.sum(squares * counts[..., None]) / pairs
+
+
+def _counted(logits: jax.Array, counts: jax.Array) -> jax.Array:
+    """Returns the logits in float32 at least, 0 at tokens that do not count."""
+    counted = jnp.where(counts[..., None, None] > 0, logits, 0)
+    return counted.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def router_losses(
+    section: Routing, routed: Routed, sequences: Sequences, totals: RouterTotals | None
+) -> dict[str, jax.Array]:
+    """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
+    counts, losses = sequences.token_counts(), dict[str, jax.Array]()
+    if totals is None:
+        totals = RouterTotals.of(counts, routed)
+    if section.balance_coef > 0:
+        losses["router_balance"] = balance_loss(routed.logits, counts, totals, over=section.balance_over)
+    if section.z_coef > 0:
+        losses["router_z"] = z_loss(routed.logits, counts, totals)
+    return losses
+
+
+def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
+    """Makes `(trainable, base, micro-batch, packed) -> RouterTotals`; None if no loss needs the totals of an update.
+
+    The load-balance loss takes a forward pass more for it: its loads are a product of two means over the update, so
+    that no micro-batch has its gradient before the choices of all others are known.
+    """
+    section = plan.config.routing
+    if model.config.experts is None or not (section.balance_coef or section.z_coef):
+        return None
+
+    def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: PackedRows | None) -> RouterTotals:
+        sequences, routed = Sequences.of(batch, plan.layout, packed), None
+        if section.balance_coef > 0:
+            policy = ScoredPolicy(model, policy_of(trainable, base))
+            replayed = sequences if section.replay == "rollout" else sequences.without_routes()
+            routed = routed_hidden_states(policy, replayed)[1]
+        return RouterTotals.of(sequences.token_counts(), routed)
+
+    return count
+
+
+def without_routers(tree: Tree) -> Tree:
+    """Returns gradients, or changes, of trainable weights with zeros for the routers."""
+
+    def zero(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        names = [str(getattr(entry, "key", entry)) for entry in path]
+        return jnp.zeros_like(leaf) if ["mlp", "gate"] in [names[i : i + 2] for i in range(len(names))] else leaf
+
+    return jax.tree_util.tree_map_with_path(zero, tree)
 
 
 def routing_metrics(config: DecoderConfig, routed: Routed, recorded: jax.Array | None) -> Metrics:

@@ -26,11 +26,13 @@ from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import ScoredPolicy, Sequences, paired_hidden_states, token_stats, token_values
 from train.rl.reference import reference_head
+from train.rl.routing import make_router_count, without_routers
 from train.rl.state import TrainState, keep_unless, policy_of
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
 
 Tree = Any
+MicroBatch = tuple[Batch, PackedRows | None]
 
 SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values", "sum_squared_probs")
 """The fields of a batch that scoring fills in; a rollout brings the others."""
@@ -221,7 +223,7 @@ def make_update(
     skipped likewise; the limit is compared with the metrics of all its rows.
     """
     config, guard = plan.config, plan.config.guard
-    gradient = jax.value_and_grad(objectives.make_objective(plan, model), has_aux=True)
+    gradient, freezes = _make_gradient(plan, model), config.routing.freeze
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
     moves, group = plan.rows_move, plan.layout.group
 
@@ -245,12 +247,8 @@ def make_update(
         ref_head: kljax.Head | None = None,
         packed: PackedRows | None = None,
     ) -> tuple[TrainState, Metrics, *tuple[TokenValues, ...]]:
-        def accumulate(total: Tree, part: tuple[Batch, PackedRows | None]) -> tuple[Tree, objectives.LossMetrics]:
-            (_, metrics), grads = gradient(state.trainable, base, part[0], coefs, ref_head, packed=part[1])
-            return jax.tree.map(jnp.add, total, grads), metrics
-
-        zeros, parts = jax.tree.map(jnp.zeros_like, state.trainable), split(batch, rows, packed)
-        grads, metric_sums = jax.lax.scan(accumulate, zeros, parts)
+        parts = split(batch, rows, packed)
+        grads, metric_sums = gradient(state.trainable, base, parts, coefs, ref_head)
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
@@ -262,6 +260,7 @@ def make_update(
         changes, opt_state = advance(optimizer, grads, state, applied)
         if guard.action == "lower_learning_rate":
             changes = jax.tree.map(lambda x: x * state.guard.rate.astype(x.dtype), changes)
+        changes = without_routers(changes) if freezes else changes  # weight decay moves them without a gradient
         trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
         counts = state.guard.after(applied, squares)
         metrics["skipped_updates"] = single(1.0 - applied)
@@ -270,6 +269,37 @@ def make_update(
 
     shardings = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh), _micro_sharding(mesh))[: 2 + per_token]
     return jax.jit(traced_once(update, size_of=packed_size), donate_argnums=0, out_shardings=shardings)
+
+
+def _make_gradient(plan: Plan, model: Decoder) -> Callable[..., tuple[Tree, objectives.LossMetrics]]:
+    """Makes `(trainable, base, (micro-batches, packed), coefficients, ref_head) -> (gradient, metrics)` of an update.
+
+    The gradient is the sum over the micro-batches, the metrics lie along a leading axis.
+    """
+    differentiate = jax.value_and_grad(objectives.make_objective(plan, model), has_aux=True)
+    count, freezes = make_router_count(plan, model), plan.config.routing.freeze
+
+    def gradient(
+        trainable: dict[str, Tree],
+        base: Tree,
+        parts: MicroBatch,
+        coefs: objectives.Coefficients,
+        ref_head: kljax.Head | None,
+    ) -> tuple[Tree, objectives.LossMetrics]:
+        totals = None
+        if count is not None and len(parts[0].tokens) > 1:
+            counted = jax.lax.map(lambda part: count(trainable, base, *part), parts)
+            totals = jax.tree.map(lambda x: x.sum(0), counted)
+
+        def accumulate(total: Tree, part: MicroBatch) -> tuple[Tree, objectives.LossMetrics]:
+            rows, packed = part
+            (_, metrics), grads = differentiate(trainable, base, rows, coefs, ref_head, packed=packed, totals=totals)
+            return jax.tree.map(jnp.add, total, grads), metrics
+
+        grads, metrics = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, trainable), parts)
+        return without_routers(grads) if freezes else grads, metrics
+
+    return gradient
 
 
 def _advance(

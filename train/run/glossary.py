@@ -262,6 +262,20 @@ GLOSSARY = (
     ),
     MetricEntry(
         "policy",
+        "router_balance_loss",
+        "the load-balance loss of the routers, before its coefficient",
+        "near the number of active experts: equal loads",
+        "grows: raise `routing.balance_coef`",
+    ),
+    MetricEntry(
+        "policy",
+        "router_z_loss",
+        "mean square of the log of the sum of exp of a router's logits",
+        "settles",
+        "grows: raise `routing.z_coef`; bfloat16 rounds large logits",
+    ),
+    MetricEntry(
+        "policy",
         "clip_fraction",
         "share of tokens whose clip is active",
         "0 in the first update of a batch, then below 0.2",

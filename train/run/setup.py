@@ -38,7 +38,7 @@ from train.run.metrics import Metrics
 from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
 from train.weights.huggingface import check_folder
-from train.weights.model import field_errors, make_model, unquantized
+from train.weights.model import field_errors, make_policy_model, unquantized
 from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
 
@@ -95,7 +95,7 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
         seed=config.seed,
     )
     held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
-    return tokenizer, make_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
+    return tokenizer, make_policy_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
 
 
 def data_digest(context: RunContext) -> str:

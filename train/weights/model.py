@@ -46,6 +46,28 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
     return Decoder(decoder)
 
 
+def make_policy_model(
+    config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[str, Any] | None = None
+) -> Decoder:
+    """Builds the decoder that a config trains, as `make_model` does.
+
+    Raises:
+      UserError: as `make_model`; or a field of `routing` trains routers that the decoder does not have, or freezes.
+    """
+    model, section = make_model(config, tokenizer, folder_config=folder_config), config.routing
+    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false"}
+    for name, default in fields.items():
+        if getattr(section, name) and model.config.experts is None:
+            got = str(getattr(section, name)).lower()
+            raise UserError(f"routing.{name}: got {got}, but the model has no experts; expected {default}")
+    if section.freeze and config.lora is not None:
+        raise UserError(
+            "routing.freeze: got true, but lora trains adapters alone; set it to false, and leave gate out of "
+            "lora.targets"
+        )
+    return model
+
+
 def unquantized(model: Decoder) -> Decoder:
     """Returns the decoder whose weights are trained, saved and read; `model` itself if nothing is quantized."""
     return Decoder(dataclasses.replace(model.config, quantization=None))

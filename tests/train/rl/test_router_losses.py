@@ -1,0 +1,154 @@
+"""Losses of the routers: of the definition, of the update however it is split, and routers that stay as they are."""
+
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from train.config.errors import UserError
+from train.config.plan import Plan
+from train.models.experts import Routed
+from train.models.sharding import make_mesh
+from train.rl import objective as objectives
+from train.rl.algorithms import make_optimizer
+from train.rl.packing import StepPacking, make_packer
+from train.rl.routing import RouterTotals, balance_loss, z_loss
+from train.rl.step import make_update
+from train.weights.model import make_policy_model
+
+RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "router_losses.json").read_text())
+EXPERTS = "model.experts={count: 5, active: 2, width: 8}"
+LOSSES = ("routing.balance_coef=0.7", "routing.z_coef=0.3")
+DECAY = ("optim.optimizer.weight_decay=0.1", "optim.learning_rate=0.01")
+ALONE = "optim.share_prompts=false"
+
+
+def recorded_router() -> tuple[jax.Array, jax.Array]:
+    """Logits [B, T, L, E] with numbers under the mask that would show, and the mask."""
+    mask = jnp.array(RECORDED["mask"])
+    return jnp.where(mask[..., None, None] > 0, jnp.array(RECORDED["logits"]), 1e30), mask
+
+
+def totals_of(logits: jax.Array, mask: jax.Array) -> RouterTotals:
+    chosen = jnp.sort(jax.lax.top_k(logits, RECORDED["active"])[1]).astype(jnp.int16)
+    return RouterTotals.of(mask, Routed(chosen, chosen, logits))
+
+
+def test_balance_loss_equals_transformers_with_gradient():
+    logits, mask = recorded_router()
+    totals = totals_of(logits, mask)
+    value, gradient = jax.value_and_grad(lambda x: balance_loss(x, mask, totals, over="model"))(logits)
+    np.testing.assert_allclose(value, RECORDED["model"], rtol=1e-6)
+    np.testing.assert_allclose(gradient, RECORDED["model_gradient"], atol=1e-7)
+    each = balance_loss(logits, mask, totals, over="layer")
+    np.testing.assert_allclose(each, np.mean(RECORDED["layers"]), rtol=1e-6)
+    assert abs(RECORDED["model"] - np.mean(RECORDED["layers"])) > 0.01
+
+
+def test_parts_of_an_update_add_up():
+    """The rows have unequal lengths: a mean of means would be another number."""
+    logits, mask = recorded_router()
+    totals = totals_of(logits, mask)
+    for loss in (lambda *args: balance_loss(*args, over="model"), z_loss):
+        parts = [loss(logits[row : row + 1], mask[row : row + 1], totals) for row in (0, 1)]
+        np.testing.assert_allclose(sum(parts), loss(logits, mask, totals), rtol=1e-6)
+
+
+def test_z_loss_equals_its_formula():
+    logits, mask = recorded_router()
+    values = np.asarray(RECORDED["logits"])[np.asarray(mask) > 0]
+    expected = np.mean(np.log(np.exp(values).sum(-1)) ** 2)
+    value, gradient = jax.value_and_grad(lambda x: z_loss(x, mask, totals_of(logits, mask)))(logits)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert not np.asarray(gradient)[np.asarray(mask) == 0].any()
+
+
+def gradient_of(*options: str, **shape: int):
+    """The gradient of an update and its metrics, in a layout."""
+    axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
+    config = tiny.config_of(EXPERTS, *LOSSES, *options, *axes)
+    plan, mesh = Plan.of(config), make_mesh(**shape)
+    model, width = tiny.model_of(config), config.data.max_completion_length
+    with jax.set_mesh(mesh), jax.enable_x64(True):
+        weights = jax.tree.map(lambda x: np.asarray(x) * 2, tiny.drawn(model, jax.random.key(0)))
+        params = tiny.placed(kljax.Policy(weights), model, mesh).params
+        state = tiny.first_state(plan, model, mesh, params, tiny.keep_gradient())
+        state, batch = tiny.wide(state), tiny.wide(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)))
+        # Padding, so that packed rows pay.
+        batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width - tiny.NEW_TOKENS))) if x.ndim == 2 else x, batch)
+        rows, packer = [np.arange(tiny.ROWS)], make_packer(plan, model, mesh)
+        packing = StepPacking.off(rows) if packer is None else packer(batch, rows)
+        chosen, packed = packing.updates[0]
+        assert (packed is not None) == config.optim.packing
+        update = make_update(plan, model, tiny.keep_gradient(), state, mesh)
+        after, metrics = update(state, None, batch, chosen, objectives.coefficients(config), packed=packed)
+        return jax.device_get((after.opt_state["params"], {name: m.value() for name, m in metrics.items()}))
+
+
+@pytest.fixture(scope="module")
+def together():
+    return gradient_of(ALONE)
+
+
+LAYOUTS = {
+    "micro-batches on two devices": ((ALONE, "optim.micro_batches=4"), {"data": 2}),
+    "shared prompts": (("optim.micro_batches=2",), {}),
+    "packed": (("optim.packing=true", "data.max_completion_length=12", "optim.micro_batches=2"), {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_router_losses_are_of_the_update(name, together):
+    options, shape = LAYOUTS[name]
+    expected, metrics = together
+    gradient, split_metrics = gradient_of(*options, **shape)
+    for loss in ("router_balance_loss", "router_z_loss", "loss"):
+        np.testing.assert_allclose(split_metrics[loss], metrics[loss], rtol=1e-12)
+    chex.assert_trees_all_close(gradient, expected, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
+
+
+def test_router_losses_reach_routers_with_their_coefficients(together):
+    """Equal loads give k; a loss without its coefficient is not computed."""
+    gradient, metrics = together
+    assert 2 - 1e-3 < metrics["router_balance_loss"] < 5
+    without, others = gradient_of(ALONE, "routing.balance_coef=0", "routing.z_coef=0")
+    assert not {"router_balance_loss", "router_z_loss"} & others.keys()
+    added = 0.7 * metrics["router_balance_loss"] + 0.3 * metrics["router_z_loss"]
+    np.testing.assert_allclose(metrics["loss"] - others["loss"], added, rtol=1e-5)
+    router, before = (tree["layers"]["mlp"]["gate"]["kernel"] for tree in (gradient, without))
+    assert (np.abs(router - before).max((1, 2)) > 1e-4).all()
+
+
+def test_frozen_routers_stay_while_others_train():
+    """Also with weight decay, which needs no gradient."""
+    config = tiny.config_of(EXPERTS, "routing.freeze=true", *DECAY, ALONE)
+    plan, model, mesh = Plan.of(config), tiny.model_of(config), tiny.mesh_of()
+    optimizer = make_optimizer(config.optim)
+    params = tiny.placed(kljax.Policy(tiny.drawn(model, jax.random.key(0))), model, mesh).params
+    state = tiny.first_state(plan, model, mesh, params, optimizer)
+    before, batch = jax.device_get(params), tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
+    update = make_update(plan, model, optimizer, state, mesh)
+    after, _ = update(state, None, batch, np.arange(tiny.ROWS), objectives.coefficients(config))
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, jax.device_get(after.trainable["params"]))
+    router = moved["layers"]["mlp"].pop("gate")
+    assert not any(jax.tree.leaves(router))
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("routing.z_coef=0.1",), r"routing\.z_coef: got 0\.1, but the model has no experts; expected 0"),
+        (("routing.freeze=true",), r"routing\.freeze: got true, but the model has no experts; expected false"),
+        (("routing.freeze=true", EXPERTS, "lora={}"), r"routing\.freeze: got true, but lora trains adapters alone"),
+    ],
+)
+def test_router_fields_without_use_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        make_policy_model(tiny.config_of(*options), tiny.ByteTokenizer())
