@@ -5,7 +5,7 @@ Shapes: L layers with experts, E experts, k of them active.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,29 @@ class RouterTotals:
         is_chosen = jnp.any(routed.chosen[..., None] == experts, axis=-2)
         tokens = tuple(range(counts.ndim))
         return cls(jnp.sum(counts), jnp.sum(is_chosen * counts[..., None, None], axis=tokens, dtype=jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LargestLoad:
+    """The tokens of the busiest expert over the mean of all experts: 1 for equal loads, E / k at most.
+
+    Attributes:
+      tokens: [E] int32, the tokens of each expert.
+    """
+
+    tokens: jax.Array
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.tokens + other.tokens)
+
+    def reduce(self, axis: int = 0) -> Self:
+        """Adds parts that lie along an axis."""
+        return type(self)(self.tokens.sum(axis))
+
+    def value(self) -> jax.Array:
+        """Returns the largest load; NaN without a token."""
+        return self.tokens.max() / self.tokens.mean()
 
 
 def balance_loss(
@@ -165,14 +188,19 @@ def routing_metrics(config: DecoderConfig, routed: Routed, recorded: jax.Array |
       recorded: [..., L, k] int, in the same layout; -1: unknown. None: there are none.
 
     Returns:
-      `router_entropy`, in nats; with recorded routes the shares of pairs of a token and a layer: `routing_flips`, where
-      the router would choose other experts than the recorded ones, also by layer; `routing_lost`, where others were
-      used; and `routing_missing`, which have no recorded routes.
+      `router_entropy`, in nats; by layer `router_load`, of the experts that were used; with recorded routes the shares
+      of pairs of a token and a layer: `routing_flips`, where the router would choose other experts than the recorded
+      ones, also by layer; `routing_lost`, where others were used; and `routing_missing`, which have no recorded routes.
     """
     real = routed.routes[..., 0] >= 0
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
     metrics: Metrics = {"router_entropy": kljax.WeightedSum.of(jax.lax.stop_gradient(entropy), real)}
+    experts = jnp.arange(routed.logits.shape[-1], dtype=routed.routes.dtype)
+    uses = jnp.any(routed.routes[..., None] == experts, axis=-2)  # padding has no expert
+    loads = jnp.sum(uses.reshape(-1, *uses.shape[-2:]), axis=0, dtype=jnp.int32)
+    for index, layer in enumerate(config.expert_layers):
+        metrics[f"router_load_layer_{layer}"] = LargestLoad(loads[index])
     if recorded is None:
         return metrics
     ordered = jnp.sort(recorded, axis=-1).astype(routed.routes.dtype)

@@ -262,6 +262,13 @@ GLOSSARY = (
     ),
     MetricEntry(
         "policy",
+        "router_load_layer_N",
+        "tokens of the busiest expert of a layer over the mean of its experts",
+        "below 3",
+        "grows: raise `routing.balance_coef`",
+    ),
+    MetricEntry(
+        "policy",
         "router_balance_loss",
         "the load-balance loss of the routers, before its coefficient",
         "near the number of active experts: equal loads",

@@ -18,7 +18,7 @@ from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
 from train.rl.packing import StepPacking, make_packer
-from train.rl.routing import RouterTotals, balance_loss, z_loss
+from train.rl.routing import LargestLoad, RouterTotals, balance_loss, z_loss
 from train.rl.step import make_update
 from train.weights.model import make_policy_model
 
@@ -103,12 +103,21 @@ LAYOUTS = {
 }
 
 
+def test_largest_load_is_of_all_parts_together():
+    """The busiest expert of the sum, not the largest of the parts."""
+    parts = jnp.array([[6, 0, 0], [0, 4, 2]])
+    assert float(LargestLoad(parts).reduce().value()) == pytest.approx(6 / 4)
+    assert float((LargestLoad(parts[0]) + LargestLoad(parts[1])).value()) == pytest.approx(6 / 4)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_router_losses_are_of_the_update(name, together):
     options, shape = LAYOUTS[name]
     expected, metrics = together
     gradient, split_metrics = gradient_of(*options, **shape)
-    for loss in ("router_balance_loss", "router_z_loss", "loss"):
+    loads = [f"router_load_layer_{layer}" for layer in range(tiny.LAYERS)] if name != "packed" else []
+    assert all(1 <= metrics[load] <= 5 / 2 for load in loads)
+    for loss in ("router_balance_loss", "router_z_loss", "loss", *loads):
         np.testing.assert_allclose(split_metrics[loss], metrics[loss], rtol=1e-12)
     chex.assert_trees_all_close(gradient, expected, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
 
