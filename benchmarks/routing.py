@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import mean
 from typing import Any
 
@@ -88,11 +88,10 @@ def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
     """Samples once for each model, and scores the completions in each way."""
     measured: dict[str, dict[str, Any]] = {}
     for name, dense, factor in (("dense", True, 1.0), ("", False, 1.0), ("sharp", False, 3.0)):
-        config = size.config(dense=dense)
-        sampler, trainer = Decoder(dataclasses.replace(config, dtype="bfloat16")), Decoder(config)
+        sampler, trainer = _models(size, dense)
         params = _weights(trainer, jax.random.key(seed), factor)
         sequences, log_probs = _draw(sampler, params, size, seed)
-        compare = functools.partial(_compare, (sampler, params), trainer, sequences, log_probs)
+        compare = functools.partial(_compare, _comparison(size, dense), params, sequences, log_probs)
         if dense:
             measured[name] = compare(params)
             continue
@@ -150,9 +149,16 @@ def _draw(model: Decoder, params: Any, size: RoutingSizes, seed: int) -> tuple[S
     return Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields["log_probs"]
 
 
+@functools.cache
+def _models(size: RoutingSizes, dense: bool) -> tuple[Decoder, Decoder]:
+    """Returns the model of the sampler and that of the trainer."""
+    config = size.config(dense=dense)
+    return Decoder(dataclasses.replace(config, dtype="bfloat16")), Decoder(config)
+
+
 def _compare(
-    drawn_by: tuple[Decoder, Any],
-    trainer: Decoder,
+    run: Callable[..., dict[str, Array]],
+    sampled: Any,
     sequences: Sequences,
     log_probs: Array,
     params: Any,
@@ -160,10 +166,18 @@ def _compare(
     routes: Array | None = None,
 ) -> dict[str, Any]:
     """Scores completions with the trainer, with routes or its own, and compares with the sampler."""
-    sampler = drawn_by[0]
+    return {name: value.tolist() for name, value in run(sampled, params, sequences, log_probs, routes).items()}
+
+
+@functools.cache
+def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Array]]:
+    """Makes the program of a comparison, which all weights, seeds and routes share."""
+    sampler, trainer = _models(size, dense)
 
     @jax.jit
-    def run(sampled: Any, params: Any) -> dict[str, Array]:
+    def run(
+        sampled: Any, params: Any, sequences: Sequences, log_probs: Array, routes: Array | None
+    ) -> dict[str, Array]:
         mask = sequences.completion_mask
         assert mask is not None
         rows = dataclasses.replace(sequences, fields={} if routes is None else {ROUTES: routes})
@@ -196,7 +210,7 @@ def _compare(
             results["flips"] = flips.sum((0, 1)) / known.sum((0, 1))
         return results
 
-    return {name: value.tolist() for name, value in run(drawn_by[1], params).items()}
+    return run
 
 
 def report(fields: Mapping[str, Any]) -> Report:

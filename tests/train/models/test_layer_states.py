@@ -114,8 +114,14 @@ def prompts() -> tuple[jax.Array, jax.Array]:
     return tokens, jnp.arange(PROMPT) >= PROMPT - jnp.array(LENGTHS)[:, None]
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-@pytest.mark.parametrize("slots", [None, 3])
+@pytest.mark.parametrize(
+    ("slots", "unroll"),
+    [
+        (None, False),
+        (3, True),
+        *(pytest.param(*both, marks=pytest.mark.thorough) for both in ((None, True), (3, False))),
+    ],
+)
 def test_recurrent_layers_decode_as_whole_sequences(hybrid, slots, unroll):
     """The log-probs of sampled tokens: rows share prompts or take slots from a queue, and the window doubles twice."""
     model, policy = hybrid
