@@ -24,10 +24,18 @@ from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
-from train.rl.policy import ScoredPolicy, Sequences, paired_hidden_states, token_stats, token_values
+from train.rl.policy import (
+    ScoredPolicy,
+    Sequences,
+    paired_hidden_states,
+    routed_hidden_states,
+    token_stats,
+    token_values,
+)
 from train.rl.reference import reference_head
 from train.rl.routing import make_router_count, without_routers
 from train.rl.state import TrainState, keep_unless, policy_of
+from train.rl.token_fields import ROUTES
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
 
@@ -90,7 +98,7 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
     stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
-    replays = plan.config.routing.replay == "rollout"
+    replay = plan.config.routing.replay
 
     def score(
         trainable: dict[str, Tree],
@@ -112,7 +120,7 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
             sequences = Sequences.of(part, layout, packed)
             # The reference chooses its experts for itself.
             ref_sequences = sequences.without_routes()
-            sequences = sequences if replays else ref_sequences
+            sequences = sequences if replay == "rollout" else ref_sequences
             if in_one_pass and reference is not None:
                 hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
@@ -124,6 +132,10 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
                 if plan.exact_kl:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
+                if replay == "old_policy":
+                    hidden, routed = routed_hidden_states(policy, sequences)
+                    routes = {} if routed is None else {ROUTES: routed.routes}
+                    states["fields"] = {**part.fields, **routes}
                 options = {"reference": exact, "sum_squared_probs": plan.sum_squared_probs}
                 stats, hidden = stats_of(policy, sequences, hidden=hidden, **options)
                 per_token["old_log_probs"] = stats.log_prob

@@ -114,6 +114,38 @@ def test_other_routes_change_policy_but_no_reference(recording):
     np.testing.assert_array_equal(ignoring.old_log_probs, first.old_log_probs)
 
 
+def test_old_policy_routes_come_from_the_scoring_pass(recording):
+    """Neither those of the sampler nor those of the moved policy: the update reports the flips, and loses none."""
+    context = context_of(recording[0], "routing.replay=old_policy", "kl.loss.coef=0", PADDED)
+    plan, model, mesh = Plan.of(context.config), context.model, context.mesh
+    state = state_of(plan, model, mesh)
+    batch = collect(context, open_source(context), 0).batch
+    turned = other_experts(batch.fields[ROUTES], batch.token_mask)
+    batch = dataclasses.replace(batch, fields={**batch.fields, ROUTES: jax.device_put(turned)})
+    batch = make_score(plan, model, mesh)(state.trainable, None, None, batch)
+    policy = policy_of(state.trainable, None)
+    _, routed = jax.jit(lambda: model.bind(policy.params).routed(batch.tokens, batch.token_mask))()
+    np.testing.assert_array_equal(batch.fields[ROUTES], routed.chosen)
+    batch, _, _ = make_prepare(plan, mesh)(batch, state.controllers)
+    moved = dataclasses.replace(state, trainable={"params": tiny.moved(state.trainable["params"], 0.3)})
+    update = make_update(plan, model, tiny.keep_gradient(), moved, mesh)
+    _, metrics = update(moved, None, batch, np.arange(len(batch.tokens)), objectives.coefficients(context.config))
+    assert float(metrics["routing_lost"].value()) == 0
+    assert float(metrics["routing_flips"].value()) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("optim.updates_per_batch=1", r"routing\.replay: got old_policy, but no pass scores the policy"),
+        ("optim.packing=true", r"optim\.packing: got true, but with routing\.replay old_policy"),
+    ],
+)
+def test_old_policy_routes_need_a_padded_pass(option, message):
+    with pytest.raises(UserError, match=message):
+        tiny.config_of(*OPTIONS, "routing.replay=old_policy", option)
+
+
 PADDED = "optim.share_prompts=false"
 LAYOUTS = {
     "padded": ((PADDED,), {}),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
 from train.config.model import BYTE_VOCABULARY, PRESETS
-from train.config.plan import Layout
+from train.config.plan import Layout, Plan
 from train.config.schema import Config
 
 SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size")
@@ -183,4 +183,34 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _slices, _context, _divisions, _sampling_mesh, _host_memory, _folder, _trained_dtype, _quantization)
+def _routes(config: Config) -> Iterator[Problem]:
+    if config.routing.replay != "old_policy":
+        return
+    if not Plan.of(config).scores_policy:
+        yield problem(
+            "got old_policy, but no pass scores the policy before its updates: there is one update, or "
+            "loss.old_log_probs is sampler; expected rollout or none",
+            "routing.replay",
+            "optim.updates_per_batch",
+            "loss.old_log_probs",
+        )
+    if config.optim.packing:
+        yield problem(
+            "got true, but with routing.replay old_policy rows keep their padding; set it to false",
+            "optim.packing",
+            "routing.replay",
+        )
+
+
+CHECKS = (
+    _rows,
+    _routes,
+    _slices,
+    _context,
+    _divisions,
+    _sampling_mesh,
+    _host_memory,
+    _folder,
+    _trained_dtype,
+    _quantization,
+)
