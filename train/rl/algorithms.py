@@ -155,8 +155,15 @@ def chain_optimizer(
 
 
 def _matrices(params: Any) -> Any:
-    """Marks the stacked matrices [layers, in, out] for muon; embeddings, norms and value head go to Adam."""
-    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
+    """Marks stacked matrices, [layers, in, out] and [layers, experts, in, out], for muon.
+
+    Embeddings, norms and value head go to Adam.
+    """
+
+    def dimensions(x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if x.ndim > 2 else None
+
+    return jax.tree.map(dimensions, params)
 
 
 def learning_rate(section: Optim) -> optax.ScalarOrSchedule:

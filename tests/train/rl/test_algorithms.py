@@ -219,11 +219,17 @@ def test_the_learning_rate_follows_its_schedule(schedule: str, expected: list[fl
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_is_optax_behind_the_norm_clip(name: str) -> None:
     section = tiny.config_of(f"optim.optimizer={name}", "optim.learning_rate=0.1", "optim.max_grad_norm=0.5").optim
-    weights = {"layers": jnp.ones((2, 3, 4)), "norm": jnp.ones((2, 3)), "embedding": jnp.ones((5, 3))}
+    weights = {
+        "layers": jnp.ones((2, 3, 4)),
+        "experts": jnp.ones((2, 2, 3, 4)),
+        "norm": jnp.ones((2, 3)),
+        "embedding": jnp.ones((5, 3)),
+    }
     rng = np.random.default_rng(0)
     gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), weights)
     options = section.optimizer.options()
     matrices = {"layers": optax.contrib.MuonDimensionNumbers(1, 2), "norm": None, "embedding": None}
+    matrices["experts"] = optax.contrib.MuonDimensionNumbers(2, 3)
     named = {"muon": lambda rate, **more: optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices, **more)}
     plain = named.get(name, getattr(optax, name, None))(0.1, **options)
 
@@ -237,7 +243,8 @@ def test_optimizer_is_optax_behind_the_norm_clip(name: str) -> None:
     change, expected = both()
     for leaf in weights:
         np.testing.assert_allclose(change[leaf], expected[leaf], rtol=1e-6, err_msg=leaf)
-    if name == "muon":  # orthogonal layer by layer; Adam's steps elsewhere are of one size
-        sizes = np.linalg.svd(change["layers"], compute_uv=False)
-        assert sizes.min() > 0.5 * sizes.max()
+    if name == "muon":  # orthogonal layer by layer, and expert by expert; Adam's steps elsewhere are of one size
+        for leaf in ("layers", "experts"):
+            sizes = np.linalg.svd(change[leaf], compute_uv=False)
+            assert sizes.min() > 0.5 * sizes.max()
         assert np.ptp(np.abs(change["norm"])) < 1e-3
