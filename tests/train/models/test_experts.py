@@ -91,13 +91,15 @@ def test_decoded_tokens_have_the_routes_of_whole_rows():
     model, params = draw()
     hidden, routed = jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
     bound = model.bind(params)
-    _, prompts, first = bound.routed_prefill(TOKENS[:, :5], MASK[:, :5])
+    # One program for all columns.
+    decode = jax.jit(bound.routed_decode)
+    _, prompts, first = jax.jit(bound.routed_prefill)(TOKENS[:, :5], MASK[:, :5])
     np.testing.assert_array_equal(first.routes, routed.routes[:, :5])
     for unroll in (False, True):
         state = DecoderState.of(prompts, 1, 3, unroll=unroll)
         for column in range(5, 8):
             seen = MASK & (jnp.arange(8) <= column)
-            last, state, now = bound.routed_decode(TOKENS[:, column], seen.sum(-1) - 1, state, seen, column)
+            last, state, now = decode(TOKENS[:, column], seen.sum(-1) - 1, state, seen, column)
             rounding.assert_close_by_norm(last, hidden[:, column], roundings=BOUND)
             np.testing.assert_array_equal(now.routes, routed.routes[:, column])
 
