@@ -7,7 +7,7 @@ import numpy as np
 
 from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
-from kljax.parity.positions import over_tokens
+from kljax.parity.positions import apply_rule, over_tokens
 from kljax.parity.recipe import AdvantageStep, Kl, Recipe
 from kljax.parity.replay import Prediction, Replay, run_call
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
@@ -37,7 +37,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
     rewards, kl = _shaped_rewards(replay, recipe, after, step)
     shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": kl}
-    shaped["token_rewards"] = _token_rewards(replay, recipe, used, step.reward_at)
+    shaped["token_rewards"] = _token_rewards(replay, recipe, used, step)
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
@@ -99,9 +99,7 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
 
 def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
-    rewards, kl, used = replay.arrays["rewards"], recipe.kl, replay.used_mask(recipe)
-    if step.reward_clip is not None:
-        rewards = np.clip(rewards, -step.reward_clip, step.reward_clip)
+    rewards, kl, used = _changed_rewards(replay, step), recipe.kl, replay.used_mask(recipe)
     if step.rewards == "whitened":
         rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8)
     if kl is None or kl.place != "reward":
@@ -110,6 +108,7 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
         position = np.arange(replay.shape[1])
         first = np.where(used.any(1), used.argmax(1), replay.shape[1])
         used = position >= first[:, None]
+    used = apply_rule(used, recipe.kl_mask, replay.layout)
     values = kl.coef * np.where(used, _kl_values(replay, recipe, used), 0)
     if kl.padded and after:
         # Sums from the end reach every token of the row, so that the last one may carry them.
@@ -117,6 +116,11 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
         last = inside.shape[1] - 1 - inside[:, ::-1].argmax(1)
         values[np.arange(len(values)), last] += np.where(inside, 0, values).sum(1)
     return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
+
+
+def _changed_rewards(replay: Replay, step: AdvantageStep) -> np.ndarray:
+    rewards: np.ndarray = step.reward_scale * replay.arrays["rewards"]
+    return rewards if step.reward_clip is None else np.clip(rewards, -step.reward_clip, step.reward_clip)
 
 
 def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
@@ -147,13 +151,14 @@ def _compared(step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndar
     return result
 
 
-def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, at: str) -> np.ndarray:
+def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: AdvantageStep) -> np.ndarray:
     """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    last = used.argmax(1) if at == "first" else replay.shape[1] - 1 - used[:, ::-1].argmax(1)
+    last = used.argmax(1) if step.reward_at == "first" else replay.shape[1] - 1 - used[:, ::-1].argmax(1)
     result = np.zeros(replay.shape)
-    result[np.arange(len(result)), last] = np.where(used.any(1), replay.arrays["rewards"], 0)
+    result[np.arange(len(result)), last] = np.where(used.any(1), _changed_rewards(replay, step), 0)
     if recipe.kl is not None and recipe.kl.place == "reward":
-        result = result - recipe.kl.coef * np.where(used, _kl_values(replay, recipe, used), 0)
+        charged = apply_rule(used, recipe.kl_mask, replay.layout)
+        result = result - recipe.kl.coef * np.where(charged, _kl_values(replay, recipe, used), 0)
     return result
 
 
@@ -208,7 +213,7 @@ def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarr
     kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
     values, errors = replay.input("kl", recipe)
     values, errors = np.where(used, values, 0), np.where(used, errors, 0)
-    mean = values.sum() / (used.sum() + recipe.reduction.eps_batch)
+    mean = values.sum() / (used.sum() + recipe.reduction.eps_batch) if kl.centered else 0.0
     unit = replay.unit("token_loss", recipe)
     result = value + np.where(used, kl.coef * (mean - values), 0)
     height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit

@@ -97,8 +97,15 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
 
 def _kl_mask_causes(replay: Replay) -> Iterator[Cause]:
     """Yields the masks of the KL term alone."""
-    if replay.plan.recipe.kl is not None and replay.plan.recipe.kl.place == "loss":
+    place = "" if replay.plan.recipe.kl is None else replay.plan.recipe.kl.place
+    if place == "loss":
         yield from _mask_causes(replay, "kl_mask", "mask of the KL term")
+    if place == "reward":
+        mask = replay.arrays["mask"]
+        for cause in _mask_causes(replay, "kl_mask", "mask of the KL in the reward"):
+            # The KL of a token outside the mask is not recorded.
+            if (apply_rule(mask, MaskRule(**dict(cause.settings)), replay.layout) <= mask).all():
+                yield cause
 
 
 def _score_causes(replay: Replay) -> Iterator[Cause]:
@@ -182,6 +189,7 @@ def _correction_causes(replay: Replay) -> Iterator[Cause]:
         yield make("correction", f"sampler off by one ({where})", text, shift=shift)
     text = "the correction's weights are divided by their mean"
     yield make("correction", "divided by their mean", text, normalized=True)
+    yield make("correction", "weights squared", "the correction's weights are squared", weights=2)
     yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
     yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)
 
@@ -224,6 +232,9 @@ def _kl_causes(replay: Replay) -> Iterator[Cause]:
 
 def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     """Yields coefficients that are easily confused, and other ways to take a KL off the reward."""
+    if kl.place == "advantage":
+        text = "the KL in the advantage does not have its mean over the batch taken off"
+        yield make("kl", "not centered", text, centered=False)
     if kl.place == "reward":
         yield make("kl", "summed over padding", "the KL in the reward is summed over padding, too", padded=True)
         if "advantage" in replay.plan.calls and "subtract_kl" in repr(replay.plan.calls["advantage"]):
@@ -408,7 +419,13 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
     if base.mode not in ("token_sum", "seq_mean_token_sum_norm"):
         text = "not counting rows of groups with equal rewards"
         yield "rows of equal groups dropped", text, {"rows": "spread"}
-    yield "length divided twice", "divided by the length of each row once more", {"per_length": True}
+    yield "length divided twice", "divided by the length of each row once more", {"length_power": 1.0}
+    root = {"mode": "seq_mean_token_sum", "max_length": None, **plain, "empty_rows": "count", "length_power": 0.5}
+    yield "divided by the root of the length", "a sum divided by the root of each row's length", root
+    if not mask.any(1).all():
+        # Without an empty row, that is Dr. GRPO's over the padded length.
+        padded = {"mode": "token_mean", "max_length": None, **plain, "denominator": float(mask.size)}
+        yield "mean over the padded batch", f"a mean over the {mask.size} positions of the padded batch", padded
     rows = len(mask)
     for parts in (part for part in range(2, min(rows, 16) + 1) if rows % part == 0):
         yield (

@@ -124,6 +124,15 @@ def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
     return Difference(name, *largest, position, recorded, expected, limit, worst, int(at.sum()))
 
 
+def differing(replay: Replay, name: str, recipe: Recipe) -> np.ndarray:
+    """Returns where a recorded result exceeds its rounding bound, in the shape of the field."""
+    prediction, recorded = replay.predict(name, recipe), np.asarray(replay.arrays[name], np.float64)
+    with np.errstate(all="ignore"):
+        same = (recorded == prediction.value) | (np.isnan(recorded) & np.isnan(prediction.value))
+        inside = same | (np.abs(recorded - prediction.value) <= prediction.bound)
+    return np.asarray(np.broadcast_to(prediction.at, recorded.shape) & ~inside)
+
+
 def residual_of(replay: Replay, names: Iterable[str], recipe: Recipe) -> Residual:
     """Returns the signed differences of recorded results from recomputed ones, at every compared number.
 

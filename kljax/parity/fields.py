@@ -76,8 +76,8 @@ def field_of(name: str) -> Field:
 
 
 # The results in the order of the data, each with the stages of the recipe that it may depend on.
-_LOSS = ("mask", "ratio", "correction", "kl", "advantage", "loss")
-_REDUCED = (*_LOSS, "entropy", "reduction", "kl_reduction", "kl_mask")
+_LOSS = ("mask", "ratio", "correction", "kl", "kl_mask", "advantage", "loss")
+_REDUCED = (*_LOSS, "entropy", "reduction", "kl_reduction")
 ORDER: dict[str, tuple[str, ...]] = {
     "mask": ("mask_rule",),
     "log_probs": ("log_probs",),
@@ -85,7 +85,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "ratio": ("ratio",),
     "weights": ("mask", "correction"),
     "kl": ("mask", "kl"),
-    "advantages": ("mask", "kl", "advantage"),
+    "advantages": ("mask", "kl", "kl_mask", "advantage"),
     "token_loss": _LOSS,
     "loss": _REDUCED,
     "grad_log_probs": (*_REDUCED, "gradient"),

@@ -169,15 +169,19 @@ def agreeing_interval(evaluate: Evaluate, value: float, grid: Sequence[float]) -
         return None
     ends = []
     for outside in (min(grid), max(grid)):
-        inside, limit = value, outside
-        for _ in range(14):
-            if agrees(limit):
-                inside = limit
-                break
+        # Steps of doubled size find a value outside, near enough for halves to find the end.
+        inside, step = value, 0.01 * abs(value) * np.sign(outside - value)
+        while inside != outside and agrees(limit := _nearer(value + step, outside, value)):
+            inside, step = limit, 2 * step
+        for _ in range(12 if inside != outside else 0):
             middle = (inside + limit) / 2
             inside, limit = (middle, limit) if agrees(middle) else (inside, middle)
         ends.append(inside)
     return min(ends), max(ends)
+
+
+def _nearer(first: float, second: float, value: float) -> float:
+    return first if abs(first - value) < abs(second - value) else second
 
 
 def simplest(evaluate: Evaluate, value: float) -> float:

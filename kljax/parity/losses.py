@@ -97,6 +97,11 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     if recipe.entropy.source == "sampled":
         total = total + recipe.entropy.coef * token_weights(replay, recipe, recipe.reduction)
     total, bound = settings.scale * total, abs(settings.scale) * bound
+    norm = float(np.linalg.norm(total))
+    if settings.norm is not None and norm > settings.norm:
+        total, bound = total * settings.norm / norm, bound * settings.norm / norm
+        # The norm has the rounding of a sum, and each number that of the factor.
+        bound = bound + unit * (PRODUCTS + tree_height(total.size)) * np.abs(total)
     return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
 
 
@@ -201,7 +206,7 @@ def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
 
 
 def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    policy, _ = policy_pair(replay, recipe)
+    policy, old = policy_pair(replay, recipe)
     step, weights = recipe.loss or RecipeStep(), token_weights(replay, recipe, recipe.reduction)
     # Where each token stands alone, the weights of the reduction multiply its derivative.
     alone = replay.call("loss", step).function in ALONE and not _by_row(replay, recipe)
@@ -211,6 +216,8 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
         arrays, total = _inputs(replay, log_probs, recipe), np.zeros(replay.shape)
         for factor, call in _parts(replay, step):
             total = total + factor * np.asarray(pull_call("loss", call, arrays, inner * _correction(replay, recipe)))
+        if (bound := recipe.ratio.log_ratio_clip) is not None:
+            total = np.where(np.abs(replay.arrays["log_probs"] - old) > bound, 0, total)
         return -total if recipe.ratio.swapped else total
 
     stages = (stage for stage in ORDER["token_loss"])
@@ -273,8 +280,7 @@ def _weights_of_rows(
     count, per_row = part.sum(), part.sum(1, keepdims=True)
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)
-    if reduction.per_length:
-        weights = weights / np.maximum(per_row, 1)
+    weights = weights / np.maximum(per_row, 1) ** reduction.length_power
     result = np.zeros(mask.shape)
     result[rows] = reduction.scale * weights
     return result

@@ -65,20 +65,22 @@ class UnknownNumber:
         changed = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
         header = "has none" if self.declared is None else f"says {self.declared:g}"
         text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{note}"
-        factor = value / getattr(getattr(recipe, self.stage), self.setting) if self.shared else 1.0
-        also = tuple(
-            (stage, ((self.setting, getattr(getattr(recipe, stage), self.setting) * factor),))
-            for stage in self.shared
-            if getattr(recipe, stage) is not None
-        )
+        before = getattr(getattr(recipe, self.stage), self.setting) if self.shared else None
+        also = []
+        for stage in self.shared if before != value else ():
+            if getattr(recipe, stage) is None:
+                continue
+            shared = getattr(getattr(recipe, stage), self.setting)
+            proportional = shared * value / before if before and shared else value
+            also.append((stage, ((self.setting, value if shared == before else proportional),)))
         name = f"{self.setting} {value:.6g}"
-        return Cause(self.stage, name, text, (*changed, *self.settings), also, number=value)
+        return Cause(self.stage, name, text, (*changed, *self.settings), tuple(also), number=value)
 
 
 def numbers_of(replay: Replay) -> list[UnknownNumber]:
     """Lists the numbers of a dump, in the order of the data."""
-    numbers = [*_of_scores(replay), *_of_correction(replay), *_of_kl(replay), *_of_advantage(replay)]
-    return [*numbers, *_of_loss(replay), *_of_reduction(replay)]
+    numbers = [*_of_scores(replay), *_of_ratio(replay), *_of_correction(replay), *_of_kl(replay)]
+    return [*numbers, *_of_advantage(replay), *_of_loss(replay), *_of_reduction(replay)]
 
 
 def note_on_factor(replay: Replay, number: UnknownNumber, value: float) -> str:
@@ -121,6 +123,12 @@ def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
                 yield UnknownNumber(stage, "logit_scale", base.logit_scale, grid)
 
 
+def _of_ratio(replay: Replay) -> Iterator[UnknownNumber]:
+    # Of the loss alone, it is an argument of the loss.
+    if "ratio" in replay.arrays:
+        yield UnknownNumber("ratio", "log_ratio_clip", None, GRIDS["log_ratio_clip"])
+
+
 def _of_correction(replay: Replay) -> Iterator[UnknownNumber]:
     if replay.plan.recipe.correction is not None:
         yield from _of_call("correction", replay.plan.calls["correction"])
@@ -159,6 +167,7 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
     yield UnknownNumber("advantage", "scale", 1.0)
     yield UnknownNumber("advantage", "clip", None, (1e-3, 1e-2, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
     yield UnknownNumber("advantage", "offset", 0.0)
+    yield UnknownNumber("advantage", "reward_scale", 1.0, MULTIPLES)
     largest = float(np.abs(replay.arrays["rewards"]).max()) if "rewards" in replay.arrays else 0.0
     if largest:
         yield UnknownNumber(
@@ -185,11 +194,25 @@ def _of_reduction(replay: Replay) -> Iterator[UnknownNumber]:
     shared = ("kl_reduction",) if recipe.kl_reduction is not None else ()
     yield UnknownNumber("reduction", "scale", recipe.reduction.scale, shared=shared)
     yield UnknownNumber("reduction", "offset", 0.0)
+    shared = shared if recipe.kl_reduction == recipe.reduction else ()
+    if recipe.reduction.mode == "seq_mean_token_sum_norm":
+        length = recipe.reduction.max_length or replay.shape[1]
+        yield UnknownNumber("reduction", "max_length", float(length), _lengths(length), shared=shared)
+    eps = "eps_row" if recipe.reduction.mode == "seq_mean_token_mean" else "eps_batch"
+    if recipe.reduction.mode in ("token_mean", "seq_mean_token_mean"):
+        declared = float(getattr(recipe.reduction, eps))
+        yield UnknownNumber("reduction", eps, declared, (*GRIDS["eps"], 2.0, 10.0), shared=shared)
     if "entropy" in replay.arrays:
         yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef))
     sampled = (("source", "sampled"),)
     yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef), settings=sampled)
     yield UnknownNumber("gradient", "scale", recipe.gradient.scale)
+    if "grad_log_probs" in replay.arrays and (norm := float(np.linalg.norm(replay.arrays["grad_log_probs"]))):
+        yield UnknownNumber("gradient", "norm", None, tuple(norm * factor for factor in (0.5, 0.9, 1.1, 2.0)))
+
+
+def _lengths(length: float) -> tuple[float, ...]:
+    return tuple(length * factor for factor in MULTIPLES[2:13])
 
 
 def _of_call(stage: str, call: Call) -> Iterator[UnknownNumber]:

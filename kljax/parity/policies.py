@@ -88,7 +88,11 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
     old = shift_rows(replay.old_log_probs(recipe), settings.shift)
     if settings.recorded:
         return old + np.log(np.where(replay.arrays["ratio"] > 0, replay.arrays["ratio"], 1)), old
-    return (2 * old - policy, old) if settings.swapped else (policy, old)
+    if settings.swapped:
+        policy = 2 * old - policy
+    if settings.log_ratio_clip is not None:
+        policy = old + np.clip(policy - old, -settings.log_ratio_clip, settings.log_ratio_clip)
+    return policy, old
 
 
 def ratio(replay: Replay, recipe: Recipe) -> Prediction:
@@ -130,7 +134,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     def compute(policy: np.ndarray) -> np.ndarray:
         arrays = {**inputs, "log_probs": policy, "sampling_log_probs": denominator, "mask": used}
         result = np.asarray(replay.run("correction", step, arrays), np.float64)
-        return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
+        return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape) ** step.weights
 
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
     factor = step.scale / (value[used].mean() if step.normalized else 1.0)
@@ -170,7 +174,10 @@ def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: s
     settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
     clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
     clips |= {"log_ratio_clip": kl.log_ratio_clip, "value_clip": kl.value_clip}
-    clips["bound"] = np.inf if kl.bound is None else kl.bound
+    # The estimate is bounded before its ratio, which the library's function bounds after it.
+    inner = kl.bound is not None and kl.corrected
+    if inner:
+        clips["value_clip"] = kl.bound
 
     def compute(policy: Any, reference: Any, used: Any, sampling: Any, clips: dict[str, Any]) -> Any:
         def estimate(policy: Any) -> jax.Array:
@@ -179,16 +186,20 @@ def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: s
             if kl.detached and sampling is not None:
                 # The ratio keeps its value, and loses its gradient.
                 corrected = sampling + policy - jax.lax.stop_gradient(policy)
-            bound, options = clips["bound"], {name: clip for name, clip in clips.items() if name != "bound"}
-            estimates = kljax.estimate_kl(first, second, used, sampling_log_probs=corrected, **settings, **options)
-            return jnp.where(jnp.abs(estimates) > bound, jnp.sign(estimates) * bound, estimates)
+            if not inner:
+                return kljax.estimate_kl(first, second, used, sampling_log_probs=corrected, **settings, **clips)
+            options = {name: clip for name, clip in clips.items() if name != "max_ratio"}
+            weight = jnp.exp(jnp.where(used, first - corrected, 0))
+            if clips["max_ratio"] is not None:
+                weight = jnp.minimum(weight, clips["max_ratio"])
+            return weight * kljax.estimate_kl(first, second, used, **settings, **options)
 
         if result == "value":
             return estimate(policy)
         estimates, pull = jax.vjp(estimate, policy)
         return pull(jnp.ones_like(estimates))[0]
 
-    program = compiled(f"kl {result} {settings!r} {kl.swapped} {kl.detached}", compute)
+    program = compiled(f"kl {result} {settings!r} {kl.swapped} {kl.detached} {inner}", compute)
     return kl.scale * program(policy, reference, used, sampling, clips)
 
 

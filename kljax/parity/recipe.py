@@ -77,12 +77,14 @@ class Ratio:
       old: the array of the policy in the denominator.
       shift: how many positions to the right that array is moved.
       swapped: whether it is `exp(old - log_probs)`.
+      log_ratio_clip: largest size of its logarithm, whose gradient is 0 outside; None does not clip.
       recorded: whether the recorded ratio takes its place, after a fault without a cause.
     """
 
     old: str = "old_log_probs"
     shift: int = 0
     swapped: bool = False
+    log_ratio_clip: float | None = None
     recorded: bool = False
 
 
@@ -106,8 +108,9 @@ class Kl:
       swapped: whether the direction is KL(ref || pi).
       padded: whether a KL in the reward is summed over padding, too.
       detached: whether the importance ratio is a constant.
-      bound: largest size of the estimate with its importance ratio; None does not bound.
+      bound: largest size of the estimate before its importance ratio, in place of `value_clip`; None does not bound.
       early: whether a KL in the reward is taken off before the rewards are compared, where the system does so after.
+      centered: whether a KL in the advantage has its mean over the batch taken off.
     """
 
     estimator: str = "k3"
@@ -127,6 +130,7 @@ class Kl:
     detached: bool = False
     bound: float | None = None
     early: bool = False
+    centered: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +141,7 @@ class RecipeStep:
       arguments: keyword arguments that override the header's; None leaves an argument at its default.
       scale: factor of the result.
       swapped: whether the two policies of a ratio are exchanged.
-      weights: power of the correction's weights in a policy loss.
+      weights: power of the correction's weights, in the correction or in a policy loss.
       shift: how many positions to the right the sampler is moved in a correction.
       normalized: whether the weights of a correction are divided by their mean.
       flipped: whether advantages and result are negated, so that the smaller of two losses is taken.
@@ -171,6 +175,7 @@ class AdvantageStep(RecipeStep):
       skip: a function of the library whose step is left out.
       center: what is subtracted from a reward: "group" mean, "median" of the group, mean of the "batch", or "none".
       divisor: what divides a centered reward: "std", or the group's "variance", "range" or "mean absolute" distance.
+      reward_scale: factor of the rewards.
       reward_clip: largest magnitude of a reward; None does not clip.
       reward_at: the token that has the reward of a row: "last" or "first".
       offset: added to each advantage.
@@ -189,6 +194,7 @@ class AdvantageStep(RecipeStep):
     skip: str | None = None
     center: str = "group"
     divisor: str = "std"
+    reward_scale: float = 1.0
     reward_clip: float | None = None
     reward_at: str = "last"
     offset: float = 0.0
@@ -210,7 +216,7 @@ class ReductionRecipe:
       micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 the recorded ones.
       scale: a constant factor.
       rows: rows that count: "all", or "spread" (groups of equal rewards are dropped).
-      per_length: whether a row is divided by its length once more.
+      length_power: a row is divided by this power of its length once more; 0 does not divide.
       offset: added to the loss.
     """
 
@@ -224,7 +230,7 @@ class ReductionRecipe:
     micro_batches: int = 1
     scale: float = 1.0
     rows: str = "all"
-    per_length: bool = False
+    length_power: float = 0.0
     offset: float = 0.0
 
 
@@ -249,11 +255,13 @@ class Gradient:
       scale: a constant factor.
       through_kl: whether the KL term has a gradient.
       through_policy: whether the policy loss has one.
+      norm: the largest norm of the gradient, which is scaled down to it; None does not bound.
     """
 
     scale: float = 1.0
     through_kl: bool = True
     through_policy: bool = True
+    norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kljax.parity.causes import Cause, rounding_causes
 from kljax.parity.choices import causes_of
-from kljax.parity.comparison import Finding, ParityReport, compare_field, residual_of
+from kljax.parity.comparison import Finding, ParityReport, compare_field, differing, residual_of
 from kljax.parity.fields import ORDER
 from kljax.parity.fit import (
     DIGITS,
@@ -34,6 +34,8 @@ MAX_CAUSES, GROUPS, TIES = 4, 3, 12
 CANDIDATES, PROMISING = 2_000, 24
 # Results by which one number is looked for while another may be wrong as well.
 PEELED = 3
+# Digits that a number may have more than the simplest that mends as much.
+SPARE_DIGITS = 2
 # Different numbers that a field needs for its grid to tell a dtype.
 DISTINCT = 4
 # The fields that would decide where a cause is unknown or tied.
@@ -185,10 +187,18 @@ class Search:
     def _mends(self, causes: Causes, name: str, recipe: Recipe, skipped: Skipped) -> bool:
         """Whether a field and all before it agree once the causes are applied."""
         changed = _applied(causes, recipe)
-        if changed == recipe or not self.agrees(name, changed):
+        if changed == recipe or not self.agrees(name, changed) or self._drops(name, recipe, changed):
             return False
         before = self.fields[: self.fields.index(name)]
         return all(self.agrees(field, changed) for field in before if field not in skipped)
+
+    def _drops(self, name: str, recipe: Recipe, changed: Recipe) -> bool:
+        """Whether a change takes the numbers that differ out of the comparison, such as a mask without them."""
+        before, after = (self.replay.predict(name, each).at for each in (recipe, changed))
+        if np.array_equal(before, after):
+            return False
+        wrong = differing(self.replay, name, recipe)
+        return bool(2 * (wrong & after).sum() <= wrong.sum())
 
     def _singles(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
         """Returns the choices that mend a field, or else a coarser dtype that it was rounded to, or else numbers."""
@@ -458,9 +468,28 @@ def _preferred(candidates: list[Causes]) -> list[Causes]:
     """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain."""
     choices = [causes for causes in candidates if all(cause.number is None for cause in causes)]
     if not choices:
-        return candidates
+        return _simplest_numbers(candidates)
     factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
     return choices + factors
+
+
+def _simplest_numbers(candidates: list[Causes]) -> list[Causes]:
+    """Leaves out numbers of many digits where one of few digits mends as much: chance makes no such number."""
+    exact = [sum(map(_digits, causes)) for causes in candidates if all(cause.limits is None for cause in causes)]
+    limit = min(exact, default=0) + SPARE_DIGITS
+    return [
+        causes
+        for causes in candidates
+        if any(cause.limits is not None for cause in causes) or sum(map(_digits, causes)) <= limit
+    ]
+
+
+def _digits(cause: Cause) -> int:
+    """Counts the significant digits of a number, or those of n in 1/n."""
+    value = cause.number or 0.0
+    inverse = 1 / value if value else 0.0
+    values = (value, inverse) if abs(inverse - round(inverse)) < 1e-9 * abs(inverse) else (value,)
+    return min(next((n for n in DIGITS if float(f"{x:.{n}g}") == x), DIGITS[-1] + 1) for x in values)
 
 
 def _is_small_factor(cause: Cause) -> bool:

@@ -1,0 +1,28 @@
+"""Faults of dumps from outside are named, a few here; all of them with `python -m tests.parity_trial`."""
+
+import pathlib
+
+import pytest
+
+from tests.parity_outside.write import read_cases
+from tests.parity_trial import score
+
+NAMED = (
+    "log-ratio-clip-trl_grpo",
+    "correction-twice-slime_tis",
+    "gradient-norm-trl_dapo",
+    "divisor-eps-trinity_ppo",
+    "kl-reward-mask-openrlhf_reinforce",
+    "reduction-root-length-slime_tis",
+)
+CASES = {case["id"]: case for case in read_cases()}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_fault_from_outside_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    assert score(CASES[name], tmp_path).verdict == "right"
+
+
+def test_stale_reference_is_unknown(tmp_path: pathlib.Path) -> None:
+    result = score(CASES["reference-stale-trl_dapo"], tmp_path)
+    assert result == ("tied", ("unknown ref_log_probs",))
