@@ -193,12 +193,13 @@ class Search:
         return all(self.agrees(field, changed) for field in before if field not in skipped)
 
     def _drops(self, name: str, recipe: Recipe, changed: Recipe) -> bool:
-        """Whether a change takes the numbers that differ out of the comparison, such as a mask without them."""
+        """Whether a change takes numbers that differ, and that no mask set to 0, out of the comparison."""
         before, after = (self.replay.predict(name, each).at for each in (recipe, changed))
         if np.array_equal(before, after):
             return False
         wrong = differing(self.replay, name, recipe)
-        return bool(2 * (wrong & after).sum() <= wrong.sum())
+        dropped = wrong & ~after & (self.replay.arrays[name] != 0)
+        return bool(dropped.any() and 2 * dropped.sum() >= wrong.sum())
 
     def _singles(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:
         """Returns the choices that mend a field, or else a coarser dtype that it was rounded to, or else numbers."""
