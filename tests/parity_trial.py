@@ -188,6 +188,8 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
     several: dict[str, list[tuple[str, Any]]] = {
         # A set-up has one divisor of a variance: that of its groups, or that of its whitening.
         **{f"advantage: ddof {ddof}": [("ddof", ddof), ("whitening_ddof", ddof)] for ddof in (0, 1)},
+        # The other sign is the factor -1 of the header's.
+        "gradient: sign flipped": [("gradient_factor", settings.get("scale"))],
         "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
         "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],
         "loss: clips exchanged": [

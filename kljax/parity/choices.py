@@ -97,10 +97,10 @@ def _mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
 
 def _kl_mask_causes(replay: Replay) -> Iterator[Cause]:
     """Yields the masks of the KL term alone."""
-    place = "" if replay.plan.recipe.kl is None else replay.plan.recipe.kl.place
-    if place == "loss":
+    kl = replay.plan.recipe.kl or Kl(place="")
+    if kl.place == "loss":
         yield from _mask_causes(replay, "kl_mask", "mask of the KL term")
-    if place == "reward":
+    if kl.place == "reward":
         mask = replay.arrays["mask"]
         for cause in _mask_causes(replay, "kl_mask", "mask of the KL in the reward"):
             # The KL of a token outside the mask is not recorded.

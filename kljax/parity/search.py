@@ -22,6 +22,7 @@ from kljax.parity.fit import (
     solve_two,
 )
 from kljax.parity.numbers import UnknownNumber, note_on_factor, numbers_of
+from kljax.parity.ranking import preferred
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
 from kljax.parity.rounding import narrowest_dtype
@@ -34,8 +35,6 @@ MAX_CAUSES, GROUPS, TIES = 4, 3, 12
 CANDIDATES, PROMISING = 2_000, 24
 # Results by which one number is looked for while another may be wrong as well.
 PEELED = 3
-# Digits that a number may have more than the simplest that mends as much.
-SPARE_DIGITS = 2
 # Different numbers that a field needs for its grid to tell a dtype.
 DISTINCT = 4
 # The fields that would decide where a cause is unknown or tied.
@@ -182,7 +181,7 @@ class Search:
             changed = _applied(candidate, recipe)
             score = sum(self.agrees(name, changed) for name in self._open(skipped))
             groups.setdefault(score, []).append(candidate)
-        return [_preferred(groups[score])[:TIES] for score in sorted(groups, reverse=True)]
+        return [preferred(groups[score])[:TIES] for score in sorted(groups, reverse=True)]
 
     def _mends(self, causes: Causes, name: str, recipe: Recipe, skipped: Skipped) -> bool:
         """Whether a field and all before it agree once the causes are applied."""
@@ -463,41 +462,6 @@ def _value_of(number: UnknownNumber, recipe: Recipe) -> float | None:
         return None if value is None else float(value)
     changed = dict(step.arguments)
     return changed.get(number.setting, number.declared)
-
-
-def _preferred(candidates: list[Causes]) -> list[Causes]:
-    """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain."""
-    choices = [causes for causes in candidates if all(cause.number is None for cause in causes)]
-    if not choices:
-        return _simplest_numbers(candidates)
-    factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
-    return choices + factors
-
-
-def _simplest_numbers(candidates: list[Causes]) -> list[Causes]:
-    """Leaves out numbers of many digits where one of few digits mends as much: chance makes no such number."""
-    exact = [sum(map(_digits, causes)) for causes in candidates if all(cause.limits is None for cause in causes)]
-    limit = min(exact, default=0) + SPARE_DIGITS
-    return [
-        causes
-        for causes in candidates
-        if any(cause.limits is not None for cause in causes) or sum(map(_digits, causes)) <= limit
-    ]
-
-
-def _digits(cause: Cause) -> int:
-    """Counts the significant digits of a number, or those of n in 1/n."""
-    value = cause.number or 0.0
-    inverse = 1 / value if value else 0.0
-    values = (value, inverse) if abs(inverse - round(inverse)) < 1e-9 * abs(inverse) else (value,)
-    return min(next((n for n in DIGITS if float(f"{x:.{n}g}") == x), DIGITS[-1] + 1) for x in values)
-
-
-def _is_small_factor(cause: Cause) -> bool:
-    if cause.number is None:
-        return True
-    size = max(abs(cause.number), 1 / abs(cause.number)) if cause.number else 0.0
-    return cause.name.startswith("scale") and 1 < size <= 64 and size == round(size)
 
 
 def _applied(causes: Causes, recipe: Recipe) -> Recipe:
