@@ -19,12 +19,14 @@ EXACT = (
     "kl.reward={coef: 0.01, estimator: exact}",
     "reference.monitor=true",
 )
+MOE = ("configs/moe.yaml", *SHORT, "model.experts={count: 4, active: 2, width: 16}")
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show.
 RECIPES = (
     (("configs/quickstart.yaml", *SHORT), {"kl_loss", "kl_reference_exact", "rollout_kl_loss", "clip_fraction"}),
     (LORA, {"kl_loss"}),
     ((*LORA, *EXACT), {"kl_loss", "kl_reward", "kl_reference", "kl_reference_exact"}),
+    (MOE, {"router_balance_loss", "router_z_loss", "routing_flips", "router_load_layer_0"}),
     (PPO, {"kl_reward", "kl_coef", "value_loss", "entropy_coef"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )

@@ -37,6 +37,7 @@ def test_there_are_configs():
         *PRETRAINED,
         "gsm8k",
         "lora",
+        "moe",
         "ppo_adaptive_kl",
         "quickstart",
         "real",
