@@ -7,8 +7,7 @@ from train.config.types import NonNegative, Section
 
 class Routing(Section):
     replay: Literal["rollout", "old_policy", "none"] = "rollout"
-    """rollout: the experts that the sampler used, where the source tells them; old_policy: those that scored the
-    old log-probs; none: the trainer's router chooses."""
+    """Experts of an update: rollout: of the sampler; old_policy: of scoring; none: the trainer's router chooses."""
     missing: Literal["error", "choose"] = "error"
     """Tokens without routes in a batch that has some: error, or the trainer's router chooses their experts."""
     balance_coef: NonNegative = 0.0
