@@ -100,13 +100,14 @@ def test_recipe_runs_are_named_after_the_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("config", "overrides", "same"),
     [
-        ("configs/lora.yaml", [], True),
+        ("configs/lora.yaml", [], False),
+        ("configs/lora.yaml", ["temperature=1.0"], True),
         ("configs/ppo_adaptive_kl.yaml", [], True),
         ("configs/reinforce_pp_baseline_centered.yaml", ["optim.learning_rate=1e-4"], True),
-        ("configs/lora.yaml", ["warm_start.steps=999"], False),
-        ("configs/lora.yaml", ["optim.optimizer.consistent_rms=0.3"], False),
-        ("configs/lora.yaml", ["optim.max_grad_norm=0.5"], False),
-        ("configs/lora.yaml", ["temperature=0.9"], False),
+        ("configs/ppo_adaptive_kl.yaml", ["warm_start.steps=999"], False),
+        ("configs/ppo_adaptive_kl.yaml", ["optim.optimizer.consistent_rms=0.3"], False),
+        ("configs/ppo_adaptive_kl.yaml", ["optim.max_grad_norm=0.5"], False),
+        ("configs/ppo_adaptive_kl.yaml", ["temperature=0.9"], False),
         ("configs/smoke.yaml", [], False),
     ],
 )
