@@ -43,7 +43,8 @@ PPO = (
     # No policy over 264 tokens has so high an entropy: the coefficient rises at every step.
     "loss.entropy_controller={type: adaptive, target: 6.0, delta: 1e-3}",
 )
-# Two steps without a warm-up: the adapter is on after the first.
+# Two steps of one update without a warm-up: the adapter is on after the first. At the temperature of the recipe, so small a
+# policy would answer every prompt alike, and nothing would move.
 LORA = (
     "configs/lora.yaml",
     *TINY,
@@ -52,6 +53,10 @@ LORA = (
     "lora.rank=2",
     "lora.alpha=4.0",
     "optim.warmup_steps=0",
+    "optim.updates_per_batch=1",
+    "temperature=1.0",
+    "kl.loss={coef: 0.05, estimator: k3, gradient: k2}",
+    "reference.monitor=exact",
 )
 
 

@@ -541,5 +541,7 @@ def test_coefficients_are_arrays():
         "rollout_kl": 0.2,
         "entropy": 0.05,
         "value": 0.5,
+        "router_balance": 0.0,
+        "router_z": 0.0,
     }
     assert all(isinstance(value, jax.Array) and value.dtype == jnp.float32 for value in values.values())

@@ -119,8 +119,8 @@ def counting(config, objective, compared: set[str]):
     """Adds to the parts of an objective how many values of its micro-batch differ from the values of their tokens."""
     layout = Layout.of(config)
 
-    def counted(trainable, base, batch, coefs, ref_head=None, *, packed=None):
-        loss, metrics = objective(trainable, base, batch, coefs, ref_head, packed=packed)
+    def counted(trainable, base, batch, coefs, ref_head=None, *, packed=None, totals=None):
+        loss, metrics = objective(trainable, base, batch, coefs, ref_head, packed=packed, totals=totals)
         values, expected = batch.fields[NAME], choices_of(batch.tokens, batch.token_mask)
         pairs = {"rows": (values, expected)}
         if packed is not None:
