@@ -43,8 +43,8 @@ PPO = (
     # No policy over 264 tokens has so high an entropy: the coefficient rises at every step.
     "loss.entropy_controller={type: adaptive, target: 6.0, delta: 1e-3}",
 )
-# Two steps of one update without a warm-up: the adapter is on after the first. At the temperature of the recipe, so small a
-# policy would answer every prompt alike, and nothing would move.
+# Two steps of one update without a warm-up: the adapter is on after the first. At the temperature of the recipe
+# a policy as small as this one would answer every prompt alike, and nothing would move.
 LORA = (
     "configs/lora.yaml",
     *TINY,

@@ -96,7 +96,8 @@ def test_every_problem_is_reported_at_once(write):
         ),
         (
             "reference.source=stp",
-            "reference.source: got 'stp', expected one of base, step, adapter, checkpoint, ema, bema; did you mean 'step'?",
+            "reference.source: got 'stp', expected one of base, step, adapter, checkpoint, ema, bema; "
+            "did you mean 'step'?",
         ),
         ("reference.source=step", "reference.step: missing, expected an integer >= 0 and <= 1_000_000_000"),
         ("reference={source: step, step: -1}", "reference.step: got -1, expected an integer >= 0 and <= 1_000_000_000"),

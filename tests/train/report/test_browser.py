@@ -55,10 +55,10 @@ def test_curves_are_drawn_and_read_by_keyboard(opened):
     tab = opened.at("one")
     panel = tab.locator(".panel", has_text="Held-out accuracy")
     expect(panel.locator("canvas")).to_have_count(1)
-    chart = panel.get_by_role("group")
+    chart = panel.locator(".canvas")
     assert re.match("Held-out accuracy, %. sampled: 1 points, first ", chart.get_attribute("aria-label"))
     reward = tab.locator(".panel", has_text="Reward").first
-    reward.get_by_role("group").focus()
+    reward.locator(".canvas").focus()
     tab.keyboard.press("Home")
     expect(reward.locator(".legend")).to_contain_text("step 1")
     tab.keyboard.press("ArrowRight")
