@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,8 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot  # after the backend is chosen
+
+NUMBER = re.compile(r"-?\d+(?:\.(\d+))?")
 
 
 def run(notebook: dict[str, Any]) -> list[tuple[str, list[bytes]]]:
@@ -43,6 +46,14 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 def stored_text(cell: dict[str, Any]) -> str:
     """Returns the printed text that is stored with a cell."""
     return "".join(line for output in cell["outputs"] if output["output_type"] == "stream" for line in output["text"])
+
+
+def agrees(printed: str, stored: str) -> bool:
+    """Compares two outputs: the words exactly, each number to a unit of its last digit, which rounding can turn."""
+    if NUMBER.sub("#", printed) != NUMBER.sub("#", stored):
+        return False
+    pairs = zip(NUMBER.finditer(printed), NUMBER.finditer(stored), strict=True)
+    return all(abs(float(new[0]) - float(old[0])) < 1.5 * 10.0 ** -len(old[1] or "") for new, old in pairs)
 
 
 def store(notebook: dict[str, Any], outputs: list[tuple[str, list[bytes]]]) -> str:
