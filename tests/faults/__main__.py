@@ -1,6 +1,6 @@
 """Puts the trainer and its commands through faults and counts the outcomes.
 
-    python -m tests.faults                     all areas: the table of docs/reliability.md
+    python -m tests.faults                     all areas: the numbers of docs/reliability.md
     python -m tests.faults --areas server      some of them
     python -m tests.faults --markdown PATH     writes the table to a file too
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,20 +11,26 @@ from train.config.presets import preset_names
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "presets.md"
 BEGIN, END = "<!-- presets: begin -->", "<!-- presets: end -->"
-HEADER = ["| preset | of | proof | loss | gradient | accumulation |", "|---|---|---|---|---|---|"]
+HEADER = ["| preset | loss | gradient | accumulation |", "|---|---|---|---|"]
 
 
 def rows(names: list[str]) -> Iterator[str]:
     """Yields a row of the table for each preset."""
     for name in names:
         if name not in proof.recorded_presets():
-            yield f"| `{name}` | | not recorded | | | |"
+            yield f"| `{name}` | not recorded | | |"
             continue
-        index, _ = proof.recording(name.partition("/")[0])
         (result,) = proof.prove(name)
+        dtype = "" if result.dtype == "float64" else f" ({result.dtype})"
         changes = f"{result.accumulation:.0%}" if result.accumulation > 1e-9 else "same"
-        distances = f"{result.loss:.0e} | {result.gradient:.0e}"
-        yield f"| `{name}` | {index['version']} | {result.dtype} | {distances} | {changes} |"
+        yield f"| `{name}` | {result.loss:.0e}{dtype} | {result.gradient:.0e} | {changes} |"
+
+
+def versions(names: list[str]) -> str:
+    """Names the recorded version of each system."""
+    systems = sorted({name.partition("/")[0] for name in names if name in proof.recorded_presets()})
+    text = f"Recorded: {', '.join(proof.recording(system)[0]['version'] for system in systems)}."
+    return textwrap.fill(text, width=100, break_on_hyphens=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("presets", nargs="*", metavar="PRESET")
     parser.add_argument("--write", action="store_true", help="write the table into docs/presets.md; all presets")
     options = parser.parse_args(arguments)
-    lines = list(HEADER)
-    print("\n".join(HEADER))
-    for row in rows(options.presets or list(preset_names())):
+    names = options.presets or list(preset_names())
+    lines = [versions(names), "", *HEADER]
+    print("\n".join(lines))
+    for row in rows(names):
         lines.append(row)
         print(row, flush=True)
     if options.write and not options.presets:
