@@ -87,7 +87,7 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
 
 real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
-	$(BIN)/python -m benchmarks.real $(ARGS)
+	$(BIN)/python -m train.real $(ARGS)
 
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
 	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
@@ -160,7 +160,7 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group train --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
-	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py tests/benchmarks/test_grouped.py \
+	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py tests/train/models/test_grouped_plans.py \
 	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import real
 from tests.real import compare
 from tests.real.texts import texts
+from train import real
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "gguf" / "smollm2.json"
 HERE = Path(__file__).parent

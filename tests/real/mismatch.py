@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks import real
+from train import real
 from train.config.load import load
 from train.data.tasks import load_task
 from train.data.tokenizers import load_tokenizer

@@ -19,7 +19,7 @@ FOLDERS = (
     "report",
     "commands",
 )
-COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import")
+COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import", "train.real")
 
 
 def folder_of(module: str) -> str:

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import real
+from train import real
 from train.config.errors import UserError
 
 

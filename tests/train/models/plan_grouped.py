@@ -46,7 +46,7 @@ class GroupedPlan:
 def compile_in(directory: pathlib.Path, device: str, kind: str) -> GroupedPlan:
     """Compiles the product ("forward") or its gradients ("gradient") in a process of an environment."""
     python = environments.interpreter(directory)
-    with start("benchmarks.suites.aot.grouped", python=python, settings=QUIET, quiet=True) as remote:
+    with start("tests.train.models.plan_grouped", python=python, settings=QUIET, quiet=True) as remote:
         remote.ask(do="load")
         return GroupedPlan(**remote.ask(do="plan", device=device, kind=kind))
 

