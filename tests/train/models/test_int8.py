@@ -161,6 +161,42 @@ def test_only_layer_kernels_are_quantised_to_fewer_bytes():
         assert others == {name: full[name] for name in full.keys() - set(kernels)}
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 30.5), ({"param_dtype": "bfloat16"}, 15.3), ({"param_dtype": "bfloat16", "quantization": "int8"}, 8.8)],
+)
+def test_sizes_of_an_8b_model_are_the_documented(fields, expected):
+    shape = {"layers": 36, "width": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp_width": 12288}
+    model = Decoder(DecoderConfig(vocab_size=151936, qk_norm=True, **shape, **fields))
+    leaves = jax.tree.leaves(abstract_params(model, make_mesh()))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 2**30
+    assert round(size, 1) == expected, "the GiB that docs/adapters.md quotes"
+
+
+@functools.cache
+def wide_log_probs(dtype: str, quantization: str | None) -> jax.Array:
+    """Log-probs of a random model, in which every digit of the weights matters."""
+    shape = {"layers": 8, "width": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "mlp_width": 768}
+    config = DecoderConfig(vocab_size=4096, qk_norm=True, **shape)
+    drawn_params = init_params(Decoder(config), jax.random.key(0), make_mesh())
+    params = jax.tree.map(lambda x: jnp.array(x, dtype), drawn_params)
+    model = Decoder(dataclasses.replace(config, dtype=dtype, param_dtype=dtype, quantization=quantization))
+    tokens = jax.random.randint(jax.random.key(1), (1, 64), 0, 4096)
+    policy = kljax.Policy(quantise_params(params) if quantization else params)
+    score = jax.jit(
+        lambda policy: (
+            token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
+        )
+    )
+    return score(policy)[:, 1:]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "int8"), ("bfloat16", None), ("bfloat16", "int8")])
+def test_log_probs_move_within_the_documented_bounds(dtype, quantization):
+    change = jnp.abs(wide_log_probs(dtype, quantization) - wide_log_probs("float32", None)).mean()
+    assert 0.005 < change < 0.06, "docs/adapters.md quotes 0.03 with int8"
+
+
 def test_new_weights_equal_the_unquantised_model():
     mesh = make_mesh(1, 2, 2)
     params = tiny.placed(kljax.Policy(drawn()), FLOAT, mesh).params
