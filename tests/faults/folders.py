@@ -221,7 +221,7 @@ CASES = {
     "infinity in a matrix": loaded(
         with_value("model.layers.1.mlp.up_proj.weight", -np.inf, ml_dtypes.bfloat16), "layers.1.mlp.up_proj"
     ),
-    "NaN in the embeddings": loaded(with_value("model.embed_tokens.weight", np.nan, np.float16), "embed_tokens"),
+    "NaN in float16 embeddings": loaded(with_value("model.embed_tokens.weight", np.nan, np.float16), "embed_tokens"),
     "a tied head that differs": damaged_folder(other_head, "ties the output head to the embeddings"),
     "index leaves the folder": damaged_folder(indexed("../elsewhere.safetensors"), "expected files inside the folder"),
     "index leaves the folder and returns": damaged_folder(indexed("../folder/a.safetensors"), "inside the folder"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests import other_seeds
 from tests.masks import MASK, draw
 
 LP, DRIFT, ADV = draw(0.7, 0.3, 2.0)
@@ -28,7 +29,7 @@ def test_largest_squares_leave_until_the_mean_fits(threshold: float, symmetric: 
     candidates = MASK if symmetric else MASK & (np.sign(D) == np.sign(ADV)) & (ADV != 0)
     expected = MASK & kept(D, candidates, threshold)
     if threshold in (0.01, 0.04):
-        assert 0 < (MASK & ~expected).sum() < candidates.sum()
+        assert other_seeds.shown(0 < (MASK & ~expected).sum() < candidates.sum())
     actual = kljax.second_moment_mask(*POISON, MASK, threshold=threshold, symmetric=symmetric)
     np.testing.assert_array_equal(actual, expected)
 

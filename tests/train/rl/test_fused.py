@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import tiny
+from tests import other_seeds, tiny
 from tests.train.rl.test_objective import EVERYTHING, batch_of, loss_of
 from train.config import plan
 from train.config.algorithms import LOSSES, Scope
@@ -39,7 +39,7 @@ def traced_scope(config: Config) -> Scope:
     assert signature is not None
     function = functools.partial(getattr(kljax, signature.target.rpartition(":")[2]), **config.loss.options())
     function = functools.partial(function, num_groups=2) if "num_groups" in signature else function
-    rng, shape, token = np.random.default_rng(0), (3, 5), (1, 2)
+    rng, shape, token = other_seeds.example(0), (3, 5), (1, 2)
     shared = {"mask": np.ones(shape, bool), "key": jax.random.key(0), "group_ids": np.array([0, 0, 1])}
     names = arrays_of(signature, LOSS_ARRAYS)
     drawn = [name for name in names if name not in shared]
