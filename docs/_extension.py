@@ -3,9 +3,13 @@
 # ruff: noqa: PLR0917 -- Sphinx passes its arguments by position.
 
 import inspect
+import re
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 from docs import _docstrings, _generate
 
@@ -15,6 +19,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", _fill)
     app.connect("autodoc-process-docstring", _convert, priority=400)  # before napoleon, which has 500
     app.connect("autodoc-skip-member", _skip)
+    app.add_html_math_renderer("mathml", (_write_inline, None), (_write_block, None))
     return {"parallel_read_safe": True}
 
 
@@ -30,3 +35,22 @@ def _skip(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: An
     # Fields are documented by their class, in its section "Attributes".
     is_method = inspect.isroutine(thing) or isinstance(thing, (classmethod, staticmethod, property))
     return None if is_method or what != "class" else True
+
+
+def _write_inline(writer: HTML5Translator, node: nodes.math) -> None:
+    writer.body.append(to_mathml(node.astext(), "inline"))
+    raise nodes.SkipNode
+
+
+def _write_block(writer: HTML5Translator, node: nodes.math_block) -> None:
+    writer.body.append(f'<div class="math">{to_mathml(node.astext(), "block")}</div>')
+    raise nodes.SkipNode
+
+
+def to_mathml(latex: str, display: str) -> str:
+    """Translates a formula, which browsers then show without a script or a network."""
+    words = re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace(r"\_", "_"), latex)  # text needs no escape
+    mathml = convert(words, display=display)
+    if "\\" in mathml:  # a command that the translator does not know passes as text
+        raise ValueError(f"a formula that MathML cannot show: {latex}")
+    return mathml

@@ -25,6 +25,21 @@ from train.config.systems import with_meanings
 from train.run.glossary import GLOSSARY
 
 NAMESPACES = ("systems", "audit", "checkpoint")
+TOPICS = ("kl", "losses", "rewards", "log_probs", "aggregation", "advantages", "ratios", "masking", "controllers")
+"""The topics that a reader looks for first, in this order; the others follow by name."""
+FIRST_FUNCTIONS = (
+    "estimate_kl",
+    "reference_kl_loss",
+    "kl_shaped_rewards",
+    "centered_kl_advantages",
+    "token_log_probs",
+    "token_weights",
+    "grpo_advantages",
+    "ppo_clip_loss",
+    "truncated_importance_weights",
+    "reference_kl",
+)
+"""The functions of a first loop, in the order in which it meets them; each also opens its topic."""
 
 
 def fill(text: str) -> str:
@@ -39,12 +54,12 @@ def fill(text: str) -> str:
 
 def topics() -> dict[str, list[str]]:
     """The public names by topic, which is the module or folder of `kljax` that defines them."""
-    found: dict[str, list[str]] = {}
+    by_topic: dict[str, list[str]] = {topic: [] for topic in TOPICS}
     for name in sorted(kljax.__all__, key=_place):
-        found.setdefault(getattr(kljax, name).__module__.split(".")[1], []).append(name)
+        by_topic.setdefault(getattr(kljax, name).__module__.split(".")[1], []).append(name)
     for space in NAMESPACES:
-        found[space] = sorted((f"{space}.{name}" for name in getattr(kljax, space).__all__), key=_place)
-    return found
+        by_topic[space] = sorted((f"{space}.{name}" for name in getattr(kljax, space).__all__), key=_place)
+    return by_topic
 
 
 def api(topic: str) -> str:
@@ -66,12 +81,21 @@ def summary() -> str:
     """Every public name with the first sentence of its docstring, by topic."""
     parts = []
     for topic, names in topics().items():
-        parts += [f"## [{topic}]({topic}.md)", "", "| name | |", "|---|---|"]
-        for name in names:
-            first = (inspect.getdoc(_thing(name)) or "").partition("\n")[0].replace("|", "\\|")
-            parts.append(f"| {{py:obj}}`{name} <kljax.{name}>` | {first} |")
-        parts.append("")
+        parts += [f"## [{topic}]({topic}.md)", "", _first_sentences(names), ""]
     return "\n".join(parts)
+
+
+def first_functions() -> str:
+    """The functions to know first."""
+    return _first_sentences(FIRST_FUNCTIONS)
+
+
+def _first_sentences(names: Sequence[str]) -> str:
+    lines = ["| name | |", "|---|---|"]
+    for name in names:
+        first = (inspect.getdoc(_thing(name)) or "").partition("\n")[0].replace("|", "\\|")
+        lines.append(f"| {{py:obj}}`{name} <kljax.{name}>` | {first} |")
+    return "\n".join(lines)
 
 
 def float32() -> str:
@@ -270,10 +294,16 @@ def _thing(name: str) -> Any:
 
 
 @functools.cache
-def _place(name: str) -> tuple[str, int]:
-    """Where a name is defined: its module and line."""
+def _place(name: str) -> tuple[bool, str, bool, int]:
+    """Orders names by module and line; modules with functions to know first lead, and those functions in them."""
     thing = _thing(name)
-    return thing.__module__, inspect.getsourcelines(thing)[1]
+    opening = {_thing(first).__module__ for first in FIRST_FUNCTIONS}
+    return (
+        thing.__module__ not in opening,
+        thing.__module__,
+        name not in FIRST_FUNCTIONS,
+        inspect.getsourcelines(thing)[1],
+    )
 
 
 def _entry(name: str) -> str:
@@ -314,6 +344,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         api,
+        first_functions,
         summary,
         float32,
         versions,

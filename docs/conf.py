@@ -18,10 +18,13 @@ smartquotes = False  # "k3" in quotes is a string to pass
 
 html_theme = "furo"
 html_title = "kljax"
+html_static_path = ["_static"]
+html_css_files = ["widths.css"]
 html_copy_source = False
 html_show_sourcelink = False
 
 myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 3
 
 # Every reference resolves, or the build fails: `make docs` turns warnings into errors.

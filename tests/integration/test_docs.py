@@ -18,7 +18,7 @@ from sphinx.cmd.build import main as build
 from sphinx.util.inventory import InventoryFile
 
 import kljax
-from docs import _docstrings, _generate
+from docs import _docstrings, _extension, _generate
 from kljax.systems._table import SYSTEMS
 from tests.train.config import built
 from train.config.load import parse
@@ -59,6 +59,26 @@ def test_every_public_name_is_in_the_reference(site):
     names = {f"kljax.{name}" for names in _generate.topics().values() for name in names}
     assert names >= {f"kljax.{name}" for name in kljax.__all__}
     assert names <= documented, f"no page has {sorted(names - documented)}"
+
+
+def test_formulas_need_neither_script_nor_network(site):
+    pages = {path.relative_to(site): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    assert pages[pathlib.Path("estimators.html")].count("<math") > 20
+    assert not [name for name, page in pages.items() if re.search(r'(src|href)="https?://[^"]*\.(js|css)', page)]
+
+
+def test_unknown_command_of_a_formula_is_refused():
+    assert "max_length" in _extension.to_mathml(r"1 / \text{max\_length}", "inline")
+    with pytest.raises(ValueError, match="MathML cannot show"):
+        _extension.to_mathml(r"\nosuch{x}", "inline")
+
+
+def test_reference_begins_with_the_first_functions():
+    topics = _generate.topics()
+    assert list(topics)[: len(_generate.TOPICS)] == list(_generate.TOPICS)
+    assert all(topics.values())
+    first = {names[0] for names in topics.values()}
+    assert {"estimate_kl", "reference_kl_loss", "centered_kl_advantages", "token_log_probs", "token_weights"} <= first
 
 
 @pytest.mark.parametrize("row", kljax.systems.entries(kind="kl"), ids=lambda row: row.key)
