@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests import other_seeds
 from tests.kljax.audit.enumeration import FORMULAS, value_and_slope
 
 CAP = 1.1
@@ -107,7 +108,9 @@ def test_bias_of_sampled_tokens_is_within_its_interval() -> None:
 
     for estimator in ("k1", "k3"):
         low, high = bias(estimator, "ratio")
-        assert low < 0 < high
+        # At 95 % one seed in twenty misses. With a width on either side, 5.9 standard errors, none in 10**8 does.
+        assert low - (high - low) < 0 < high + (high - low)
+        assert other_seeds.shown(low < 0 < high)
     low, high = bias("k1", "none")
     assert high < 0, "tokens of another policy make k1 too small"
     low, high = bias("abs", "ratio")

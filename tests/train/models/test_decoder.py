@@ -25,8 +25,6 @@ CONFIG = DecoderConfig(
 )
 
 
-# The longest sums are those of the MLP.
-BOUND = rounding.of_decoder(layers=CONFIG.layers, longest_sum=CONFIG.mlp_width)
 VARIANT = {"qkv_bias": True, "qk_norm": True, "tie_embeddings": True}
 
 
@@ -252,14 +250,18 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
     decode = jax.jit(decoder.decode)
     if unroll:
         cache = dataclasses.replace(cache, stacks=tuple(stack.layers() for stack in cache.stacks), unrolled=True)
+    hidden_of = jax.jit(lambda params: model.bind(params)(tokens, mask))
     for column in range(width, width + 3):
+        bound = rounding.of_weights(
+            lambda params, column=column: hidden_of(params)[:, column], params, longest_sum=CONFIG.mlp_width
+        )
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
         position = seen.sum(-1) - 1
         before, (hidden, cache) = cache, decode(tokens[:, column], position, cache, seen, jnp.int32(column))
-        rounding.assert_close_by_norm(hidden, expected[:, column], roundings=BOUND)
-        planted = rounding.planted(hidden, roundings=10 * BOUND)
+        rounding.assert_close_by_norm(hidden, expected[:, column], roundings=bound)
+        planted = rounding.planted(hidden, roundings=10 * bound)
         with pytest.raises(AssertionError, match="roundings of the norm"):
-            rounding.assert_close_by_norm(planted, expected[:, column], roundings=BOUND)
+            rounding.assert_close_by_norm(planted, expected[:, column], roundings=bound)
         others = jnp.arange(4) != column - width
         for old, new in zip(*(s.stacks[0] if unroll else s.stacks for s in (before, cache)), strict=True):
             chex.assert_trees_all_equal(old.prompts, new.prompts)
