@@ -53,7 +53,7 @@ def test_a_gradient_has_more_roundings_than_log_probs():
     assert three == pytest.approx(single * 3**0.5)
 
 
-def test_measured_bound_follows_what_a_function_amplifies():
+def test_measured_bound_follows_the_amplification():
     weights = {"x": np.full(4, 2.0, np.float32)}
     once, cubed, cancelled = (
         rounding.of_weights(function, weights, longest_sum=1)
