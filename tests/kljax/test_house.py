@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import inspect
 import operator
 import pathlib
@@ -11,14 +12,14 @@ import subprocess
 import sys
 import tomllib
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 import kljax
 from kljax.typing import ArrayLike, Mask
+from tests.rules import ROOT, Problems, Rule, broken
 
-ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = sorted((ROOT / "kljax").rglob("*.py"))
 SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 
@@ -77,38 +78,30 @@ def topic(path: pathlib.Path) -> str:
     return path.relative_to(ROOT / "kljax").parts[0].removesuffix(".py")
 
 
-def imported(path: pathlib.Path, *, top_level_only: bool) -> set[str]:
-    """The dotted names of the modules that a file imports."""
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The dotted names of the modules that statements import."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"relative import in line {node.lineno}"
             names.add(node.module or "")
     return names
 
 
-def relative(path: pathlib.Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", [p for p in LIBRARY if topic(p) != "__init__"], ids=relative)
-def test_imports_go_one_way(path: pathlib.Path) -> None:
-    for name in imported(path, top_level_only=False):
+def imports_go_one_way(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for name in imported(ast.walk(tree)):
         parts = name.split(".")
-        if parts[0] == "kljax" and len(parts) > 1:
-            assert LAYER[parts[1]] <= LAYER[topic(path)], f"{relative(path)} imports {name} from a higher layer"
-        assert parts[0] != "train", f"{relative(path)} imports {name}"
+        if parts[0] == "kljax" and len(parts) > 1 and LAYER[parts[1]] > LAYER[topic(path)]:
+            yield f"imports {name} from a higher layer"
+        if parts[0] == "train":
+            yield f"imports {name}"
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=relative)
-def test_library_imports_only_jax_and_numpy(path: pathlib.Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path, top_level_only=True)}
-    assert roots <= ALLOWED_AT_IMPORT
-    assert "__future__" not in roots
+def library_imports_only_jax_and_numpy(path: pathlib.Path, tree: ast.Module) -> Problems:
+    roots = {name.split(".")[0] for name in imported(tree.body)}
+    yield from (f"imports {name}" for name in roots - (ALLOWED_AT_IMPORT - {"__future__"}))
 
 
 def test_importing_the_library_loads_nothing_of_the_trainer() -> None:
@@ -143,27 +136,33 @@ def test_every_public_name_is_in_the_package() -> None:
     assert all(hasattr(kljax, name) for name in kljax.__all__)
 
 
-@pytest.mark.parametrize("name", public_names())
-def test_public_docstrings(name: str) -> None:
-    thing = thing_of(name)
-    text = inspect.getdoc(thing) or ""
-    first, _, rest = text.partition("\n")
-    assert first.endswith((".", ":", "`")), f"{name}: the first line is not a sentence of its own"
-    assert len(first) > 20
-    assert rest.startswith("\n"), f"{name}: the first line is followed by a blank one"
-    if inspect.isfunction(thing):
-        present = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
-        in_a_loss = thing.__module__.split(".")[1] in DIFFERENTIATED and not CONSTANTS.fullmatch(name)
-        required = [section for section in SECTIONS if section != "Gradient" or section in present or in_a_loss]
-        assert present == required, f"{name}: got the sections {present}, expected {required}"
-        assert not re.search(r"^Gradient:\n +None\b", text, re.MULTILINE), f"{name}: no gradient needs no section"
-        assert doctest.DocTestParser().get_examples(text), f"{name}: no example that runs"
+def test_public_docstrings() -> None:
+    for name in public_names():
+        thing = thing_of(name)
+        text = inspect.getdoc(thing) or ""
+        first, _, rest = text.partition("\n")
+        assert first.endswith((".", ":", "`")), f"{name}: the first line is not a sentence of its own"
+        assert len(first) > 20, name
+        assert rest.startswith("\n"), f"{name}: the first line is followed by a blank one"
+        if inspect.isfunction(thing):
+            check_function_docstring(name, thing, text)
 
 
-@pytest.mark.parametrize("name", public_functions())
-def test_every_argument_is_documented(name: str) -> None:
-    function = thing_of(name)
-    assert documented_arguments(inspect.getdoc(function) or "") == list(inspect.signature(function).parameters)
+def check_function_docstring(name: str, function: Callable[..., typing.Any], text: str) -> None:
+    """Asserts that a docstring has its sections in order, and an example."""
+    present = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
+    in_a_loss = function.__module__.split(".")[1] in DIFFERENTIATED and not CONSTANTS.fullmatch(name)
+    required = [section for section in SECTIONS if section != "Gradient" or section in present or in_a_loss]
+    assert present == required, f"{name}: got the sections {present}, expected {required}"
+    assert not re.search(r"^Gradient:\n +None\b", text, re.MULTILINE), f"{name}: no gradient needs no section"
+    assert doctest.DocTestParser().get_examples(text), f"{name}: no example that runs"
+
+
+def test_every_argument_is_documented() -> None:
+    for name in public_functions():
+        function = thing_of(name)
+        documented = documented_arguments(inspect.getdoc(function) or "")
+        assert documented == list(inspect.signature(function).parameters), name
 
 
 def documented_arguments(text: str) -> list[str]:
@@ -172,12 +171,12 @@ def documented_arguments(text: str) -> list[str]:
     return re.findall(r"^  (\w+): ", section[1], re.MULTILINE) if section else []
 
 
-@pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(thing_of(name))])
-def test_methods_of_public_classes_document_arguments_and_results(name: str) -> None:
+def test_methods_of_public_classes_document_arguments_and_results() -> None:
     """Methods of a class that a module with an underscore defines are public as well."""
-    for method, function in public_definitions(ast.parse(inspect.getsource(thing_of(name)))):
-        if function.name not in METHODS_OF_PYTREES:
-            check_sections(method, function)
+    for name in (name for name in public_names() if inspect.isclass(thing_of(name))):
+        for method, function in public_definitions(ast.parse(inspect.getsource(thing_of(name)))):
+            if function.name not in METHODS_OF_PYTREES:
+                check_sections(method, function)
 
 
 def check_sections(name: str, function: ast.FunctionDef) -> None:
@@ -212,13 +211,12 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in ordered if argument is not None and argument.arg not in ("self", "cls")]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_function_with_raise_documents_it(path: pathlib.Path) -> None:
-    tree = ast.parse(path.read_text())
+def function_with_raise_documents_it(path: pathlib.Path, tree: ast.Module) -> Problems:
     scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
     for node in (node for scope in scopes for node in scope.body if isinstance(node, ast.FunctionDef)):
-        if not node.name.startswith("_") and any(map(raises, node.body)):
-            assert re.search(r"\b[Rr]aise", ast.get_docstring(node) or ""), f"{relative(path)}: {node.name} raises"
+        documented = node.name.startswith("_") or re.search(r"\b[Rr]aise", ast.get_docstring(node) or "")
+        if not documented and any(map(raises, node.body)):
+            yield f"{node.name} raises"
 
 
 def raises(node: ast.AST) -> bool:
@@ -254,25 +252,23 @@ POSITIONAL = {
 }
 
 
-@pytest.mark.parametrize("name", public_functions())
-def test_arrays_are_positional_and_options_keyword_only(name: str) -> None:
-    for parameter in inspect.signature(thing_of(name)).parameters.values():
-        kinds = (parameter.annotation, *typing.get_args(parameter.annotation))
-        is_array = any(kind in (ArrayLike, Mask) for kind in kinds)
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            assert is_array or parameter.name in POSITIONAL, f"{name}: {parameter.name} should be keyword-only"
-        else:
-            assert parameter.kind is parameter.KEYWORD_ONLY, f"{name}: {parameter.name}"
+def test_arrays_are_positional_and_options_keyword_only() -> None:
+    for name in public_functions():
+        for parameter in inspect.signature(thing_of(name)).parameters.values():
+            kinds = (parameter.annotation, *typing.get_args(parameter.annotation))
+            is_array = any(kind in (ArrayLike, Mask) for kind in kinds)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                assert is_array or parameter.name in POSITIONAL, f"{name}: {parameter.name} should be keyword-only"
+            else:
+                assert parameter.kind is parameter.KEYWORD_ONLY, f"{name}: {parameter.name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_sizes(path: pathlib.Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 500, f"{relative(path)} has over 500 lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = code_lines(node)
-            assert lines <= 60, f"{relative(path)}: {node.name} has {lines} lines without its docstring"
+def sizes(path: pathlib.Path, tree: ast.Module) -> Problems:
+    if len(path.read_text().splitlines()) > 500:
+        yield "over 500 lines"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (lines := code_lines(node)) > 60:
+            yield f"{node.name} has {lines} lines without its docstring"
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -285,12 +281,30 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_no_configuration_by_guessing(path: pathlib.Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+def no_configuration_by_guessing(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for node in ast.walk(tree):
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
-        if called and len(node.args) == 3:
-            assert not re.search("config|cfg", ast.unparse(node.args[0])), f"{relative(path)}: {ast.unparse(node)}"
+        if called and len(node.args) == 3 and re.search("config|cfg", ast.unparse(node.args[0])):
+            yield ast.unparse(node)
+
+
+RULES: dict[Rule, list[pathlib.Path]] = {
+    imports_go_one_way: [path for path in LIBRARY if topic(path) != "__init__"],
+    library_imports_only_jax_and_numpy: LIBRARY,
+    function_with_raise_documents_it: SOURCES,
+    sizes: SOURCES,
+    no_configuration_by_guessing: SOURCES,
+}
+
+
+@functools.cache
+def problems() -> dict[Rule, list[str]]:
+    return broken(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_has_no_exception_in_any_source(rule: Rule) -> None:
+    assert not problems()[rule], "\n".join(problems()[rule])
 
 
 def test_help_shows_arrays_by_name() -> None:

@@ -1,13 +1,14 @@
 """The language of the house, as far as it can be tested: docstrings, names, also of tests, and width of the docs."""
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.rules import ROOT, Problems, Rule, broken, relative
 
 # A docstring says what a function does, or what a type is; these begin a riddle.
 OPENINGS = re.compile(r"(What|Those|Of|Such|Whose)\b")
@@ -43,10 +44,6 @@ def below(*folders: str, suffix: str) -> list[pathlib.Path]:
     return [path for path in paths if "_build" not in path.parts]
 
 
-def relative(path: pathlib.Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 SOURCES = below("kljax", "train", "benchmarks", suffix=".py")
 TESTS = below("tests", suffix=".py")
 PAGES = below("docs", suffix=".md") + sorted(ROOT.glob("*.md"))
@@ -58,37 +55,44 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yields the name and the docstring of a module and of all that it defines."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, Documented):
-            yield getattr(node, "name", path.stem), ast.get_docstring(node) or ""
+            yield getattr(node, "name", "the module"), ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=relative)
-def test_docstrings_speak_plainly(path: pathlib.Path) -> None:
-    for name, text in docstrings(path):
-        assert not OPENINGS.match(text), f"{name}: begins with {text.split()[0]!r}; begin with a verb or a noun"
+def docstrings_speak_plainly(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for name, text in docstrings(tree):
+        if OPENINGS.match(text):
+            yield f"{name}: begins with {text.split()[0]!r}; begin with a verb or a noun"
         for pattern, better in DIALECT.items():
-            word = re.search(pattern, text)
-            assert word is None, f"{name}: {word[0]!r}; write {better!r}"
+            if word := re.search(pattern, text):
+                yield f"{name}: {word[0]!r}; write {better!r}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_sections_are_indented_by_two(path: pathlib.Path) -> None:
-    for name, text in docstrings(path):
+def sections_are_indented_by_two(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for name, text in docstrings(tree):
         for section, spaces in re.findall(r"^(Args|Attributes|Returns|Raises|Gradient):\n( *)\S", text, re.MULTILINE):
-            assert len(spaces) == 2, f"{name}: {section} is indented by {len(spaces)}"
+            if len(spaces) != 2:
+                yield f"{name}: {section} is indented by {len(spaces)}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_names_say_the_type_of_thing(path: pathlib.Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.name.strip("_").lower() not in NAMES, node.name
+def docstrings_name_the_noun(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for name, text in docstrings(tree):
+        if re.search(r"\bthose\b", text):
+            yield f"{name}: 'those'; write the noun"
+
+
+def names_say_the_type_of_thing(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for node in ast.walk(tree):
+        defines = isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if defines and node.name.strip("_").lower() in NAMES:
+            yield node.name
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            assert not NAMES & {argument.arg.strip("_") for argument in arguments}, node.name
+            for name in NAMES & {argument.arg.strip("_") for argument in arguments}:
+                yield f"{node.name}({name})"
 
 
 def local_names(node: ast.AST, local: bool = False) -> Iterator[ast.Name]:
@@ -100,48 +104,70 @@ def local_names(node: ast.AST, local: bool = False) -> Iterator[ast.Name]:
         yield from local_names(child, inside or isinstance(child, (Function, ast.comprehension, ast.NamedExpr)))
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=relative)
-def test_local_variables_say_the_type_of_thing(path: pathlib.Path) -> None:
-    assert path.stem.removeprefix("test_").strip("_") not in LOCAL_NAMES
-    for name in local_names(ast.parse(path.read_text())):
-        assert name.id.strip("_").lower() not in LOCAL_NAMES, f"line {name.lineno}: {name.id}"
+def local_variables_say_the_type_of_thing(path: pathlib.Path, tree: ast.Module) -> Problems:
+    if path.stem.removeprefix("test_").strip("_") in LOCAL_NAMES:
+        yield "the name of the file"
+    for name in local_names(tree):
+        if name.id.strip("_").lower() in LOCAL_NAMES:
+            yield f"line {name.lineno}: {name.id}"
 
 
-@pytest.mark.parametrize("path", TESTS, ids=relative)
-def test_test_names_are_short_and_without_clauses(path: pathlib.Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+def names_of_tests_are_short_and_without_clauses(path: pathlib.Path, tree: ast.Module) -> Problems:
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
             words = node.name.split("_")[1:]
-            assert len(words) <= WORDS_OF_A_TEST, f"{node.name} has {len(words)} words"
-            assert not RELATIVE & set(words), f"{node.name} has a relative clause"
+            if len(words) > WORDS_OF_A_TEST:
+                yield f"{node.name} has {len(words)} words"
+            if RELATIVE & set(words):
+                yield f"{node.name} has a relative clause"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=relative)
-def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
+RULES: dict[Rule, list[pathlib.Path]] = {
+    docstrings_speak_plainly: [*SOURCES, *TESTS],
+    docstrings_name_the_noun: SOURCES,
+    sections_are_indented_by_two: SOURCES,
+    names_say_the_type_of_thing: SOURCES,
+    local_variables_say_the_type_of_thing: [*SOURCES, *TESTS],
+    names_of_tests_are_short_and_without_clauses: TESTS,
+}
+
+
+@functools.cache
+def problems() -> dict[Rule, list[str]]:
+    return broken(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_has_no_exception_in_any_file(rule: Rule) -> None:
+    assert not problems()[rule], "\n".join(problems()[rule])
+
+
+def lines_of(pages: list[pathlib.Path]) -> Iterator[tuple[str, str]]:
+    """Yields each line with its page and number."""
+    for page in pages:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            yield f"{relative(page)}:{number}", line
+
+
+def test_lines_of_prose_are_at_most_100_wide() -> None:
     # Code, tables and single long words, such as links, cannot be wrapped.
-    in_code = False
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        in_code ^= line.lstrip().startswith("```")
-        if not in_code and not line.lstrip().startswith("|") and " " in line.strip():
-            assert len(line) <= LIMIT, f"{relative(path)}:{number} is {len(line)} wide"
+    wide, in_code = [], False
+    for at, line in lines_of(PAGES):
+        in_code = (in_code and not at.endswith(":1")) ^ line.lstrip().startswith("```")
+        if not in_code and not line.lstrip().startswith("|") and " " in line.strip() and len(line) > LIMIT:
+            wide.append(f"{at} is {len(line)} wide")
+    assert wide == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_docstrings_name_the_noun(path: pathlib.Path) -> None:
-    for name, text in docstrings(path):
-        assert not re.search(r"\bthose\b", text), f"{name}: 'those'; write the noun"
+def test_docs_use_nouns_and_the_usual_words() -> None:
+    words = {PRONOUNS.pattern: "the noun", **DIALECT}.items()
+    matches = ((at, re.search(pattern, line), better) for at, line in lines_of(GUIDES) for pattern, better in words)
+    assert [f"{at}: {word[0]!r}; write {better!r}" for at, word, better in matches if word] == []
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=relative)
-def test_docs_use_nouns_and_the_usual_words(path: pathlib.Path) -> None:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        for pattern, better in {PRONOUNS.pattern: "the noun", **DIALECT}.items():
-            word = re.search(pattern, line)
-            assert word is None, f"{relative(path)}:{number}: {word[0]!r}; write {better!r}"
-
-
-@pytest.mark.parametrize("path", GUIDES, ids=relative)
-def test_headings_are_no_questions(path: pathlib.Path) -> None:
-    without_code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for line in without_code.splitlines():
-        assert not QUESTION.match(line), line
+def test_headings_are_no_questions() -> None:
+    questions = []
+    for page in GUIDES:
+        without_code = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        questions += [f"{relative(page)}: {line}" for line in without_code.splitlines() if QUESTION.match(line)]
+    assert questions == []
