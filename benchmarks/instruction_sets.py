@@ -1,6 +1,6 @@
 """How far the results of CPUs differ: each operation under each instruction set, and with and without its threads.
 
-`python -m benchmarks.instruction_sets` prints the table of `docs/numerics.md`. The instruction sets that a CPU lacks
+`python -m benchmarks.instruction_sets` prints the numbers of `docs/numerics.md`. The instruction sets that a CPU lacks
 are left out: XLA then uses the largest that it has.
 """
 
