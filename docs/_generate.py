@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from kljax.parity.fields import FIELDS
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from train.config import help as train_help
@@ -192,6 +193,17 @@ def metrics(group: str) -> str:
     return "\n".join(lines)
 
 
+def dump_fields(kind: str) -> str:
+    """The arrays of a parity dump, "input" or "result": name, shape and meaning."""
+    lines = [f"| {kind} | shape | |", "|---|---|---|"]
+    for name, field in FIELDS.items():
+        if field.kind == kind:
+            shape = _code(f"[{', '.join(field.axes)}]") if field.axes else "scalar"
+            shape = f"`[B]` or {shape}" if field.per_row else shape
+            lines.append(f"| {_code(name)} | {shape} | {_escaped(field.text)} |")
+    return "\n".join(lines)
+
+
 CONFIG_FIELDS = {
     "kl": "kl.loss.estimator",
     "reduction": "loss.aggregation",
@@ -352,6 +364,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         names,
         presets,
         counts,
+        dump_fields,
         algorithms,
         left_out,
         arrays,
