@@ -23,8 +23,7 @@ import numpy as np
 
 from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import Check, Measured, Target
+from benchmarks.harness.report import Check, Measured, Report, Target, table
 from train.models.grouped import grouped_dot
 
 FORWARD, GRADIENT, DENSE = 1.10, 1.20, 1.30
@@ -80,18 +79,10 @@ def measure_size(size: GroupSizes, names: tuple[str, ...], rounds: int) -> Measu
     arrays = (x, weights, jnp.asarray(size.drawn, jnp.int32), g)
     compiled = {}
     for name in names:
-        product = products(size)[name]
-
-        def forward(x: Any, weights: Any, groups: Any, g: Any, product: Any = product) -> Any:
-            return product(x, weights, groups)
-
-        def gradient(x: Any, weights: Any, groups: Any, g: Any, product: Any = product) -> Any:
-            y, backward = jax.vjp(lambda x, weights: product(x, weights, groups), x, weights)
-            return y, *backward(g)
-
-        for kind, function in (("forward", forward), ("gradient", gradient)):
-            # The dense product has the gradient of one matrix alone.
-            mine = (x, weights[:1], *arrays[2:]) if name == "dense" else arrays
+        # The dense product has the gradient of one matrix alone.
+        mine = (x, weights[:1], *arrays[2:]) if name == "dense" else arrays
+        for kind in KINDS:
+            function = functools.partial(_of_kind, kind, products(size)[name])
             compiled[f"{name}_{kind}"] = (jax.jit(function).lower(*mine).compile(), mine)
     programs = {name: functools.partial(program, *mine) for name, (program, mine) in compiled.items()}
     results = race_programs(programs, rounds)
@@ -100,6 +91,15 @@ def measure_size(size: GroupSizes, names: tuple[str, ...], rounds: int) -> Measu
         assert memory is not None
         results[name].temp_bytes = memory.temp_size_in_bytes
     return Measured(size, results)
+
+
+def _of_kind(kind: str, product: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns the product, or product and gradients."""
+    x, weights, groups, g = arrays
+    if kind == "forward":
+        return product(x, weights, groups)
+    y, backward = jax.vjp(lambda x, weights: product(x, weights, groups), x, weights)
+    return y, *backward(g)
 
 
 def report(fields: Mapping[str, Any]) -> Report:
@@ -143,14 +143,11 @@ def _checks(measured: Measured) -> list[Check]:
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     names = tuple(TITLES) if options.all else ("dense", "equal", "grouped")
-    sizes = [measure_size(size, names, options.rounds) for size in (QUICK if options.quick else SIZES)]
-    return machine.conditions("cpu") | {
-        "rounds": options.rounds,
-        "sizes": [
-            {"size": dataclasses.asdict(measured.size), "results": measured.as_json(())["results"]}
-            for measured in sizes
-        ],
-    }
+    fields: dict[str, Any] = {"rounds": options.rounds, "sizes": []}
+    for size in QUICK if options.quick else SIZES:
+        measured = measure_size(size, names, options.rounds).as_json(())
+        fields["sizes"].append({"size": measured["size"], "results": measured["results"]})
+    return machine.conditions("cpu") | fields
 
 
 main = cli.command(

@@ -9,12 +9,13 @@ they are stored. The batch is small: with the lengths and rows of the recipe, KV
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -83,48 +84,43 @@ def make_folder(folder: pathlib.Path) -> None:
     (folder / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
 
 
-def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields the phases of a run, each a function to call before the next is taken."""
+def peaks_of(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
+    """Runs the phases one after the other; returns the peak of each in bytes."""
+    peaks = {"libraries": begin_peak()}
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        begin_peak()
+        yield
+        peaks[name] = resident("VmHWM")
+        log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
+
     files = (f"model.path={folder}", f"data.train={folder}/problems.jsonl", f"data.eval={folder}/problems.jsonl")
     config = load(CONFIG, [*SMALL, *files, *overrides]).config
-    context, arrays = make_context(config), dict[str, Any]()
-    model, mesh, none = context.model, context.mesh, cast(Any, None)
-
-    def keep(**values: Any) -> Any:
-        arrays.update(values)
-        return jax.block_until_ready(jax.tree.leaves(values))
-
-    def read() -> None:
-        base = load_initial_base(config, model, mesh)
-        state = first_state(Plan.of(config), model, mesh, base, context.optimizer)
-        reference = load_reference(Plan.of(config), model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
-        keep(base=base, state=state, reference=reference)
-
-    def sample() -> None:
-        source.update(*sampling_policy(arrays["state"], arrays["base"]))
-        keep(batch=collect(context, source, 0).batch)
-
-    def score() -> None:
-        keep(batch=programs.score(arrays["state"].trainable, arrays["base"], arrays["reference"], arrays["batch"]))
-
-    def prepare() -> None:
-        batch, controllers, _ = programs.prepare(arrays["batch"], arrays["state"].controllers)
-        keep(batch=batch, controllers=controllers)
-
-    def update() -> None:
-        (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
-        coefs, head = coefficients(config, arrays["controllers"]), reference_head(Plan.of(config), arrays["reference"])
-        keep(state=programs.update(arrays["state"], arrays["base"], arrays["batch"], rows, coefs, ref_head=head)[0])
-
-    def evaluate_once() -> None:
-        policy = policy_of(arrays["state"].trainable, arrays["base"])
-        evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
-
+    context, plan, none = make_context(config), Plan.of(config), cast(Any, None)
+    model, mesh = context.model, context.mesh
     with jax.set_mesh(mesh):
-        yield "load", read
-        source, programs = open_source(context, continued=False), Programs.of(context, arrays["state"])
-        yield from {"sample": sample, "score": score, "prepare": prepare, "update": update}.items()
-        yield "evaluate", evaluate_once
+        with phase("load"):
+            base = load_initial_base(config, model, mesh)
+            state = first_state(plan, model, mesh, base, context.optimizer)
+            reference = load_reference(plan, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
+            jax.block_until_ready((base, state, reference))
+        source, programs = open_source(context, continued=False), Programs.of(context, state)
+        with phase("sample"):
+            source.update(*sampling_policy(state, base))
+            batch = jax.block_until_ready(collect(context, source, 0).batch)
+        with phase("score"):
+            batch = jax.block_until_ready(programs.score(state.trainable, base, reference, batch))
+        with phase("prepare"):
+            batch, controllers, _ = jax.block_until_ready(programs.prepare(batch, state.controllers))
+        with phase("update"):
+            (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
+            coefs, head = coefficients(config, controllers), reference_head(plan, reference)
+            state = jax.block_until_ready(programs.update(state, base, batch, rows, coefs, ref_head=head)[0])
+        with phase("evaluate"):
+            policy = policy_of(state.trainable, base)
+            evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
+    return peaks
 
 
 def report(fields: Mapping[str, Any]) -> Report:
@@ -148,12 +144,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             maker.join()
             if maker.exitcode:
                 raise cli.EndError(f"{folder} could not be made")
-        peaks = {"libraries": begin_peak()}
-        for name, function in phases(folder, options.overrides):
-            begin_peak()
-            function()
-            peaks[name] = resident("VmHWM")
-            log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
+        peaks = peaks_of(folder, options.overrides)
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return machine.conditions() | {"load": [load_before, None], "weights": weights, "peaks": peaks}
 

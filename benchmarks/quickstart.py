@@ -79,15 +79,9 @@ class SeedCase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """One finished run.
+    """A finished run: evaluations before and after RL, metrics of its last step, and the extremes on the way.
 
-    Attributes:
-      label: in tables and curves.
-      first, last: the evaluations before and after RL; step: the metrics of the last RL step.
-      seconds, cpu_seconds: of the whole run and all its threads, compilation included; None if not measured.
-      isa: the newest instruction set that XLA might compile for; None: that of the CPU.
-      drop: most points of an evaluation under the best one before it; None if not recorded.
-      max_kl: largest KL to the reference of a step, infinite if one was not finite; None if not recorded.
+    The seconds are those of all threads, compilation included. A value that was not measured or recorded is None.
     """
 
     label: str
@@ -159,10 +153,9 @@ def kl_of(record: Mapping[str, Any]) -> float | None:
 def run_trainer(
     directory: pathlib.Path, label: str, case: SeedCase, overrides: Sequence[str], *, config: str = CONFIG, alone: bool
 ) -> FinishedRun:
-    """Runs the trainer's command once, with `directory` as its run directory; a finished run is only read.
+    """Runs the trainer's command once in a run directory; a finished run is only read, an unfinished one has no time.
 
-    Runs beside each other share their compiled programs, so the time of the first run alone is that of a user. An
-    unfinished run is resumed, and has no time. Unless it runs `alone`, XLA gets one thread, and output goes to a file.
+    Runs beside each other share their compiled programs. Unless it runs `alone`, XLA gets one thread, output a file.
     """
     if not (directory / "summary.json").exists():
         unfinished = directory.exists()
@@ -227,31 +220,13 @@ def run_all(runs: Sequence[Callable[[], FinishedRun]], jobs: int) -> list[Finish
 def run_recipe(
     output: pathlib.Path, cases: Sequence[SeedCase], overrides: Sequence[str], *, config: str = CONFIG, jobs: int = 1
 ) -> list[FinishedRun]:
-    """Runs a shipped config in each case; directories and labels have its name.
-
-    A recipe whose warm start is that of the quickstart starts from the base of the quickstart, where `output` has it.
-    """
+    """Runs a shipped config in each case; directories and labels have its name."""
     name = pathlib.Path(config).stem
-    shared = config != CONFIG and has_warm_start_of_quickstart(config, overrides)
 
     def run(case: SeedCase) -> FinishedRun:
-        base = output / case.directory("quickstart") / "base"
-        start = [f"warm_start.checkpoint={base}"] if shared and base.exists() else []
-        directory = output / case.directory(name)
-        return run_trainer(directory, name, case, [*overrides, *start], config=config, alone=jobs == 1)
+        return run_trainer(output / case.directory(name), name, case, overrides, config=config, alone=jobs == 1)
 
     return run_all([functools.partial(run, case) for case in cases], jobs)
-
-
-def has_warm_start_of_quickstart(config: str, overrides: Sequence[str] = ()) -> bool:
-    """Returns whether a recipe has the weights of the quickstart before RL, given the same seed."""
-    from train.config.load import load
-
-    def before_rl(config: Any) -> tuple[Any, ...]:
-        supervised = config.temperature, config.optim.optimizer, config.optim.max_grad_norm
-        return config.task, config.data, config.model, config.warm_start, *supervised
-
-    return before_rl(load(ROOT / config, overrides).config) == before_rl(load(ROOT / CONFIG).config)
 
 
 def run_fooled(

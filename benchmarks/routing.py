@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 import kljax
 from benchmarks.harness import cli, machine
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import Check, ratio
+from benchmarks.harness.report import Check, Report, ratio, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, init_params, routed_hidden_states, stored_head, token_stats
@@ -91,31 +90,28 @@ def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
         sampler, trainer = _models(size, dense)
         params = _weights(trainer, jax.random.key(seed), factor)
         sequences, log_probs = _draw(sampler, params, size, seed)
-        compare = functools.partial(_compare, _comparison(size, dense), params, sequences, log_probs)
-        if dense:
-            measured[name] = compare(params)
-            continue
-        routes = sequences.fields[ROUTES]
-        ways: dict[str, Array | None] = {f"{name}_replayed" if name else "replayed": routes}
-        ways[name or "chosen"] = None
-        if not name:
-            ways |= {"lost": routes.at[:, :, 0].set(-1), "shifted": jnp.roll(routes, 1, axis=1)}
-        measured |= {way: compare(params, routes=used) for way, used in ways.items()}
-        if not name:
-            updated = _moved(params, jax.random.key(seed + 1))
-            measured |= {"lag": compare(updated), "lag_replayed": compare(updated, routes=routes)}
+        # The weights of the trainer, and the routes that it replays.
+        ways: dict[str, tuple[Any, Array | None]] = {name or "chosen": (params, None)}
+        if not dense:
+            routes = sequences.fields[ROUTES]
+            ways[f"{name}_replayed" if name else "replayed"] = params, routes
+            if not name:
+                updated = _moved(params, jax.random.key(seed + 1))
+                ways |= {"lost": (params, routes.at[:, :, 0].set(-1)), "shifted": (params, jnp.roll(routes, 1, axis=1))}
+                ways |= {"lag": (updated, None), "lag_replayed": (updated, routes)}
+        for way, (weights, replayed) in ways.items():
+            results = _comparison(size, dense)(params, weights, sequences, log_probs, replayed)
+            measured[way] = {key: value.tolist() for key, value in results.items()}
     return measured
 
 
 def _weights(model: Decoder, key: Array, factor: float) -> Any:
-    """Draws weights that bfloat16 holds exactly."""
+    """Draws weights that bfloat16 holds exactly; the factor is that of the router."""
 
     def scaled(path: Any, x: Array) -> Array:
         router = any(getattr(part, "key", None) == "gate" for part in path)
-        wide = x * (
-            factor if router else 50.0 if path[0].key == "embed_tokens" else 2.0 if path[0].key == "lm_head" else 1
-        )
-        return wide.astype(jnp.bfloat16).astype(jnp.float32)
+        scale = factor if router else {"embed_tokens": 50.0, "lm_head": 2.0}.get(path[0].key, 1)
+        return (x * scale).astype(jnp.bfloat16).astype(jnp.float32)
 
     return jax.tree_util.tree_map_with_path(scaled, init_params(model, key, make_mesh()))
 
@@ -131,20 +127,14 @@ def _moved(params: Any, key: Array) -> Any:
 def _draw(model: Decoder, params: Any, size: RoutingSizes, seed: int) -> tuple[Sequences, Array]:
     """Samples completions, and returns them with the log-probs of the sampler."""
     prompts = jax.random.randint(jax.random.key(seed + 2), (size.prompts, size.prompt_length), 0, 256)
-    sampling = Sampling(record_routes=model.config.experts is not None)
-    draw = jax.jit(
-        lambda params: sample(
-            model,
-            kljax.Policy(params),
-            prompts,
-            jnp.ones(prompts.shape, bool),
-            key=jax.random.key(seed + 3),
-            max_new_tokens=size.tokens,
-            sampling=sampling,
-            eos_ids=(),
-        )
-    )
-    drawn = draw(params)
+    arguments = (prompts, jnp.ones(prompts.shape, bool))
+    options: dict[str, Any] = {
+        "key": jax.random.key(seed + 3),
+        "max_new_tokens": size.tokens,
+        "sampling": Sampling(record_routes=model.config.experts is not None),
+        "eos_ids": (),
+    }
+    drawn = jax.jit(lambda params: sample(model, kljax.Policy(params), *arguments, **options))(params)
     fields = {name: x for name, x in drawn.fields.items() if name == ROUTES}
     return Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields["log_probs"]
 
@@ -154,19 +144,6 @@ def _models(size: RoutingSizes, dense: bool) -> tuple[Decoder, Decoder]:
     """Returns the model of the sampler and that of the trainer."""
     config = size.config(dense=dense)
     return Decoder(dataclasses.replace(config, dtype="bfloat16")), Decoder(config)
-
-
-def _compare(
-    run: Callable[..., dict[str, Array]],
-    sampled: Any,
-    sequences: Sequences,
-    log_probs: Array,
-    params: Any,
-    *,
-    routes: Array | None = None,
-) -> dict[str, Any]:
-    """Scores completions with the trainer, with routes or its own, and compares with the sampler."""
-    return {name: value.tolist() for name, value in run(sampled, params, sequences, log_probs, routes).items()}
 
 
 @functools.cache
@@ -226,13 +203,8 @@ def report(fields: Mapping[str, Any]) -> Report:
         listed = ", ".join(f"{share:.1%}" for share in layers)
         rows.append([title, *values, mean(layers) if layers else None, listed or None])
     largest = {name: max(seed[name]["largest"] for seed in seeds) for name in ROWS}
-    checks = [
-        Check(title, LIMIT, ratio(largest[name], largest["dense"]))
-        for name, title in (
-            ("replayed", "largest error replayed, over dense"),
-            ("sharp_replayed", "the same, logits x 3"),
-        )
-    ]
+    titles = {"replayed": "largest error replayed, over dense", "sharp_replayed": "the same, logits x 3"}
+    checks = [Check(title, LIMIT, ratio(largest[name], largest["dense"])) for name, title in titles.items()]
     how = [
         f"{len(seeds)} seeds of {size.prompts} completions of {size.tokens} tokens",
         f"{size.layers} layers of {size.experts} experts, {size.active} active",

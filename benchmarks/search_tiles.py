@@ -14,10 +14,9 @@ import jax
 
 from benchmarks.harness import cli
 from benchmarks.harness.race import race
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import ContenderResult
+from benchmarks.harness.report import ContenderResult, Report, table
+from benchmarks.suites.head.forms import DTYPE, HeadOptions, Size, make_inputs
 from benchmarks.suites.head.jax_forms import JaxForms
-from benchmarks.suites.head.problem import DTYPE, HeadOptions, Size, make_inputs
 from kljax.log_probs._head import default_tile
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)

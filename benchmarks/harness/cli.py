@@ -47,11 +47,7 @@ def command(
     report: Callable[[Fields], Report],
     *options: Option,
 ) -> Callable[..., int]:
-    """Returns the function `main` of `python -m benchmarks.NAME`.
-
-    Args:
-      measure: returns the fields of the JSON file; report: makes the report of what the file has.
-    """
+    """Returns `main` of `python -m benchmarks.NAME`: `measure` returns the fields of the JSON file for `report`."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
         """Measures, prints and writes; returns 1 if a contender failed, else 0."""
@@ -104,10 +100,7 @@ def race_options(env: str, *, rounds: int, quick: str) -> list[Option]:
 
 
 def limit_threads(count: int) -> None:
-    """Binds this process and its children to the first `count` cores; 0 sets no limit.
-
-    Where the system binds no process to cores, as macOS, a warning says that the limit does not hold.
-    """
+    """Binds this process and its children to the first `count` cores, or warns where that cannot be; 0: no limit."""
     if not count:
         return
     if hasattr(os, "sched_setaffinity"):

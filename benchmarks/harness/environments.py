@@ -1,33 +1,61 @@
 """Virtual environments of contenders, apart from that of this project."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.process import ROOT
+
+
+class MissingError(RuntimeError):
+    """A contender whose environment was not made: its row says so, and the command does not fail."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """An environment in a folder of the directory of `--OPTION`, which `--make-OPTION` makes.
+
+    Attributes:
+      installs: arguments of each call of `pip install`; releases: unpacked beside it, without their dependencies.
+    """
+
+    option: str
+    folder: str
+    installs: Sequence[Sequence[str]]
+    releases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def make(self, directory: pathlib.Path, python: str = sys.executable) -> None:
+        """Makes the environment if there is none, and installs what is missing."""
+        interpreter_path = interpreter(directory / self.folder)
+        if not interpreter_path.exists():
+            subprocess.run([python, "-m", "venv", str(interpreter_path.parents[1])], check=True)
+        unpacked = [
+            ("--no-deps", "--target", str(path), self.releases[path.name])
+            for path in self._releases(directory)
+            if not path.exists()
+        ]
+        for arguments in (*self.installs, *unpacked):
+            pip = (interpreter_path, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+            subprocess.run([*pip, *arguments], check=True)
+
+    def find(self, directory: pathlib.Path | None) -> pathlib.Path:
+        """Returns the interpreter; raises `MissingError`, which says how to make what is missing."""
+        if directory is None:
+            raise MissingError(f"no --{self.option} was given; make it with --make-{self.option} DIR")
+        for path in (python := interpreter(directory / self.folder), *self._releases(directory)):
+            if not path.exists():
+                raise MissingError(f"{path} is missing; make it with --make-{self.option} {directory}")
+        return python
+
+    def _releases(self, directory: pathlib.Path) -> list[pathlib.Path]:
+        return [directory.absolute() / "releases" / name for name in self.releases]
 
 
 def interpreter(venv: pathlib.Path) -> pathlib.Path:
     """Returns the path of an environment's interpreter, whether it exists or not."""
     return venv.absolute() / "bin/python"
-
-
-def missing(directory: pathlib.Path | None, paths: Sequence[pathlib.Path], option: str) -> str | None:
-    """Explains which path of the directory given with `--OPTION` is missing, or returns None if none is."""
-    if directory is None:
-        return f"no --{option} was given; make it with --make-{option} DIR"
-    absent = [path for path in paths if not path.exists()]
-    return f"{absent[0]} is missing; make it with --make-{option} {directory}" if absent else None
-
-
-def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executable) -> None:
-    """Makes an environment if there is none, and calls `pip install` with each list of arguments."""
-    if not interpreter(venv).exists():
-        subprocess.run([python, "-m", "venv", str(venv.absolute())], check=True)
-    pip = [str(interpreter(venv)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for arguments in installs:
-        subprocess.run([*pip, *arguments], check=True)
 
 
 def find_python312(path: str | None) -> str:

@@ -20,11 +20,7 @@ class RemoteError(RuntimeError):
 
 
 class Remote:
-    """A contender of another process, which is asked as `worker.Worker` is.
-
-    Args:
-      process: runs `benchmarks.harness.worker`; log: file that its stderr goes to, or None.
-    """
+    """A contender of another process, which is asked as `worker.Worker` is; its stderr may go to a log."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: pathlib.Path | None = None) -> None:
         self._process, self._log = process, log
@@ -66,13 +62,9 @@ def start(
     settings: Mapping[str, str] = {},
     quiet: bool = False,
 ) -> Iterator[Remote]:
-    """Starts a process for the contender of a module, and ends it on the way out.
+    """Starts a process for the contender that `load` of a module makes, and ends it on the way out.
 
-    Args:
-      module: defines `load`.
-      python: interpreter of its environment; None takes this one.
-      settings: environment variables.
-      quiet: shows stderr only in errors.
+    Without `python`, its interpreter is this one; `settings` are environment variables; `quiet` shows stderr in errors.
     """
     with contextlib.ExitStack() as stack:
         log = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "stderr") if quiet else None

@@ -8,25 +8,17 @@ from typing import Any, TypeVar
 
 import jax
 
+from benchmarks.harness.environments import MissingError
 from benchmarks.harness.measure import Clock, Seconds
 from benchmarks.harness.process import Remote
-from benchmarks.harness.results import ContenderResult
+from benchmarks.harness.report import ContenderResult
 from benchmarks.harness.worker import Worker, one_line
 
 Name = TypeVar("Name")
 
 
-class MissingError(RuntimeError):
-    """A contender whose environment was not made: its row says so, and the command does not fail."""
-
-
 class Contenders:
-    """The contenders of one size, with their results and the processes that measure them.
-
-    Args:
-      processes: name of the process of each contender; several may share one.
-      start: starts a process by its name, which has loaded the problem.
-    """
+    """The contenders of one size by their process, which several may share; `start` begins one that has loaded."""
 
     def __init__(
         self, processes: Mapping[str, str], start: Callable[[str], AbstractContextManager[Remote | Worker]]
@@ -61,16 +53,11 @@ class Contenders:
 
 
 def race(results: Mapping[Name, ContenderResult], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:
-    """Runs every contender once a round and adds the seconds to its result.
-
-    Each round starts at another contender, so that none always follows the same one. The round before the first
-    compiles and does not count.
-
-    Args:
-      results: by name; contenders with a problem are left out; run: returns the seconds of a run by part.
-    """
+    """Runs every contender without a problem once a round, and adds the seconds of each part to its result."""
+    # The round before the first compiles and does not count.
     for index in range(rounds + 1):
         names = [name for name, _ in measurable(results)]
+        # Each round starts at another contender, so that none always follows the same one.
         start = index * max(len(names) // max(rounds, 1), 1) % max(len(names), 1)
         for name in names[start:] + names[:start]:
             with noted(results[name]):

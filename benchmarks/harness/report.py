@@ -1,14 +1,151 @@
-"""Reports, and their tables in Markdown."""
+"""Measurements of contenders, the targets that they are compared with, and reports in Markdown."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Union
 
-from benchmarks.harness.results import Check
+from benchmarks.harness.measure import Seconds
 
+ALL = "all"
+CLOCKS = {"wall": 0, "cpu": 1}
 MIB = 2**20
 # The title of a column and the format of its values; "MiB" is the format of bytes.
 Column = tuple[str, str]
+
+
+@dataclasses.dataclass
+class ContenderResult:
+    """Measurements of one contender, of each round by part of the run; `first` is empty since version 0.2.
+
+    Attributes:
+      problem: why it was not measured, or None; failed: whether that is an error. A missing environment is none.
+      temp_bytes: temporary memory that JAX's compiler assigned; peak_bytes: what a part adds to its process.
+      differences: from the baseline, by the name of the compared value.
+    """
+
+    name: str
+    problem: str | None = None
+    failed: bool = False
+    seconds: dict[str, list[Seconds]] = dataclasses.field(default_factory=dict)
+    first: dict[str, list[Seconds]] = dataclasses.field(default_factory=dict)
+    temp_bytes: int | None = None
+    peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    differences: dict[str, float] = dataclasses.field(default_factory=dict)
+    loss: float | None = None
+
+    def best(self, clock: str, part: str = ALL) -> float | None:
+        """Returns the seconds of the fastest round, or None; "all" sums the parts of each round."""
+        rounds = zip(*self.seconds.values(), strict=True) if part == ALL else ((s,) for s in self.seconds.get(part, []))
+        return min((sum(seconds[CLOCKS[clock]] for seconds in parts) for parts in rounds), default=None)
+
+
+@dataclasses.dataclass
+class Measured:
+    """The results of one size by contender, and the rates of the machine if they were measured."""
+
+    size: Any
+    results: dict[str, ContenderResult]
+    rates: Any = None
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], size: Callable[..., Any], rates: Callable[..., Any] = dict) -> "Measured":
+        """Reads a size of a JSON file."""
+        results = {name: ContenderResult(**result) for name, result in fields["results"].items()}
+        return cls(size(**fields["size"]), results, fields.get("rates") and rates(**fields["rates"]))
+
+    def as_json(self, checks: Iterable["Check"]) -> dict[str, Any]:
+        """Returns all fields and the targets."""
+        return {**dataclasses.asdict(self), "targets": [check.as_json() for check in checks]}
+
+    def failures(self, tolerances: Mapping[str, float]) -> list[str]:
+        """Lists the contenders that failed or differ by more from their baseline, a line each."""
+        lines = [f"{result.name}: {result.problem}" for result in self.results.values() if result.failed]
+        for result in self.results.values():
+            for name, difference in result.differences.items() if not result.failed else ():
+                # NaN is no agreement.
+                if not difference <= tolerances[name]:
+                    lines.append(
+                        f"{result.name}: got a difference of {difference:.1e} from the {name} of the baseline, "
+                        f"expected at most {tolerances[name]:.0e}"
+                    )
+        return [f"{self.size} {line}" for line in lines]
+
+    def problems(self, titles: Mapping[str, str]) -> list[str]:
+        """Says why rows are empty, once for each reason."""
+        reasons: dict[str, list[str]] = {}
+        for result in self.results.values():
+            if result.problem is not None:
+                reasons.setdefault(result.problem, []).append(titles[result.name])
+        return [f"Not measured: {', '.join(names)}: {why}." for why, names in reasons.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A bound of one contender's measurement over that of another, perhaps another one for a large vocabulary.
+
+    The measure is "time", of the wall clock; "speed", the inverse quotient of CPU seconds, at least the limit;
+    "temporary" or "peak" memory.
+    """
+
+    measure: str
+    name: str
+    against: str
+    limit: float
+    large_limit: float | None = None
+    part: str = ALL
+
+    def check(self, title: str, results: Mapping[str, ContenderResult], *, large: bool = False) -> "Check":
+        """Compares the results of the two contenders."""
+        limit = self.large_limit if large and self.large_limit is not None else self.limit
+        result, other_result = results.get(self.name), results.get(self.against)
+        missing, value, other = "not measured", None, None
+        if result is None or other_result is None:
+            missing = "not measured: not among the contenders"
+        elif result.problem or other_result.problem:
+            missing = "not measured, see above"
+        elif self.measure == "temporary":
+            value = ratio(result.temp_bytes, other_result.temp_bytes)
+        elif self.measure == "peak":
+            value = ratio(result.peak_bytes.get(self.part), other_result.peak_bytes.get(self.part))
+        else:
+            pair = (result, other_result) if self.measure == "time" else (other_result, result)
+            wall, cpu = (ratio(*(timed.best(clock, self.part) for timed in pair)) for clock in CLOCKS)
+            value, other = (wall, cpu) if self.measure == "time" else (cpu, wall)
+        unit = "1/" if self.measure == "temporary" else ""
+        return Check(title, limit, value, other, at_least=self.measure == "speed", unit=unit, missing=missing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A value, or None, and its bound; `other` is the value by the other clock, `missing` the verdict without one.
+
+    The unit is "MiB", "%", "1/" for the denominator of a small quotient, or "" for a number with so many digits.
+    """
+
+    title: str
+    limit: float
+    value: float | None
+    other: float | None = None
+    at_least: bool = False
+    unit: str = ""
+    missing: str = "not measured"
+    digits: int = 2
+
+    @property
+    def verdict(self) -> str:
+        """Returns "met", "missed", or why there is no value."""
+        if self.value is None:
+            return self.missing
+        return "met" if (self.value >= self.limit if self.at_least else self.value <= self.limit) else "missed"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all fields and the verdict."""
+        return {**dataclasses.asdict(self), "verdict": self.verdict}
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    """Returns the quotient of two numbers, or None if one is unknown or the divisor is 0."""
+    return None if value is None or not other else value / other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +153,8 @@ class Report:
     """The Markdown of a measurement, which is made from the fields of its JSON file alone.
 
     Attributes:
-      parts: paragraphs, tables and reports of parts.
+      parts: paragraphs, tables and reports of parts, behind the machine and a sentence of conditions (`how`).
       checks: the targets, a table at the end; other: title of their values by the other clock.
-      fields: "machine", "versions" and "load", where there are some, are the beginning.
-      how: the conditions, as parts of a sentence.
       failures: a line for each contender that failed.
     """
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from benchmarks import accelerator
-from benchmarks.suites.accelerator import packages, parts
-from benchmarks.suites.accelerator.parts import PARTS, Part, Runner
+from benchmarks.accelerator import PARTS, Part, Runner
+from benchmarks.suites.accelerator import packages
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def load():
 
 def test_failing_benchmark_becomes_a_row_and_others_continue(tmp_path, monkeypatch):
     (tmp_path / "odd_contender.py").write_text(CONTENDER)
-    monkeypatch.setitem(parts.SETTINGS, "PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(accelerator.SETTINGS, "PYTHONPATH", str(tmp_path))
     requests = ["first", "ends", "fails", "slow", "last"]
     part = Part("odd", "odd_contender", requests, requests, 1.0, {}, load=lambda tiny: {})
     runner = Runner(part, tiny=True, until=time.monotonic() + 8)

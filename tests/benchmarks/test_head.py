@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import head
 from benchmarks.harness import environments
-from benchmarks.suites.head import forms, jax_forms, suite
-from benchmarks.suites.head.problem import QUICK, SIZES
+from benchmarks.suites.head import forms, jax_forms
+from benchmarks.suites.head.forms import QUICK, SIZES
 from tests import xla
 
 HERE = forms.choose("cpu")
@@ -54,7 +54,7 @@ def test_rows_without_pytorch_say_why(quick):
 def test_every_target_has_a_verdict_even_if_missed(quick):
     (size,) = quick["json"]["sizes"]
     verdicts = {check["title"]: check["verdict"] for check in size["targets"]}
-    assert list(verdicts) == [*map(suite.title, suite.TARGETS["cpu"]), suite.RATE_TITLE]
+    assert list(verdicts) == [*map(head.title, head.TARGETS["cpu"]), head.RATE_TITLE]
     # The compiler assigns the same memory in every run: at this size the tile is a quarter of the logits.
     assert verdicts["memory: kljax, over naive JAX"] == "missed"
     assert verdicts["time: kljax, over verl `FusedLinearForPPO`"] == "not measured, see above"
@@ -130,7 +130,7 @@ def test_wrong_arguments(arguments, message, capsys):
 def test_missing_environment_is_reported(tmp_path, capsys):
     arguments = ["--quick", "--threads", "0", "--rounds", "0", "--contenders", "liger", "--torch-env", str(tmp_path)]
     assert head.main(arguments) == 0
-    missing = environments.interpreter(suite.torch_paths(tmp_path)[0])
+    missing = environments.interpreter(tmp_path / "venv")
     assert f"Liger GRPO: {missing} is missing; make it with --make-torch-env {tmp_path}." in capsys.readouterr().out
 
 
@@ -140,7 +140,7 @@ def test_temporary_memory_meets_its_targets(size):
     """At the sizes of the targets nothing runs; what the compiler assigns is the same every time."""
     temp = {name: _compiled_bytes(name, size) for name in ("tile", "fused", "naive", "tunix_full", "tunix_chunk")}
     limits = {"naive": 16, "tunix_full": 24, "tunix_chunk": 3}
-    if size.vocab >= suite.LARGE_VOCAB:
+    if size.vocab >= head.LARGE_VOCAB:
         limits = {"naive": 24, "tunix_full": 40, "tunix_chunk": 9}
     for name, limit in limits.items():
         assert limit * temp["tile"] <= temp[name], f"{temp['tile']} bytes, and {name} {temp[name]}"

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import head_aot
 from benchmarks.harness.process import RemoteError
-from benchmarks.suites.aot import compiler, plans
-from benchmarks.suites.aot.plans import DEVICES, QUICK, CompiledPlan, Order
+from benchmarks.suites import compiler
+from benchmarks.suites.compiler import DEVICES, QUICK, CompiledPlan, Order
 
 MIB = 2**20
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_missing_baseline_is_reported_in_the_verdict():
         ("v5e", "one", "kljax"): CompiledPlan(MIB, seconds=0.1),
         ("v5e", "one", "naive"): CompiledPlan(MIB, fits=False),
     }
-    verdicts = {check.title: check.verdict for check in plans.checks(known)}
+    verdicts = {check.title: check.verdict for check in head_aot.checks(known)}
     assert verdicts == {
         "v5e, one: temporary memory": "met",
         "v5e, one: estimated time over naive JAX": "nothing to compare with",
@@ -122,8 +122,8 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
 def test_every_device_has_the_needed_entries():
     for name, device in DEVICES.items():
         if device.platform == "tpu":
-            assert {name} <= set(plans.MEMORY_MIB) & set(plans.FORWARD_MIB) & set(plans.TIME_OF_NAIVE)
-    assert set(plans.TITLES) == {key[2] for name in DEVICES for key in plans.programs_of(name)}
+            assert {name} <= set(head_aot.MEMORY_MIB) & set(head_aot.FORWARD_MIB) & set(head_aot.TIME_OF_NAIVE)
+    assert set(head_aot.TITLES) == {key[2] for name in DEVICES for key in head_aot.programs_of(name)}
 
 
 def test_sizes_are_readable():
@@ -131,6 +131,6 @@ def test_sizes_are_readable():
         ("v5e", "one", "kljax"): CompiledPlan(1234 * MIB, seconds=0.5),
         ("v5e", "one", "naive"): CompiledPlan(MIB // 2),
     }
-    text = "\n".join(plans.plans_tables(known))
+    text = "\n".join(head_aot.plans_tables(known))
     assert "| kljax | 1,234 | 500.0 |  |  |" in text
     assert "| naive JAX | 0.5 |  |  |  |" in text

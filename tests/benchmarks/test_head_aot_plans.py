@@ -8,8 +8,9 @@ import functools
 import pytest
 
 from benchmarks.harness.report import MIB
-from benchmarks.suites.aot import compiler
-from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, CompiledPlan, Order
+from benchmarks.head_aot import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB
+from benchmarks.suites import compiler
+from benchmarks.suites.compiler import CompiledPlan, Order
 
 LIBTPU = "0.0.42"
 

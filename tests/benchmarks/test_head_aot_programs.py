@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kljax
-from benchmarks.suites.aot.plans import TITLES, HeadSizes
-from benchmarks.suites.aot.programs import AXES, build
+from benchmarks.head_aot import TITLES
+from benchmarks.suites.compiler import AXES, HeadSizes, build
 from benchmarks.suites.head.jax_forms import TokenConstants
 
 PROBLEM = HeadSizes(tokens=24, rows=2, width=16, vocab=44, chunk=8)

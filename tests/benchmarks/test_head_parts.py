@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import head
 from benchmarks.harness import environments, measure, worker
 from benchmarks.harness.process import ROOT, RemoteError, start
-from benchmarks.harness.results import ContenderResult, Measured
-from benchmarks.suites.head import jax_forms, suite
-from benchmarks.suites.head.forms import FormsContender
-from benchmarks.suites.head.problem import QUICK, SIZES, HeadOptions, Inputs, Size, log_probs, make_inputs
+from benchmarks.harness.report import ContenderResult, Measured
+from benchmarks.suites.head import jax_forms
+from benchmarks.suites.head.forms import QUICK, SIZES, FormsContender, HeadOptions, Inputs, Size, log_probs, make_inputs
 from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 
 MODULE = "benchmarks.suites.head.jax_forms"
@@ -52,10 +52,10 @@ def measured(size=SIZES[0], rates=None, **seconds):
 
 
 def verdicts(found, device="cpu"):
-    targets = {suite.title(target): target for target in suite.TARGETS[device]}
+    targets = {head.title(target): target for target in head.TARGETS[device]}
     return {
         (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
-        for check in suite.checks(found, device)
+        for check in head.checks(found, device)
     }
 
 
@@ -205,9 +205,11 @@ def test_process_failing_to_load_or_start_raises(tmp_path):
 
 
 def test_requirements_of_an_environment(tmp_path):
-    assert "no --torch-env was given" in suite.missing_torch_env(None)
-    assert "is missing" in suite.missing_torch_env(tmp_path)
-    venv, releases = suite.torch_paths(tmp_path)
-    for path in (environments.interpreter(venv), *(releases / name for name in suite.RELEASES)):
+    with pytest.raises(environments.MissingError, match="no --torch-env was given"):
+        head.TORCH.find(None)
+    python = environments.interpreter(tmp_path / "venv")
+    for path in (python, *(tmp_path / "releases" / name for name in head.TORCH.releases)):
+        with pytest.raises(environments.MissingError, match=f"{path} is missing; make it with --make-torch-env"):
+            head.TORCH.find(tmp_path)
         path.mkdir(parents=True)
-    assert suite.missing_torch_env(tmp_path) is None
+    assert head.TORCH.find(tmp_path) == python

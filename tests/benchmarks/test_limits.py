@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout
-from benchmarks.suites.model import limits
 from benchmarks.suites.model.long_tail import Tail
 from train.rollouts.sampler import windows
 
@@ -14,7 +13,7 @@ TAIL = Tail(rows=4, group=2, prompt_length=4, median=3.0, sigma=0.5, max_new_tok
 
 
 def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "TAIL", TAIL)
+    monkeypatch.setattr(rollout, "TAIL", TAIL)
     monkeypatch.setattr(windows, "FIRST_WINDOW", 4)
     files = tmp_path / "found.json", tmp_path / "found.md"
     command = [
@@ -56,9 +55,9 @@ def test_limits_with_different_tokens_are_an_error(monkeypatch):
         def tokens(self) -> np.ndarray:
             return np.full((TAIL.rows, TAIL.prompt_length + self.limit), self.limit)
 
-    monkeypatch.setattr(limits, "WindowedSampler", OtherTokens)
+    monkeypatch.setattr(rollout, "WindowedSampler", OtherTokens)
     with pytest.raises(RuntimeError, match="differ"):
-        limits.measure(TAIL, (8, 16), 0)
+        rollout.measure_limits(TAIL, (8, 16), 0)
 
 
 @pytest.mark.parametrize("text", ["512,256", "0,8", "8,8", "a"])

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from benchmarks import overhead
-from benchmarks.suites.overhead import sources
-from benchmarks.suites.overhead.problem import StepSizes
-from benchmarks.suites.overhead.steps import CYCLE, kind_of
+from benchmarks.overhead import CYCLE, RECORDED, StepSizes, kind_of
 
 
 def parts(pace: float, step: float) -> dict[str, float]:
@@ -48,7 +46,7 @@ def test_steps_are_compared_with_plain_steps_per_round():
 
 
 def test_steps_scored_once_are_compared_per_round():
-    names = {name: updates * (0.5 if mib else 1) for name, (updates, mib) in sources.RECORDED.items()}
+    names = {name: updates * (0.5 if mib else 1) for name, (updates, mib) in RECORDED.items()}
     rounds = [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]
     measured = report() | {"recorded": rounds}
     text = overhead.report(measured).text

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.harness.results import ContenderResult
+from benchmarks.harness.report import ContenderResult
 from benchmarks.suites.model import packed
 from benchmarks.suites.model.long_tail import Tail
 

@@ -97,24 +97,6 @@ def test_recipe_runs_are_named_after_the_recipe(tmp_path):
     assert (finished.label, finished.seed) == ("lora", 1)
 
 
-@pytest.mark.parametrize(
-    ("config", "overrides", "same"),
-    [
-        ("configs/lora.yaml", [], False),
-        ("configs/lora.yaml", ["temperature=1.0"], True),
-        ("configs/ppo_adaptive_kl.yaml", [], True),
-        ("configs/reinforce_pp_baseline_centered.yaml", ["optim.learning_rate=1e-4"], True),
-        ("configs/ppo_adaptive_kl.yaml", ["warm_start.steps=999"], False),
-        ("configs/ppo_adaptive_kl.yaml", ["optim.optimizer.consistent_rms=0.3"], False),
-        ("configs/ppo_adaptive_kl.yaml", ["optim.max_grad_norm=0.5"], False),
-        ("configs/ppo_adaptive_kl.yaml", ["temperature=0.9"], False),
-        ("configs/smoke.yaml", [], False),
-    ],
-)
-def test_warm_start_of_the_quickstart_is_recognised(config, overrides, same):
-    assert quickstart.has_warm_start_of_quickstart(config, overrides) is same
-
-
 def test_another_recipe_with_the_fooled_verifier_is_refused(capsys):
     with pytest.raises(SystemExit):
         quickstart.main(["--fooled", "--config", "configs/lora.yaml"])

@@ -5,17 +5,15 @@ import pathlib
 
 import pytest
 
-from benchmarks import grouped, memory, overhead, quickstart, rollout, train_step
+from benchmarks import grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step
 from benchmarks.harness.report import Report
-from benchmarks.suites.aot import plans
-from benchmarks.suites.head import suite
 from benchmarks.suites.model import packed
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
     "grouped-cpu": grouped.report,
-    "head-aot": plans.report,
-    "head-cpu": suite.report,
+    "head-aot": head_aot.report,
+    "head-cpu": head.report,
     "memory-cpu": memory.report,
     "overhead-cpu": overhead.report,
     "overhead-recorded-cpu": overhead.report,

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
-from benchmarks.harness.results import ALL, ContenderResult, Measured
+from benchmarks.harness.report import ALL, ContenderResult, Measured
 from benchmarks.harness.worker import Worker
-from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
+from benchmarks.suites.model import kljax, long_tail, problem, suite
 from train.models.sharding import make_mesh
 
 V = problem.QUICK.vocab
@@ -215,7 +215,7 @@ def test_processes_race_and_missing_ones_are_reported(tmp_path, started):
     actual, tunix, transformers = size["results"].values()
     assert actual["seconds"] == {"rollout": [[1, 2], [1, 2]]}
     assert actual["peak_bytes"] == {"rollout": 3}
-    missing = suite.interpreter(tmp_path, "tunix")
+    missing = environments.interpreter(tmp_path / "tunix")
     assert tunix["problem"] == f"{missing} is missing; make it with --make-envs {tmp_path}"
     assert transformers["problem"].endswith(f"make it with --make-envs {tmp_path}")
     assert [entry["verdict"] for entry in size["targets"]] == ["not measured, see above"] * 2
@@ -273,9 +273,10 @@ def test_wrong_arguments(main, capsys):
 def test_environments_without_python_3_12_are_not_created(tmp_path, monkeypatch):
     monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n"))
     with pytest.raises(FileNotFoundError, match="--python312"):
-        suite.make_envs(tmp_path)
+        rollout.main(["--make-envs", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
-    assert environments.missing(None, [], "envs") == "no --envs was given; make it with --make-envs DIR"
+    with pytest.raises(environments.MissingError, match="no --envs was given; make it with --make-envs DIR"):
+        suite.ENVIRONMENTS["tunix"].find(None)
     monkeypatch.undo()
     assert environments.find_python312("/a/python") == "/a/python"
 
@@ -288,15 +289,14 @@ def test_the_sizes_of_the_targets():
 
 
 @pytest.mark.thorough
-def test_parts_of_an_update_add_up(capsys):
+def test_parts_of_an_update_add_up():
     """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
-    assert profile.main(["--quick", "--rounds", "1"]) == 0
-    text = capsys.readouterr().out
+    text = "\n".join(train_step.profile(SimpleNamespace(quick=True, rounds=1)))
     assert "| policy: layers, forward and gradient |" in text
     seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    actual = profile.rows(problem.ModelWork(), seconds)
+    actual = train_step.rows(problem.ModelWork(), seconds)
     assert [float(spent) for _, spent, *_ in actual] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
     # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
-    layers, head = profile.operations(problem.ModelWork())
+    layers, head = train_step.operations(problem.ModelWork())
     assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)
     assert head == 2 * 1024 * 256 * 4096

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.results import ratio
+from benchmarks.harness.report import ratio
 from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel
 

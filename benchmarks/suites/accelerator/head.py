@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 
+from benchmarks.harness.environments import MissingError
 from benchmarks.harness.process import Remote
-from benchmarks.harness.race import MissingError
-from benchmarks.harness.results import Measured, ratio
-from benchmarks.suites.head.forms import FORMS, GROUPS, Form, choose
-from benchmarks.suites.head.problem import QUICK, QUICK_TILE, HeadOptions, Size
+from benchmarks.harness.report import Measured, ratio
+from benchmarks.head import race_forms, started, tolerances_of
+from benchmarks.suites.head.forms import FORMS, GROUPS, QUICK, QUICK_TILE, Form, HeadOptions, Size, choose
 from benchmarks.suites.head.rates import MATMULS
-from benchmarks.suites.head.suite import race_forms, started, tolerances_of
 
 LARGE = Size(16_384, 4096, 151_936)
 # Loss and gradients are compared at a size whose arrays the host draws in a second.

@@ -1,8 +1,6 @@
 """Sampling and updates of a random model on one device, by the trainer's own programs."""
 
-import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 
 from benchmarks.harness import machine
 from benchmarks.harness.learner import Learner, bare_context, grpo
+from benchmarks.harness.measure import Clock
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.models.config import PROJECTIONS, DecoderConfig
@@ -59,21 +58,23 @@ class TrainerContender:
             shape = (config.rollout.prompts_per_step, config.data.max_prompt_length)
             ids = np.random.default_rng(0).integers(0, context.model.config.vocab_size, shape, np.int32)
             row: dict[str, Any] = {"name": of}
-            times: dict[str, list[float]] = {"sample": [], "update": []}
+            rounds = list[dict[str, float]]()
             for index in range(ROUNDS + 1):
-                samples, took = _timed(functools.partial(_sample, learner, sampler, jnp.asarray(ids), index))
-                times["sample"] += [took] if index else []
-                sampled = int(samples.completion_mask.sum())
+                clock = Clock()
+                with clock.part("sample"):
+                    samples = jax.block_until_ready(_sample(learner, sampler, jnp.asarray(ids), index))
                 row["sample_bytes"] = _peak(device)
-                _, took = _timed(functools.partial(learner.update, _batch(config, samples)))
-                times["update"] += [took] if index else []
+                batch, sampled = _batch(config, samples), int(samples.completion_mask.sum())
+                with clock.part("update"):
+                    learner.update(batch)
                 row["update_bytes"] = _peak(device)
-                if index and time.monotonic() + 1.5 * (times["sample"][-1] + took) > until:
+                # The first round compiles.
+                rounds += [{part: wall for part, (wall, _) in clock.parts.items()}] if index else []
+                if rounds and time.monotonic() + 1.5 * sum(rounds[-1].values()) > until:
                     break
-        counts = {"sample": sampled, "update": tokens_of(config)}
         known = find_device(device.device_kind)
-        for part, count in counts.items():
-            best = min(times[part])
+        for part, count in {"sample": sampled, "update": tokens_of(config)}.items():
+            best = min(seconds[part] for seconds in rounds)
             rate = flops_of(context.model.config, config, part, sampled) / best
             row |= {f"{part}_s": best, f"{part}_rate": count / best, f"{part}_mfu": known and rate / known.flops}
         return [row]
@@ -110,29 +111,20 @@ def tokens_of(config: Config) -> int:
 
 
 def flops_of(model: DecoderConfig, config: Config, part: str, sampled: int) -> float:
-    """Counts the operations of the products that a part needs, none of them recomputed.
-
-    A token goes through the weights of the layers, and its query meets half of the keys of its row. An update scores
-    the reference once, then goes forward and backward; a frozen weight has no gradient, which is one product of three.
-    The head works on completions only. Sampling goes through each prompt once.
-    """
+    """Counts the operations of the products that a part needs, none of them recomputed."""
     rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
     heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
     layer = model.width * (2 * heads + 2 * kv_heads + 3 * model.mlp_width)
     token, head = 2 * model.layers * layer, 2 * model.width * model.vocab_size
+    # The query of a token meets half of the keys of its row.
     pairs = 2 * model.layers * heads * length
     if part == "sample":
         prompts = config.rollout.prompts_per_step * config.data.max_prompt_length
         return float((token + pairs) * (sampled + prompts) + head * sampled)
+    # A pass of the reference, then forward and backward, a product less for frozen weights; the head sees completions.
     passes = 3 if config.lora is None else 2
     completions = rows * config.data.max_completion_length
     return float(tokens_of(config) * (token * (1 + passes) + pairs * (1 + 3)) + completions * head * (1 + passes))
-
-
-def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    begun = time.perf_counter()
-    result = jax.block_until_ready(run())
-    return result, time.perf_counter() - begun
 
 
 def _peak(device: jax.Device) -> int | None:

@@ -1,4 +1,7 @@
-"""The forms of the head that are measured, and the requests that the contender of each framework answers."""
+"""The problem and the forms of the head that are measured, and what the contender of each framework answers.
+
+NumPy is all that it needs, for PyTorch's process.
+"""
 
 import abc
 import dataclasses
@@ -9,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import measure
-from benchmarks.harness.cli import OptionError
+from benchmarks.harness import cli, measure
 from benchmarks.harness.measure import Seconds
-from benchmarks.suites.head.problem import QUICK, HeadOptions, Inputs, make_inputs
 
+DTYPE = cli.option("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
+CLIP = 0.2
+ENTROPY_COEF = 0.01
+KL_COEF = 0.05
 # Relative; rounding and another order of sums leave 1e-6 in float32.
 TOLERANCE = {"float32": 1e-4, "bf16": 3e-2}
 
@@ -29,13 +34,72 @@ GROUPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """One way to compute log-probs, loss and gradients.
+class Size:
+    """Tokens `N`, model width `D`, vocabulary `V`."""
 
-    Attributes:
-      group: key of `GROUPS`.
-      framework: of its process, "jax" or "torch".
-      matmuls: number of matmuls of `2NDV` operations, the recomputed ones of the backward pass included.
+    tokens: int
+    width: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.width}x{self.vocab}"
+
+    @property
+    def flops(self) -> int:
+        """Counts the operations of one matmul between hidden states and head."""
+        return 2 * self.tokens * self.width * self.vocab
+
+
+SIZES = (Size(2048, 1024, 32_768), Size(1024, 1024, 131_072))
+# Not divisible by the tile, nor by a power of two.
+QUICK = Size(72, 48, 1000)
+QUICK_TILE = (32, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """Options of a process: "cpu", "gpu" or "tpu"; dtype; threads on the CPU, 0 for no limit; kljax's tile or None."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 2
+    tile: Sequence[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arrays of one problem, float32 but for int32 targets and a boolean mask; hidden states `[N, D]`, a head `[D, V]`.
+
+    Two thirds of the importance weights are well within the clip, the others well beyond it: at the bound itself the
+    gradient jumps, and rounding would decide.
+    """
+
+    hidden: np.ndarray
+    head: np.ndarray
+    targets: np.ndarray
+    advantages: np.ndarray
+    old_log_probs: np.ndarray
+    mask: np.ndarray
+    ref_hidden: np.ndarray
+
+    @property
+    def size(self) -> Size:
+        return Size(len(self.hidden), *self.head.shape)
+
+    def save(self, directory: pathlib.Path) -> None:
+        np.savez(directory / "inputs.npz", **vars(self))
+
+    @classmethod
+    def load(cls, directory: pathlib.Path) -> "Inputs":
+        with np.load(directory / "inputs.npz") as file:
+            return cls(**file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One way to compute log-probs, loss and gradients, in the process of "jax" or "torch".
+
+    It takes so many matmuls of `2NDV` operations, the recomputed ones of the backward pass included.
     """
 
     name: str
@@ -82,6 +146,41 @@ FORMS = (
 TITLES = {form.name: form.title for form in FORMS}
 
 
+def make_inputs(size: Size, seed: int = 0) -> Inputs:
+    """Draws the arrays of a problem."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    hidden, head = normal(size.tokens, size.width), normal(size.width, size.vocab)
+    head *= np.float32(2 / np.sqrt(size.width))
+    targets = rng.integers(0, size.vocab, size.tokens, np.int32)
+    shift = rng.uniform(-0.1, 0.1, size.tokens)
+    shift[::3] = rng.choice([-0.4, 0.4], len(shift[::3]))
+    mask = np.zeros(size.tokens, bool)
+    mask[rng.permutation(size.tokens)[: size.tokens // 2]] = True
+    return Inputs(
+        hidden=hidden,
+        head=head,
+        targets=targets,
+        advantages=normal(size.tokens),
+        old_log_probs=log_probs(hidden, head, targets) - shift.astype(np.float32),
+        mask=mask,
+        ref_hidden=hidden + np.float32(0.1) * normal(size.tokens, size.width),
+    )
+
+
+def log_probs(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, chunk: int = 4096) -> np.ndarray:
+    """Returns the `[N]` log-probs of the targets, by chunks of the vocabulary."""
+    logsumexp = np.full(len(hidden), -np.inf, np.float32)
+    for start in range(0, head.shape[1], chunk):
+        logits = hidden @ head[:, start : start + chunk]
+        top = logits.max(axis=1)
+        logsumexp = np.logaddexp(logsumexp, top + np.log(np.exp(logits - top[:, None]).sum(axis=1)))
+    return np.einsum("nd,dn->n", hidden, head[:, targets]) - logsumexp
+
+
 def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]:
     """Returns the forms of a device by name: all, or the named ones with their baselines."""
     # PyTorch runs on no TPU here.
@@ -89,7 +188,7 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     known = {form.name: form for form in here}
     wanted = set(known if names is None else names)
     if unknown := sorted(wanted - set(known)):
-        raise OptionError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
+        raise cli.OptionError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
     wanted |= {known[name].baseline for name in wanted}
     return {name: form for name, form in known.items() if name in wanted}
 
@@ -117,10 +216,7 @@ class FormsContender(abc.ABC):
         return None
 
     def device_peak(self, name: str) -> int | None:
-        """Returns the largest memory of the GPU during a run, less its results; None if unknown, as in JAX.
-
-        JAX counts the trial runs of the compiler too; the temporary memory says more.
-        """
+        """Returns the largest memory of the GPU during a run, less its results; JAX has none without trial runs."""
         return None
 
     def run(self, name: str) -> dict[str, Seconds]:
@@ -148,12 +244,9 @@ class FormsContender(abc.ABC):
         return {"loss": float(arrays[0]), "differences": {"loss": loss, "gradients": max(gradients)}}
 
     def peak(self, name: str) -> int | None:
-        """Returns the bytes that a run adds to the process at its peak, less its results; None if unknown.
-
-        On the CPU this is the growth of the resident set, which is meaningful in a fresh process only. The form runs
-        on a small problem first, so that libraries, threads and compiled code do not count.
-        """
+        """Returns the bytes that a run adds to a fresh process at its peak, less its results; None if unknown."""
         self.prepare(name)
+        # On a small problem first, so that libraries, threads and compiled code do not count.
         type(self)(make_inputs(QUICK), self.options, self.releases).outputs(name)
         if self.options.device == "gpu":
             return self.device_peak(name)

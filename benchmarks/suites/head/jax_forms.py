@@ -11,8 +11,7 @@ import numpy as np
 
 import kljax
 from benchmarks.harness import machine
-from benchmarks.suites.head.forms import FormsContender, loader
-from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, HeadOptions, Inputs
+from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, KL_COEF, FormsContender, HeadOptions, Inputs, loader
 from benchmarks.suites.head.rates import RATES, build_rate
 
 Array = jax.Array
@@ -64,10 +63,8 @@ def tunix_full(hidden: Array, head: Array, data: TokenConstants) -> Stats:
 def tunix_chunk(
     hidden: Array, head: Array, data: TokenConstants, *, rows: int | None = None, columns: int = TUNIX_CHUNK
 ) -> Stats:
-    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over chunks of `columns` of all rows.
-
-    None for `rows` takes all tokens as one padded row. Several rows have to divide into whole chunks.
-    """
+    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over chunks of `columns` of all rows."""
+    # All tokens are one padded row, or several that divide into chunks.
     padding = -len(hidden) % columns
 
     def chunks(x: Array) -> Array:
@@ -235,7 +232,7 @@ class JaxForms(FormsContender):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, Any]:
-    """Draws the fields of `Inputs` on the device, from the distributions of `problem.make_inputs`."""
+    """Draws the fields of `Inputs` on the device, from the distributions of `make_inputs`."""
     keys, third = jax.random.split(jax.random.key(0), 6), jnp.arange(tokens) % 3 == 0
     hidden = jax.random.normal(keys[0], (tokens, width), dtype)
     head = jax.random.normal(keys[1], (width, vocab), dtype) * jnp.asarray(2 * width**-0.5, dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.suites.head.problem import HeadOptions, Size
+from benchmarks.suites.head.forms import HeadOptions, Size
 from kljax.log_probs._head import default_tile
 
 # The matmuls of a tile, by their results.
@@ -21,14 +21,10 @@ COPIED_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of the machine, and of kljax on it.
+    """Operations per second of the matmuls of a tile, and bytes per second of a copy; None: kljax was not timed.
 
-    Attributes:
-      tile: tokens and vocabulary of kljax's tile.
-      matmuls: operations per second, by shape; mixed: of the four of a tile, weighted as kljax needs them.
-      reached: operations per second of kljax, with the recomputed ones; None if it was not timed.
-      copied: bytes per second of a copy, read and written.
-      moved: lower bound of the bytes per second that kljax moves; None if it was not timed.
+    `mixed` weighs the four matmuls as kljax needs them, `reached` is kljax, with the recomputed ones; `moved` is a
+    lower bound of what kljax moves.
     """
 
     tile: tuple[int, int]
@@ -123,14 +119,10 @@ def matmul_rate(flops: int, seconds: Mapping[str, float]) -> float:
 
 
 def traffic(size: Size, tile: tuple[int, int], itemsize: int) -> int:
-    """Returns a lower bound of the bytes that value and gradient move if no tile stays in a cache.
-
-    A pass over the vocabulary reads the head once, the hidden states once for each chunk of the vocabulary, and writes
-    and reads the float32 logits of each tile. The backward pass does the same, reads and writes the float32 gradient
-    of the hidden states once for each chunk, that of a chunk of the head once for each tile of tokens, and writes the
-    results.
-    """
+    """Returns a lower bound of the bytes that value and gradient move if no tile stays in a cache."""
     chunks, tiles = -(-size.vocab // tile[1]), -(-size.tokens // tile[0])
     logits, head, hidden = size.tokens * size.vocab, size.width * size.vocab, size.tokens * size.width
+    # The head once, the hidden states once for each chunk of the vocabulary, the float32 logits written and read.
     each_pass = itemsize * (head + chunks * hidden) + 2 * 4 * logits
+    # Backward also the float32 gradients, of the hidden states for each chunk and of the head for each tile of tokens.
     return 2 * each_pass + 2 * 4 * (chunks * hidden + tiles * head) + itemsize * (head + hidden)

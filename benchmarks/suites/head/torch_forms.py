@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.suites.head.forms import FormsContender, loader
-from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, HeadOptions, Inputs
+from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, FormsContender, HeadOptions, Inputs, loader
 
 TRL_CHUNK = 32_768  # `_CHUNKED_LOGPROB_CHUNK_SIZE` of its trainers
 TOKEN_CHUNK = 1024

@@ -30,10 +30,7 @@ def model_of(work: ModelWork) -> Decoder:
 
 
 def save_weights(work: ModelWork, directory: pathlib.Path) -> None:
-    """Draws float32 weights, and writes them where `problem.load_weights` finds them.
-
-    Matrices preserve the scale of their inputs; norms are near 1.
-    """
+    """Draws float32 weights for `problem.load_weights`; matrices preserve the scale of inputs, norms are near 1."""
     rng, weights = np.random.default_rng(0), dict[str, Any]()
     for mapping in leaf_mappings(model_of(work)):
         for name in mapping.names:

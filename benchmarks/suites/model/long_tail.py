@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 import kljax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import Check, ratio
+from benchmarks.harness.report import Check, Report, ratio, table
 from benchmarks.suites.model.kljax import model_of
 from benchmarks.suites.model.problem import ModelWork
 from train.models import Decoder

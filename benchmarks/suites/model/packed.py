@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.harness import cli
 from benchmarks.harness.learner import Learner, bare_context, grpo
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import Check, ratio
+from benchmarks.harness.report import Check, Report, ratio, table
 from benchmarks.suites.model.long_tail import Tail
 from train.rl.batch import Batch
 from train.rl.packing import StepPacking
@@ -91,8 +90,7 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
         }
         for name in TITLES
     }
-    share = fields["packed"]["tokens"] / fields["full"]["tokens"]
-    ratios = {}
+    share, ratios = fields["packed"]["tokens"] / fields["full"]["tokens"], {}
     for clock in ("cpu", "wall"):
         padded, packed, full = (fields[name][clock] for name in TITLES)
         of_full = ratio(packed, full)

@@ -18,13 +18,7 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-    """A Qwen 3 with a tied head, and a batch whose completions all have full length.
-
-    Attributes:
-      samples: completions per prompt.
-      prompt_length, completion_length: tokens, none of them padding.
-      isa: the instruction set that its contenders are limited to; "" for all of the machine.
-    """
+    """A Qwen 3 with a tied head, and a batch without padding; `isa` limits its contenders, "" to all of the machine."""
 
     vocab: int = 4096
     layers: int = 4
@@ -89,10 +83,7 @@ def make_sequences(work: ModelWork, seed: int = 2) -> np.ndarray:
 
 
 def rewards(tokens: np.ndarray) -> np.ndarray:
-    """Returns the `[rows]` float32 means of `[rows, completion]` ids.
-
-    Two completions hardly ever tie, also short ones: without an advantage, an update is that of rounding alone.
-    """
+    """Returns the `[rows]` float32 means of ids, which hardly ever tie: without an advantage there is no update."""
     return np.asarray(np.mean(tokens, axis=1), np.float32)
 
 

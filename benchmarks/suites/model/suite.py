@@ -12,18 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.harness import cli, environments, instructions, machine
+from benchmarks.harness import cli, instructions, machine
+from benchmarks.harness.environments import Environment, find_python312
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import Remote, start
-from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
-from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import ALL, Check, Measured, Target, ratio
+from benchmarks.harness.race import Contenders, log, measurable, noted, race
+from benchmarks.harness.report import ALL, Check, Measured, Report, Target, ratio, table
 from benchmarks.suites.model.kljax import save_weights
 from benchmarks.suites.model.problem import QUICK, ModelWork
 
 VOCABS = (4096, 32_768)
-VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
-                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
 TITLES = {"kljax": "kljax", "tunix": "Tunix", "transformers": "transformers `generate`"}
 # Log-probs in nats: float32 rounding through the layers leaves 1e-5. Effect of one update, relative: the first step of
 # AdamW is the sign of a gradient, also of a gradient that is rounding.
@@ -31,9 +29,10 @@ TOLERANCES = {"log-probs": 1e-3, "update": 0.05}
 # glibc's malloc keeps freed buffers, so that a second run seems to need no memory. These settings return them at once,
 # which costs time: they apply where no clock runs.
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-FOLDERS = {"tunix": "tunix", "transformers": "torch"}
-TUNIX = ("google-tunix==0.1.7",), ("jax==0.12.0.1", "flax==0.12.12")
-TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "numpy==2.4.6")
+ENVIRONMENTS = {
+    "tunix": Environment("envs", "tunix", [("google-tunix==0.1.7",), ("jax==0.12.0.1", "flax==0.12.12")]),
+    "transformers": Environment("envs", "torch", [("torch==2.13.0", "transformers==5.23.0", "numpy==2.4.6")]),
+}
 
 # The parts of a step, with title and the values that are compared; "rollout" has the first alone.
 PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -67,7 +66,8 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
         *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
         cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
                    help=f"out of {','.join(contenders)}"),
-        VOCAB,
+        cli.option("--vocab", action="append", type=cli.positive, metavar="V",
+                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}"),
         cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
         cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
     ]  # fmt: skip
@@ -81,7 +81,9 @@ def works_of(options: argparse.Namespace) -> list[ModelWork]:
 def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
     """Races the contenders of "rollout", or of "step" with the update on it; or makes their environments."""
     if options.make_envs is not None:
-        make_envs(options.make_envs, options.python312)
+        python = find_python312(options.python312)
+        ENVIRONMENTS["tunix"].make(options.make_envs, python)
+        ENVIRONMENTS["transformers"].make(options.make_envs)
         raise cli.EndError(f"made; now give --envs {options.make_envs}", status=0)
     if options.rounds < 1:
         raise cli.OptionError(f"argument --rounds: got {options.rounds}, expected 1 or more")
@@ -169,31 +171,12 @@ def _rows(measured: Measured, part: str, compared: Sequence[str]) -> Iterator[li
             yield [*row, *(result.differences.get(name) for name in compared)]
 
 
-def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the interpreter of a contender's environment."""
-    return environments.interpreter(directory / FOLDERS[name])
-
-
-def make_envs(directory: pathlib.Path, python312: str | None = None) -> None:
-    """Makes the environments of Tunix and transformers; without `python312`, looks for one for Tunix."""
-    python = environments.find_python312(python312)
-    if not interpreter(directory, "tunix").exists():
-        environments.make(directory / FOLDERS["tunix"], *TUNIX, python=python)
-    if not interpreter(directory, "transformers").exists():
-        environments.make(directory / FOLDERS["transformers"], TRANSFORMERS)
-
-
 @contextlib.contextmanager
 def process(
     work: ModelWork, directory: pathlib.Path, options: argparse.Namespace, name: str, settings: Mapping[str, str] = {}
 ) -> Iterator[Remote]:
     """Starts the process of a contender, which loads the weights of the directory."""
-    python = None
-    if name != "kljax":
-        python = interpreter(options.envs or pathlib.Path(), name)
-        missing = environments.missing(options.envs, [python], "envs")
-        if missing is not None:
-            raise MissingError(missing)
+    python = ENVIRONMENTS[name].find(options.envs) if name in ENVIRONMENTS else None
     settings = {"JAX_PLATFORMS": "cpu", **instructions.settings(work.isa), **settings}
     with start(f"benchmarks.suites.model.{name}", python=python, settings=settings) as remote:
         remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)

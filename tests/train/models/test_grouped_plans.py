@@ -5,7 +5,7 @@ Each product is compiled in a process of an environment of its own, which `make 
 
 import pytest
 
-from benchmarks.suites.aot import compiler
+from benchmarks.suites import compiler
 from tests.train.models.plan_grouped import compile_in
 
 MIB = 2**20

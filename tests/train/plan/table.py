@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import environments
-from benchmarks.suites.aot import compiler
+from benchmarks.suites import compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "planning.md"

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from benchmarks.harness import environments
-from benchmarks.suites.aot import compiler
+from benchmarks.suites import compiler
 from train.config.load import load
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.report_page import make_run
 from kljax.parity.dump import write_dump
+from tests.train.report.random_run import make_run
 from train.report.__main__ import main
 from train.report.page import render
 from train.report.runs import read_run

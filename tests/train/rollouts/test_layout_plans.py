@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.harness import environments
 from benchmarks.harness.process import ROOT
-from benchmarks.suites.aot import compiler
+from benchmarks.suites import compiler
 
 TOPOLOGIES = {"v5p:4x4x4": "tpu", "h200:8": "cuda"}
 

@@ -1,1 +1,0 @@
-"""Memory, collectives and time that the compilers of accelerators plan."""

@@ -1,1 +1,0 @@
-"""The trainer's loop with and without logging and checkpoints, and with a server."""
