@@ -22,6 +22,8 @@ from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
 CONTENT, SEAL = "kljax", "digest"
+LARGE = 1 << 24
+"""Bytes of an array in the memory of a CPU from which on a compiled program repays its compilation in a few saves."""
 KIND = "lanes"
 """The kind of the digests of arrays, as each names it; digests of version 0.2 name none."""
 
@@ -43,8 +45,10 @@ def array_digest(array: Any) -> str:
       >>> kljax.checkpoint.array_digest(np.ones((8, 4), np.float32))
       'float32[8, 4] lanes:4a1d835c40ba954f'
     """
-    lanes = host_lanes(np.asarray(array)) if _is_on_host(array) else jax.device_get(_lanes_on_devices(array))
-    return _digest_of(array, lanes)
+    if _is_for_numpy(array):
+        return _digest_of(array, host_lanes(np.asarray(array)))
+    local = array.addressable_data(0) if array.is_fully_replicated and array.is_fully_addressable else array
+    return _digest_of(array, jax.device_get(_lanes_on_devices(local)))
 
 
 def _digest_of(array: Any, lanes: np.ndarray) -> str:
@@ -195,11 +199,13 @@ def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
     return content
 
 
-def _is_on_host(array: Any) -> bool:
-    """Whether the host reads the array where it is."""
+def _is_for_numpy(array: Any) -> bool:
+    """Whether NumPy computes the lanes: of its own arrays, and of small arrays on CPUs, not worth a compilation."""
     if isinstance(array, np.ndarray | np.generic):
         return True
-    return array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+    if not array.is_fully_addressable or any(device.platform != "cpu" for device in array.devices()):
+        return False
+    return array.ndim < 2 or array.nbytes < LARGE
 
 
 def _lanes_on_devices(array: jax.Array) -> jax.Array:

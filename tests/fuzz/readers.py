@@ -15,6 +15,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -30,13 +31,14 @@ from train.config.types import fits_float32
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
-from train.rollouts.recorded import write_rows
+from train.rollouts.recorded import files, write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
 from train.rollouts.recorded.record import parse_row
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.server.answers import AnswerError, Requested, read_answers
 
 ROOT = pathlib.Path(__file__).parents[2]
+CORPUS = pathlib.Path(__file__).parent / "corpus"
 EOS, VOCABULARY = 257, 264
 LONGEST = 60_000
 """Characters of a message; that of a config has a line for each problem."""
@@ -161,7 +163,9 @@ def _as_parquet(compression: str) -> bytes:
 
 
 def _read_parquet(content: bytes) -> None:
-    file = ParquetFile(_file("rows.parquet", content))
+    # A lower limit, so that an input that is decoded up to it costs little.
+    with mock.patch.object(files, "MAX_DECODED", 1 << 22):
+        file = ParquetFile(_file("rows.parquet", content))
     checks = 4 if "kljax_check" in file._table.column_names else 0
     records = [record for _, _, record in file]
     # A damaged schema may rename another column: its rows then differ from their checks.
@@ -249,11 +253,8 @@ def _templates() -> list[bytes]:
 
 
 def _read_template(content: bytes) -> None:
-    before, chat.SECONDS = chat.SECONDS, 1.0
-    try:
+    with mock.patch.object(chat, "SECONDS", 1.0):
         text = ChatTemplate(content.decode("utf-8", "replace"), {"bos_token": "<s>"}).render(MESSAGES, reply=True)
-    finally:
-        chat.SECONDS = before
     assert len(text) <= 10_000_000
 
 
@@ -279,9 +280,9 @@ def readers() -> dict[str, Reader]:
     }
 
 
-def corpus(name: str) -> list[bytes]:
-    """Returns the inputs that a reader once failed on."""
-    return [path.read_bytes() for path in sorted((pathlib.Path(__file__).parent / "corpus").glob(f"{name}-*"))]
+def corpus(name: str) -> list[pathlib.Path]:
+    """Returns the inputs that a reader once failed on, or that stand for a kind of failure of another one."""
+    return sorted(CORPUS.glob(f"{name}-*"))
 
 
 def shown(content: bytes) -> str:

@@ -48,6 +48,21 @@ def test_host_and_devices_agree(array):
     assert digests.array_digest(on_device) == digests.array_digest(array)
 
 
+def test_large_arrays_of_a_cpu_are_compiled(monkeypatch):
+    values, compiled = np.arange(24, dtype=np.float32).reshape(4, 6), []
+    by_devices = digests._lanes_on_devices
+    monkeypatch.setattr(digests, "LARGE", values.nbytes)
+    monkeypatch.setattr(digests, "_lanes_on_devices", lambda x: compiled.append(len(x.devices())) or by_devices(x))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    spread = [jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("a",))]
+    assert len({digests.array_digest(array) for array in (values, jnp.asarray(values), *spread)}) == 1
+    # One of the copies, and both halves; not the array of NumPy.
+    assert compiled == [1, 1, 2]
+    digests.array_digest(jnp.asarray(values[:3]))
+    digests.array_digest(jnp.asarray(values.ravel()))
+    assert compiled == [1, 1, 2]
+
+
 def test_the_digest_does_not_depend_on_the_sharding():
     values = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
