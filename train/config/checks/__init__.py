@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from train.config.checks import correction, data, guard, kl, layout, loss, reference, rollout
+from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, rollout
 from train.config.checks.problem import Problem
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -16,6 +16,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *rollout.CHECKS,
     *layout.CHECKS,
     *guard.CHECKS,
+    *optim.CHECKS,
 )
 
 
