@@ -29,11 +29,12 @@ def _saved_finite(root: pathlib.Path) -> bool:
 
 
 def _said(root: pathlib.Path, done: Finished) -> str:
-    """Tells the outcome of a run that went to its end: a metric that is null needs a message."""
+    """Tells the outcome of a run that went to its end: a metric that is null needs a message, and a count."""
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     if not any(None in record.values() for record in records):
         return "identical"
-    return "repaired" if "was skipped" in done.text else "silent"
+    skipped = json.loads((root / "summary.json").read_text())["skipped_updates"]
+    return "repaired" if "was skipped" in done.text and skipped > 0 else "silent"
 
 
 def _run(place: pathlib.Path, overrides: tuple[str, ...]) -> str:

@@ -1,17 +1,13 @@
 """Damage to the files of a run is noticed by the real `--resume`; the command has all of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import programs
-from tests.faults import runs
 from tests.faults.case import BAD
 from tests.faults.damage import FAULTS
-from tests.run_programs import shared_by_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_run")]
 CHEAP = (
     "config.yaml, a digit changed",
     "config.yaml, cut",
@@ -27,14 +23,6 @@ CHEAP = (
     "checkpoints/4, the step before in its place",
 )
 CASES = {fault.name: fault for fault in FAULTS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shared_run(tmp_path_factory) -> Iterator[None]:
-    """The run and its compiled programs are those of other tests, and the resumed runs share what they trace."""
-    runs.share(programs.session_directory(tmp_path_factory.getbasetemp()))
-    with shared_by_runs():
-        yield
 
 
 @pytest.mark.parametrize("name", CHEAP)

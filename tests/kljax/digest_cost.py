@@ -61,6 +61,8 @@ def measure(megabytes: float, rounds: int) -> dict[str, float]:
         for _ in range(rounds):
             for name, program in programs.items():
                 shutil.rmtree(Path(directory) / "copy", ignore_errors=True)
+                # Until the threads of the program before are done.
+                time.sleep(0.3)
                 began = time.process_time()
                 program()
                 seconds.setdefault(name, []).append(time.process_time() - began)

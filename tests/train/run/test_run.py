@@ -11,6 +11,7 @@ from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
 from train.process.console import run_command
 from train.run import run as run_module
+from train.run.directory import RunDirectory
 
 LOGGERS = ("absl", "asyncio")
 
@@ -36,6 +37,13 @@ def test_command_quiets_orbax_and_restores_the_loggers(monkeypatch, by_command):
             run()
     assert during == (levels | {"absl": logging.ERROR} if by_command else levels)
     assert {name: logging.getLogger(name).level for name in LOGGERS} == before
+
+
+def test_skipped_updates_are_counted_over_all_steps(tmp_path):
+    config, directory = tiny.config_of("optim={epochs: 2, updates_per_batch: 2}"), RunDirectory(tmp_path)
+    steps = ({"step": 1, "skipped_updates": 0.5}, {"step": 2}, {"step": 3, "skipped_updates": 0.25})
+    directory.metrics.write_text("".join(json.dumps({"phase": "train", **step}) + "\n" for step in steps))
+    assert run_module._skipped_updates(config, directory) == 3
 
 
 @pytest.mark.parametrize(

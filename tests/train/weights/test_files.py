@@ -1,6 +1,7 @@
 """A write that fails, or is killed, leaves what was there as it was."""
 
 import json
+import os
 
 import pytest
 
@@ -39,6 +40,19 @@ def test_new_directory_appears_complete_or_not_at_all(tmp_path):
     with pytest.raises(FileExistsError, match=f"{path} is there already"), new_directory(path):
         pass
     assert [p.name for p in path.parent.iterdir()] == ["made"]
+
+
+def test_new_directory_leaves_the_mask_alone(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        # The mask belongs to the process: files that other threads create meanwhile would be open to all.
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"the mask was set to {mask:o}"))
+        with new_directory(tmp_path / "new"):
+            pass
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o750
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
 
 
 def test_a_record_without_digest_is_damaged(tmp_path):

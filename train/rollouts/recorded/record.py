@@ -40,9 +40,12 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
     Raises:
       ValueError: a field is missing or wrong; names it with the value and the expected value.
     """
+    answer = record.get("answer", "")
+    if isinstance(answer, bytes):  # a column of Parquet without the type of text
+        raise ValueError(f"answer: got {shorten(answer)}, expected text or a number")
     example = Example(
         _read_field(record, "prompt", str, "text") or "",
-        str(record.get("answer", "")),
+        str(answer),
         _read_field(record, "solution", str, "text") or "",
         record=record,
     )

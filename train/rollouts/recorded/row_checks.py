@@ -65,4 +65,5 @@ class RowCounter:
 
 
 def _digest(row: Mapping[str, Any]) -> str:
-    return text_hash(json.dumps(row, ensure_ascii=True)).hexdigest()
+    # Damage to the schema of a Parquet file gives values that JSON lacks; what is recorded never has one.
+    return text_hash(json.dumps(row, ensure_ascii=True, default=repr)).hexdigest()
