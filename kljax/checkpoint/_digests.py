@@ -79,11 +79,8 @@ def tree_digests(tree: Tree) -> dict[str, str]:
       {'a.w': 'float32[2] lanes:75ca910a4217e0df'}
     """
     leaves = named_leaves(tree)
-    # The processes that hold an array compute its lanes in one program, as they have to start programs in one order.
-    arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
-    spread = {name: array for name, array in arrays.items() if not array.is_fully_addressable}
-    computed = _compiled_lanes(tuple(map(_everywhere, spread.values())))(list(spread.values())) if spread else []
-    lanes = dict(zip(spread, jax.device_get(computed), strict=True))
+    # Devices and processes that share arrays have to start programs in one order, so not from several threads.
+    lanes = _lanes_of_spread({name: leaf for name, leaf in leaves.items() if _is_spread(leaf)})
 
     def digest(item: tuple[str, Any]) -> str:
         name, leaf = item
@@ -206,6 +203,25 @@ def _is_for_numpy(array: Any) -> bool:
     if not array.is_fully_addressable or any(device.platform != "cpu" for device in array.devices()):
         return False
     return array.ndim < 2 or array.nbytes < LARGE
+
+
+def _is_spread(array: Any) -> bool:
+    """Whether several devices compute the lanes together: of an array that no device of this process has alone."""
+    if _is_for_numpy(array) or not isinstance(array, jax.Array):
+        return False
+    return not array.is_fully_addressable or not array.is_fully_replicated
+
+
+def _lanes_of_spread(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Computes the lanes of arrays over several devices, in one program for all that are on the same devices."""
+    groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
+    for name, array in arrays.items():
+        groups.setdefault(frozenset(array.sharding.device_set), {})[name] = array
+    lanes: dict[str, np.ndarray] = {}
+    for group in groups.values():
+        computed = _compiled_lanes(tuple(map(_everywhere, group.values())))(list(group.values()))
+        lanes |= dict(zip(group, jax.device_get(computed), strict=True))
+    return lanes
 
 
 def _lanes_on_devices(array: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Digests: every bit counts, shardings and devices do not, and records of digests are protected themselves."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,28 @@ def test_large_arrays_of_a_cpu_are_compiled(monkeypatch):
     digests.array_digest(jnp.asarray(values[:3]))
     digests.array_digest(jnp.asarray(values.ravel()))
     assert compiled == [1, 1, 2]
+
+
+def test_arrays_over_several_devices_share_one_program(monkeypatch):
+    values = {name: np.random.default_rng(seed).normal(size=(8, 6)) for seed, name in enumerate("abc")}
+    values = {name: array.astype(np.float32) for name, array in values.items()}
+    first, other = (Mesh(np.array(devices), ("a",)) for devices in (jax.devices()[:2], jax.devices()[2:6]))
+    tree = {name: jax.device_put(values[name], NamedSharding(first, PartitionSpec("a"))) for name in "ab"}
+    tree["c"] = jax.device_put(values["c"], NamedSharding(other, PartitionSpec()))
+    tree["d"] = jax.device_put(values["c"], NamedSharding(other, PartitionSpec("a")))
+    monkeypatch.setattr(digests, "LARGE", 1)
+    compile_lanes, started = digests._compiled_lanes, []
+
+    def counted(everywhere):
+        program = compile_lanes(everywhere)
+        return lambda arrays: started.append((len(arrays), threading.current_thread())) or program(arrays)
+
+    monkeypatch.setattr(digests, "_compiled_lanes", counted)
+    assert digests.tree_digests(tree) == digests.tree_digests(values | {"d": values["c"]})
+    # Both of the first mesh, the one of the other, and one copy of the array that every device has.
+    main = threading.main_thread()
+    assert [count for count, thread in started if thread is main] == [2, 1]
+    assert [count for count, thread in started if thread is not main] == [1]
 
 
 def test_the_digest_does_not_depend_on_the_sharding():
