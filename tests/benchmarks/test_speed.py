@@ -12,7 +12,7 @@ from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
 from benchmarks.harness.report import ALL, ContenderResult, Measured
 from benchmarks.harness.worker import Worker
-from benchmarks.suites.model import kljax, long_tail, problem, suite
+from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
 from train.models.sharding import make_mesh
 
 V = problem.QUICK.vocab
@@ -289,14 +289,15 @@ def test_the_sizes_of_the_targets():
 
 
 @pytest.mark.thorough
-def test_parts_of_an_update_add_up():
+def test_parts_of_an_update_add_up(capsys):
     """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
-    text = "\n".join(train_step.profile(SimpleNamespace(quick=True, rounds=1)))
+    assert profile.main(["--quick", "--rounds", "1"]) == 0
+    text = capsys.readouterr().out
     assert "| policy: layers, forward and gradient |" in text
     seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    actual = train_step.rows(problem.ModelWork(), seconds)
+    actual = profile.rows(problem.ModelWork(), seconds)
     assert [float(spent) for _, spent, *_ in actual] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
     # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
-    layers, head = train_step.operations(problem.ModelWork())
+    layers, head = profile.operations(problem.ModelWork())
     assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)
     assert head == 2 * 1024 * 256 * 4096

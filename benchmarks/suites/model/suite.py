@@ -22,6 +22,8 @@ from benchmarks.suites.model.kljax import save_weights
 from benchmarks.suites.model.problem import QUICK, ModelWork
 
 VOCABS = (4096, 32_768)
+VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
+                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
 TITLES = {"kljax": "kljax", "tunix": "Tunix", "transformers": "transformers `generate`"}
 # Log-probs in nats: float32 rounding through the layers leaves 1e-5. Effect of one update, relative: the first step of
 # AdamW is the sign of a gradient, also of a gradient that is rounding.
@@ -66,8 +68,7 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
         *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
         cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
                    help=f"out of {','.join(contenders)}"),
-        cli.option("--vocab", action="append", type=cli.positive, metavar="V",
-                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}"),
+        VOCAB,
         cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
         cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
     ]  # fmt: skip
