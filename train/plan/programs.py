@@ -29,12 +29,12 @@ from train.rl.step import make_prepare, make_reference_score, make_score, make_u
 from train.rl.token_fields import ROUTES, TOKEN_FIELDS
 from train.rollouts.jax_source import (
     evaluation_programs,
-    records_routes,
     rollout_programs,
     rollout_rows,
     rollout_sampling,
 )
 from train.rollouts.layout import device_bytes
+from train.rollouts.routes import records_routes
 from train.rollouts.sampler.draw import describe_draws
 
 Tree = Any

@@ -20,6 +20,7 @@ from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rl.tracing import traced_once
+from train.rollouts.routes import records_routes
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, Request
 
@@ -98,11 +99,6 @@ def evaluation_programs(context: RunContext) -> dict[int, WindowedSampler]:
 def rollout_sampling(config: Config) -> Sampling:
     """Returns the sampling options of rollouts."""
     return _sampling(config, greedy=False, record_kept_tokens=config.rollout.record_kept_tokens)
-
-
-def records_routes(context: RunContext) -> bool:
-    """Whether rollouts record the experts of their tokens."""
-    return context.model.config.experts is not None and context.config.routing.replay == "rollout"
 
 
 def rollout_rows(context: RunContext) -> tuple[int, int]:

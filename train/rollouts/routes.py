@@ -1,4 +1,4 @@
-"""Checks of recorded routes, the experts that a sampler used, before a step starts."""
+"""Routes, the experts that a sampler used: whether they are recorded, and their checks before a step starts."""
 
 import jax
 import numpy as np
@@ -8,6 +8,11 @@ from train.context import RunContext
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import ROUTES
 from train.rollouts.source import Completions, SourceError
+
+
+def records_routes(context: RunContext) -> bool:
+    """Whether rollouts record the experts of their tokens."""
+    return context.model.config.experts is not None and context.config.routing.replay == "rollout"
 
 
 def check_routes(context: RunContext, completions: Completions, rows: RowSplit) -> None:

@@ -83,7 +83,7 @@ class AheadSource:
         dtypes = {"tokens": jnp.int32, "token_mask": jnp.bool, "completion_mask": jnp.bool}
         batch: dict[str, tuple[tuple[int, ...], Any]]
         batch = {name: ((rows, width), dtype) for name, dtype in dtypes.items()}
-        fields = field_sizes(config).items()
+        fields = field_sizes(self._context).items()
         batch |= {name: ((rows, width, *sizes), TOKEN_FIELDS[name].dtype) for name, sizes in fields}
         batch |= {"finished": ((rows,), jnp.bool), "lags": ((rows,), jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*leaf, sharding=sharding) for name, leaf in batch.items()}

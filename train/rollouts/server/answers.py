@@ -5,9 +5,13 @@ import reprlib
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from train.rl.token_fields import MAX_LOG_PROB
+from train.models.config import DecoderConfig
+from train.models.experts import NO_EXPERT
+from train.rl.token_fields import MAX_LOG_PROB, ROUTES
+from train.rollouts.server.routes import decode_routes, routes_size
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
 
@@ -47,10 +51,19 @@ class _Choice(_Form):
     finish_reason: Literal["stop", "length"]
     prompt_token_ids: Ids | None = None
     logprobs: _LogProbs | None = None
+    routed_experts: Any = None
+    routed_experts_prompt_start: int | None = None
+
+
+class _SglExt(_Form):
+    routed_experts: Any = None
+    routed_experts_start_len: int | None = None
 
 
 class _Completions(_Form):
     choices: Annotated[list[_Choice], Field(fail_fast=True)]
+    prompt_routed_experts: Any = None
+    sglext: _SglExt | None = None
 
 
 class _Model(_Form):
@@ -69,6 +82,9 @@ EXPECTED = {
     "index": "an integer",
     "logprobs": "an object with token_logprobs",
     "prompt_token_ids": "a list of ids, or null",
+    "routed_experts_prompt_start": "a number of tokens",
+    "routed_experts_start_len": "a number of tokens",
+    "sglext": "an object with routed_experts",
     "token_ids": "a list of ids",
     "token_logprobs": f"finite numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding) and at least "
     f"{LEAST_LOG_PROB:g}",
@@ -82,11 +98,19 @@ _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
 class ServerAnswer(NamedTuple):
-    """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`: log-probs if requested."""
+    """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`.
+
+    Attributes:
+      tokens: the ids.
+      fields: if requested, log-probs of the ids, and the experts of all ids but the last, of prompt and completion.
+      finished: whether it ended before the longest completion.
+      routes_of_answer: whether the experts are a field of the answer, which has room for one completion.
+    """
 
     tokens: list[int]
-    fields: dict[str, list[Any]]
+    fields: dict[str, Any]
     finished: bool
+    routes_of_answer: bool = False
 
 
 def read_models(content: bytes) -> list[str]:
@@ -110,6 +134,7 @@ class Requested:
       eos_ids: the ids that end a completion.
       stops: whether texts end one too.
       log_probs: whether each id has a log-prob.
+      routes_of: the decoder whose experts are read; None: none are.
     """
 
     prompt: Sequence[int]
@@ -119,6 +144,7 @@ class Requested:
     eos_ids: Collection[int]
     stops: bool = False
     log_probs: bool = True
+    routes_of: DecoderConfig | None = None
 
 
 def read_answers(content: bytes, requested: Requested) -> list[ServerAnswer]:
@@ -129,10 +155,12 @@ def read_answers(content: bytes, requested: Requested) -> list[ServerAnswer]:
         value.
     """
     samples = requested.samples
-    most = VALUES_PER_TOKEN * (64 + samples * (len(requested.prompt) + requested.max_new_tokens))
+    values_per_token = VALUES_PER_TOKEN + (0 if requested.routes_of is None else routes_size(requested.routes_of))
+    most = values_per_token * (64 + samples * (len(requested.prompt) + requested.max_new_tokens))
     if (values := content.count(b",")) > most:
         raise _wrong("values", f"{values}", f"at most {most} for {samples} completions")
-    choices = sorted(_parse(_Completions, content).choices, key=lambda choice: choice.index)
+    completions = _parse(_Completions, content)
+    choices = sorted(completions.choices, key=lambda choice: choice.index)
     if len(choices) != samples:
         raise _wrong("choices", f"{len(choices)} completions", f"{samples}, the requested n")
     if (fields := content.count(b'"token_ids"')) > samples:
@@ -140,10 +168,10 @@ def read_answers(content: bytes, requested: Requested) -> list[ServerAnswer]:
     indices = [choice.index for choice in choices]
     if indices != list(range(samples)):
         raise _wrong("index", _SHORT.repr(indices), f"each of 0 to {samples - 1} once")
-    return [_read(choice, requested) for choice in choices]
+    return [_read(choice, completions, requested) for choice in choices]
 
 
-def _read(choice: _Choice, requested: Requested) -> ServerAnswer:
+def _read(choice: _Choice, completions: _Completions, requested: Requested) -> ServerAnswer:
     tokens, seen, prompt = choice.token_ids, choice.prompt_token_ids, list(requested.prompt)
     if seen is not None and seen != prompt:
         raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(prompt)}")
@@ -154,8 +182,11 @@ def _read(choice: _Choice, requested: Requested) -> ServerAnswer:
     if outside := [token for token in tokens if token >= requested.vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {requested.vocab_size}, the vocabulary that is trained")
     _check_end(choice, requested)
-    fields = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
-    return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
+    fields: dict[str, Any] = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
+    if requested.routes_of is not None:
+        fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
+    of_answer = completions.sglext is not None and completions.sglext.routed_experts is not None
+    return ServerAnswer(tokens, fields, choice.finish_reason == "stop", of_answer)
 
 
 def _check_end(choice: _Choice, requested: Requested) -> None:
@@ -180,6 +211,33 @@ def _log_probs(choice: _Choice, count: int) -> list[float]:
     if len(values) != count:
         raise _wrong("logprobs.token_logprobs", _SHORT.repr(values), f"{count} numbers, one for each of token_ids")
     return values
+
+
+def _routes(choice: _Choice, completions: _Completions, config: DecoderConfig, prompt: int) -> np.ndarray:
+    """Reads the experts of a prompt and its completion, [P + C, L, k]; -1 where the answer has none.
+
+    The row of the last token, which the server never computed, is -1 too.
+    """
+    count, sglext = len(choice.token_ids), completions.sglext
+    routes = np.full((prompt + count, *config.route_shape), NO_EXPERT, np.int16)
+    computed, field, value = slice(0, -1), "routed_experts", choice.routed_experts
+    start = choice.routed_experts_prompt_start or 0
+    if value is None and sglext is not None and sglext.routed_experts is not None:
+        if len(completions.choices) > 1:
+            raise _wrong("sglext.routed_experts", f"one completion of {len(completions.choices)}", "n = 1")
+        field, value, start = "sglext.routed_experts", sglext.routed_experts, sglext.routed_experts_start_len or 0
+    try:
+        if completions.prompt_routed_experts is not None:
+            field, computed = "prompt_routed_experts", slice(prompt, -1)
+            routes[:prompt] = decode_routes(completions.prompt_routed_experts, prompt, config)
+            field = "routed_experts"
+            if isinstance(value, list) and len(value) == count:
+                value = value[:-1]
+        if value is not None:
+            routes[computed] = decode_routes(value, len(routes[computed]), config, start=start)
+    except ValueError as error:
+        raise AnswerError(f"{field} of the answer: {error}") from None
+    return routes
 
 
 def _parse(form: type[_Parsed], content: bytes) -> _Parsed:

@@ -13,7 +13,6 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
-from train.config.schema import Config
 from train.context import RunContext
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
@@ -21,9 +20,12 @@ from train.distributed.exchange import any_of, run_together
 from train.distributed.global_arrays import gather_rows, row_owners
 from train.distributed.peers import process
 from train.models.sharding import batch_sharding
+from train.rl.token_fields import ROUTES
+from train.rollouts.routes import records_routes
 from train.rollouts.server.answers import Requested, ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key
+from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
 
@@ -33,9 +35,10 @@ BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
 
 
-def field_sizes(config: Config) -> dict[str, tuple[int, ...]]:
+def field_sizes(context: RunContext) -> dict[str, tuple[int, ...]]:
     """Returns the per-token fields of a server's answers, with the sizes of their trailing axes."""
-    return {"log_probs": ()} if config.rollout.record_log_probs else {}
+    sizes: dict[str, tuple[int, ...]] = {"log_probs": ()} if context.config.rollout.record_log_probs else {}
+    return sizes | ({ROUTES: context.model.config.route_shape} if records_routes(context) else {})
 
 
 @dataclasses.dataclass
@@ -76,6 +79,8 @@ class Received(NamedTuple):
 class ServerSource:
     """Requests all completions of a prompt at once, as token ids; texts are decoded by the tokenizer of the run.
 
+    Where an answer has room for the experts of one completion, as SGLang's has, each completion is a request.
+
     Every request has a seed, but servers repeat their tokens only for the same batching. A resumed run is therefore the
     same algorithm with other samples.
     """
@@ -94,7 +99,7 @@ class ServerSource:
             connections=section.concurrency,
             key=read_key(section),
         )
-        self._model, self._step = section.model, -1
+        self._model, self._step, self._requests_each = section.model, -1, False
         try:
             self._sync: Sync = make_sync(self._client, context)
             self._check()
@@ -119,7 +124,7 @@ class ServerSource:
         rows = len(prompts) * request.samples
         owners = row_owners(batch_sharding(self._context.mesh), rows)
         numbers = np.flatnonzero(owners[:: request.samples] == process())
-        bodies = [self._body(prompts[index], request.samples, seeds[index]) for index in numbers]
+        bodies = [body for index in numbers for body in self._bodies(prompts[index], request.samples, seeds[index])]
         answers = self._start(bodies)
         sent = Sent(request, numbers, [prompts[index] for index in numbers], request.step - self._step, answers, began)
         answers.add_done_callback(lambda _: sent.end())
@@ -147,6 +152,12 @@ class ServerSource:
         tokens, mask = encode_prompts(request.examples, self._context.tokenizer, length)
         return [row[real].tolist() for row, real in zip(tokens, mask, strict=True)]
 
+    def _bodies(self, prompt: Sequence[int], samples: int, seed: int) -> list[dict[str, Any]]:
+        """Returns the requests for the completions of a prompt."""
+        if not self._requests_each:
+            return [self._body(prompt, samples, seed)]
+        return [self._body(prompt, 1, (seed + sample) % 2**31) for sample in range(samples)]
+
     def _body(self, prompt: Sequence[int], samples: int, seed: int) -> dict[str, Any]:
         config, section = self._context.config, self._context.config.rollout
         body: dict[str, Any] = {
@@ -166,16 +177,21 @@ class ServerSource:
             body["stop"] = list(section.stop)
         if section.record_log_probs:
             body["logprobs"] = 0
+        if records_routes(self._context):
+            # For SGLang; vLLM returns them if it was started so.
+            body["return_routed_experts"] = True
         return body
 
     def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[ServerAnswer]]]:
         """Begins to request completions, all of a prompt at once; they come in the order of prompts and indices."""
         tokens = max((body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies), default=0)
+        routes_bytes = routes_size(self._context.model.config) * MOST_BYTES_PER_EXPERT
+        per_token = BYTES_PER_TOKEN + (routes_bytes if records_routes(self._context) else 0)
         return self._client.post_all(
             "/v1/completions",
             bodies,
             [self._reader(body) for body in bodies],
-            most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * BYTES_PER_TOKEN,
+            most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * per_token,
         )
 
     def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[ServerAnswer]]:
@@ -187,6 +203,7 @@ class ServerSource:
             eos_ids=body["stop_token_ids"],
             stops="stop" in body,
             log_probs=self._context.config.rollout.record_log_probs,
+            routes_of=self._context.model.config if records_routes(self._context) else None,
         )
         return functools.partial(read_answers, requested=requested)
 
@@ -196,10 +213,10 @@ class ServerSource:
         padded = pad_rows(
             [prompt for prompt in sent.prompts for _ in range(samples)],
             [answer.tokens for answer in answers],
-            {name: [answer.fields[name] for answer in answers] for name in field_sizes(config)},
+            {name: [answer.fields[name] for answer in answers] for name in field_sizes(self._context)},
             lengths=(config.data.max_prompt_length, config.data.max_completion_length),
             pad_id=self._context.tokenizer.pad_id,
-            sizes=field_sizes(config),
+            sizes=field_sizes(self._context),
         )
         arrays = {
             "tokens": padded["tokens"],
@@ -225,7 +242,7 @@ class ServerSource:
             tokens=tokens,
             token_mask=arrays["token_mask"],
             completion_mask=mask,
-            fields={name: arrays[name] for name in field_sizes(config)},
+            fields={name: arrays[name] for name in field_sizes(self._context)},
             finished=select_own(arrays["finished"]),
             lags=select_own(arrays["lags"]) if config.rollout.ahead else None,
             texts=decode_completions(select_own(tokens), select_own(mask), self._context.tokenizer),
@@ -244,6 +261,14 @@ class ServerSource:
         ((answer,),) = wait_for(self._start([body]))
         if log_probs := answer.fields.get("log_probs"):
             self._check_kind(processed=abs(log_probs[0]) < PROCESSED)
+        self._requests_each = answer.routes_of_answer
+        routes = answer.fields.get(ROUTES)
+        if routes is not None and (routes < 0).all() and self._context.config.routing.missing == "error":
+            raise UserError(
+                f"routing.replay: got rollout, but the answers of {self._section.url} have no routed_experts; start "
+                "vLLM or SGLang with --enable-return-routed-experts, or set routing.missing=choose or "
+                "routing.replay=none"
+            )
 
     def _check_kind(self, *, processed: bool) -> None:
         """Checks that log-probs are of the full softmax at the temperature of the config, as in the trainer."""
