@@ -97,8 +97,12 @@ def run_together(label: str, function: Callable[[], T]) -> T:
 
 def on_leader(label: str, function: Callable[[], T]) -> T:
     """Calls a function in the leader while the others wait; all return its JSON value, or raise its error."""
-    result = run_together(label, function if is_leader() else lambda: None)
-    return result if processes() == 1 else exchange_json(label, result)[0]  # type: ignore[return-value]
+    return of_leader(label, run_together(label, function if is_leader() else lambda: None))  # type: ignore[return-value]
+
+
+def of_leader(label: str, value: T) -> T:
+    """Returns the JSON value of the leader in every process: hosts of other kinds may round what each computed."""
+    return value if processes() == 1 else exchange_json(label, value)[0]
 
 
 def exchange_json(label: str, value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from train.config.errors import UserError
 from train.config.plan import STEERED
 from train.context import RunContext
 from train.data.tasks.reward_function import RewardError
-from train.distributed.exchange import any_of, run_together
+from train.distributed.exchange import any_of, of_leader, run_together
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt
 from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
@@ -146,7 +146,8 @@ def rl_step(
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
     totals = jax.device_get(totals)
-    measured = metric_values(totals) | dict(packing.metrics)
+    # What the guard decides by them, all processes have to decide alike.
+    measured = of_leader("metrics", metric_values(totals)) | dict(packing.metrics)
     if repeated := rollout.metrics.keys() & measured.keys():
         raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
     values = rollout.metrics | measured

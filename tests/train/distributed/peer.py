@@ -76,6 +76,8 @@ def check_agreement(number: int) -> None:
     assert isinstance(bug, IndexError if number == 1 else ProcessError)
     assert exchange.run_together("work", lambda: number) == number
     assert exchange.on_leader("name", lambda: f"run-{number}") == "run-0"
+    numbers = {"kl": 0.5, "loss": float("inf")}
+    assert exchange.of_leader("metrics", numbers if number == 0 else {"kl": 0.6}) == numbers
     assert "process 0 of 2: no" in str(error_of(lambda: exchange.on_leader("name", refuse)))
     exchange.exchange_json("end", None)
     assert "different places" in str(error_of(lambda: exchange.exchange_json(f"place {number}", None)))

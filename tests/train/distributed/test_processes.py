@@ -190,6 +190,7 @@ def test_single_process_error_is_raised_unchanged() -> None:
         exchange.run_together("work", lambda: 1 // 0)
     assert exchange.run_together("work", lambda: 3) == 3
     assert exchange.on_leader("name", lambda: "run") == "run"
+    assert exchange.of_leader("metrics", {"kl": 0.5}) == {"kl": 0.5}
     exchange.agree("seed", 3)
     assert exchange.any_of("flag", True)
     values = global_arrays.gather_rows("rewards", {"reward": np.ones(3)}, np.arange(3), 3)

@@ -140,6 +140,21 @@ def test_three_steps_compile_once_and_carry_state():
     np.testing.assert_allclose([values["entropy_coef"] for values in metrics], [0, 0.01, 0.015], rtol=1e-6)
 
 
+def test_guard_is_told_the_metrics_of_the_leader(monkeypatch):
+    context, told = tiny.context_of(CONFIG), []
+    of_leader = {"metrics": lambda values: values | {"skipped_updates": 0.5}}
+    monkeypatch.setattr("train.run.loop.of_leader", lambda label, values: of_leader[label](values))
+    with jax.set_mesh(context.mesh):
+        state = tiny.state_of(CONFIG, context.optimizer)
+        programs, source, frozen = Programs.of(context, state), JaxSource(context), frozen_of(CONFIG)
+
+        def inspect(batch, state, values, tokens):
+            told.append(values["skipped_updates"])
+
+        _, values, _ = rl_step(context, programs, source, frozen, state, step=0, inspect=inspect)
+    assert told == [values["skipped_updates"]] == [0.5]
+
+
 def test_devices_score_while_the_host_verifies():
     """The sampler and the scores are under way before a completion is decoded or judged."""
     events: list[str] = []
