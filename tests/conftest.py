@@ -23,6 +23,7 @@ from tests import programs  # noqa: E402 (starts JAX)
 
 programs.share_mlir_context()
 programs.write_whole_files()
+programs.compress_quickly()
 programs.keep_in_memory()
 
 # Half of what Linux allows a process by default: a hundred tests compile a fraction of the other half.

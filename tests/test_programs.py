@@ -5,6 +5,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import compilation_cache
 
 from tests import programs
 
@@ -23,3 +24,11 @@ def test_programs_beyond_the_limit_are_dropped(tmp_path: pathlib.Path):
         assert programs.memory_maps() >= before + 3 * count
         programs.forget_beyond(before)
         assert programs.memory_maps() <= compiled - 3 * count
+
+
+def test_program_compressed_quickly_is_read_by_any_process():
+    """With the settings of the tests, and by the function that JAX has in the other processes."""
+    program = bytes(range(256)) * 100
+    compressed = compilation_cache.compress_executable(program)
+    assert len(compressed) < len(program) / 10
+    assert compilation_cache.decompress_executable(compressed) == program

@@ -274,13 +274,17 @@ def test_unchanged_policy_has_ratio_1_and_no_kl(shape, options):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_measured_exact_kl_equals_loss_without_gradient(loss):
+def test_measured_exact_kl_equals_loss_without_gradient(exact_once, loss):
     """`ppo` is fused with the LM head; `gspo` reads whole completions."""
     reference = moved_reference().policy.params
-    base = (f"loss={{type: {loss}}}", "kl.loss={coef: 0.3, estimator: k3}")
+    base = (f"loss={{type: {loss}}}", "kl.loss={coef: 0.3, estimator: k3}", "temperature=0.7")
     _, alone, plain = exact_update(tiny.config_of(*base), (1, 1, 1), reference)
     _, gradient, metrics = exact_update(tiny.config_of(*base, "reference.monitor=exact"), (1, 1, 1), reference)
-    _, _, trained = exact_update(tiny.config_of(f"loss={{type: {loss}}}", EXACT[0]), (1, 1, 1), reference)
+    if loss == "ppo":
+        trained = exact_once[2]
+    else:
+        exact = tiny.config_of(base[0], EXACT[0], base[2])
+        _, _, trained = exact_update(exact, (1, 1, 1), reference)
     np.testing.assert_allclose(metrics["kl_reference_exact"], trained["kl_reference_exact"], rtol=1e-6)
     assert metrics["kl_reference_exact"] > 0
     assert "kl_reference_exact" not in plain
