@@ -44,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Lets Python leave out what was imported and collected, which stays, where it walks all objects."""
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Adds what is to see the doctests of the sources as well: a conftest sees the tests of its folder alone."""
     config.pluginmanager.register(ForgetPrograms())

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,18 +16,19 @@ from flax import nnx
 import kljax
 from tests.kljax import calls
 
-LOG_PROBS = jnp.array([[-1.0, -2.0, -0.5]])
-MANY = jnp.tile(LOG_PROBS, (6, 1))
-HIDDEN, WEIGHTS = jnp.ones((1, 3, 4)), jnp.ones((4, 8))
-TOKENS, MASK = jnp.array([[1, 2, 3]]), jnp.array([[0, 1, 1]])
+# Of numpy, as all processes import this module: each operation of JAX would be compiled.
+LOG_PROBS = np.array([[-1.0, -2.0, -0.5]], np.float32)
+MANY = np.tile(LOG_PROBS, (6, 1))
+HIDDEN, WEIGHTS = np.ones((1, 3, 4), np.float32), np.ones((4, 8), np.float32)
+TOKENS, MASK = np.array([[1, 2, 3]], np.int32), np.array([[0, 1, 1]], np.int32)
 
 
 @dataclasses.dataclass
 class RowMajorLinear:
     """Has its weights where modules of equinox and PyTorch have them: `weight` `[V, D]` and `bias` or None."""
 
-    weight: jax.Array
-    bias: jax.Array | None = None
+    weight: Any
+    bias: Any = None
 
 
 # Axes are integers or tuples that numpy checks; a fill may be a boolean of a boolean array.
@@ -64,7 +66,7 @@ def test_float_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [-100, 8])
 def test_foreign_token_is_refused_where_scored(wrong: int) -> None:
-    tokens = TOKENS.at[0, 1].set(wrong)
+    tokens = jnp.asarray(TOKENS).at[0, 1].set(wrong)
     with pytest.raises(ValueError, match=rf"targets: got {wrong}, expected ids in \[0, 8\)"):
         kljax.log_probs_from_hidden(HIDDEN, WEIGHTS, tokens, mask=MASK)
     masked = jnp.array([[1, 0, 1]])
@@ -99,20 +101,21 @@ def test_text_and_bools_are_no_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "advice"),
+    ("make_head", "advice"),
     [
-        (nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "kljax.Head(head.kernel, bias=head.bias)"),
-        (nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)), "kljax.Head(head.kernel)"),
-        (nnx.Embed(8, 4, rngs=nnx.Rngs(0)), 'kljax.Head(head.embedding, layout="vd")'),
-        (RowMajorLinear(WEIGHTS.T, WEIGHTS[0]), 'kljax.Head(head.weight, bias=head.bias, layout="vd")'),
-        (RowMajorLinear(WEIGHTS.T), 'kljax.Head(head.weight, layout="vd")'),
-        ({"kernel": WEIGHTS, "bias": WEIGHTS[0]}, "kljax.Head(head['kernel'], bias=head['bias'])"),
-        ({"params": {}}, "expected kljax.Head or its weights [D, V]"),
-        (None, "None, expected kljax.Head or its weights [D, V]"),
+        (lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "kljax.Head(head.kernel, bias=head.bias)"),
+        (lambda: nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)), "kljax.Head(head.kernel)"),
+        (lambda: nnx.Embed(8, 4, rngs=nnx.Rngs(0)), 'kljax.Head(head.embedding, layout="vd")'),
+        (lambda: RowMajorLinear(WEIGHTS.T, WEIGHTS[0]), 'kljax.Head(head.weight, bias=head.bias, layout="vd")'),
+        (lambda: RowMajorLinear(WEIGHTS.T), 'kljax.Head(head.weight, layout="vd")'),
+        (lambda: {"kernel": WEIGHTS, "bias": WEIGHTS[0]}, "kljax.Head(head['kernel'], bias=head['bias'])"),
+        (lambda: {"params": {}}, "expected kljax.Head or its weights [D, V]"),
+        (lambda: None, "None, expected kljax.Head or its weights [D, V]"),
     ],
     ids=["nnx", "nnx-no-bias", "nnx-embed", "row-major", "row-major-no-bias", "dict", "other-dict", "none"],
 )
-def test_module_as_head_names_its_weights(head: Any, advice: str) -> None:
+def test_module_as_head_names_its_weights(make_head: Callable[[], Any], advice: str) -> None:
+    head = make_head()
     with pytest.raises(TypeError, match=f"^head: got .*{re.escape(advice)}$"):
         kljax.token_log_probs(HIDDEN, head, TOKENS, MASK)
     if head is not None:

@@ -13,7 +13,9 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 import kljax
 from kljax.__main__ import main
@@ -340,19 +342,20 @@ def test_names_are_found_by_system_functions() -> None:
 
 
 # Arrays that the names of the table ask for, of two rows of four tokens; numbers that only the user can know.
-TOKENS = jnp.linspace(-2.0, -0.1, 8).reshape(2, 4)
-VOCABULARY = jax.nn.log_softmax(jnp.sin(jnp.arange(40.0)).reshape(2, 4, 5))
-ROWS = {name: jnp.array([1.0, 0.25]) for name in ("rewards", "baselines")}
+# Of numpy, as all processes import this module: each operation of JAX would be compiled.
+TOKENS = np.linspace(-2.0, -0.1, 8, dtype=np.float32).reshape(2, 4)
+VOCABULARY = log_softmax(np.sin(np.arange(40, dtype=np.float32)).reshape(2, 4, 5), -1)
+ROWS = {name: np.array([1.0, 0.25], np.float32) for name in ("rewards", "baselines")}
 GIVEN = {
     **{name: TOKENS * factor for factor, name in enumerate(("log_probs", "old_log_probs", "sampling_log_probs"), 2)},
     **dict.fromkeys(("ref_log_probs", "rollout_log_probs", "teacher_log_probs", "kl", "values"), TOKENS * 1.5),
     **dict.fromkeys(("advantages", "token_rewards", "returns", "old_values", "weights"), TOKENS + 1),
     **dict.fromkeys(("entropies", "expected_scores", "sum_squared_probs"), TOKENS**2),
     **dict.fromkeys(("vocab_log_probs", "teacher_vocab_log_probs"), VOCABULARY),
-    **{name: jnp.sort(VOCABULARY)[..., -2:] for name in ("top_log_probs", "teacher_top_log_probs")},
+    **{name: np.sort(VOCABULARY)[..., -2:] for name in ("top_log_probs", "teacher_top_log_probs")},
     **dict.fromkeys(("rejected_log_probs", "rejected_ref_log_probs", "scores"), TOKENS),
-    **{name: jnp.ones((2, 4), bool) for name in ("mask", "rejected_mask")},
-    **{name: jnp.array([0, 0]) for name in ("group_ids", "run_ids")},
+    **{name: np.ones((2, 4), bool) for name in ("mask", "rejected_mask")},
+    **{name: np.zeros(2, np.int32) for name in ("group_ids", "run_ids")},
     **ROWS,
     "scores": ROWS["rewards"],
     **dict.fromkeys(("preferred", "rejected"), -ROWS["rewards"] - 1),
@@ -361,13 +364,13 @@ GIVEN = {
     "initial": ROWS,
     "turn_scores": TOKENS[:, :2],
     "scored": TOKENS[:, :2] < 0,
-    "turn_ids": jnp.zeros((2, 4), int),
+    "turn_ids": np.zeros((2, 4), np.int32),
     "label_smoothing": 0.1,
     "key": jax.random.key(0),
     "steps": (),
     "reference": ROWS,
     "params": ROWS,
-    "step": jnp.array(1),
+    "step": np.int32(1),
     "num_groups": 1,
     "num_runs": 1,
     **dict.fromkeys(("coef", "target", "max_divergence", "max_kl", "tau", "beta"), 0.1),
@@ -379,7 +382,7 @@ UNBOUNDED = {"lower": 0.5, "upper": 2.0, "max_length": 4.0}
 def has_result(call: Call, arrays: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """Whether a call is not None for these arrays. It is traced: the recorded results have the numbers."""
     results: list[Any] = []
-    traced = {name: value for name, value in arrays.items() if isinstance(value, jax.Array)}
+    traced = {name: value for name, value in arrays.items() if isinstance(value, np.ndarray | jax.Array)}
     jax.eval_shape(lambda given: results.append(call({**arrays, **given}, **arguments)), traced)
     return results[0] is not None
 

@@ -17,12 +17,17 @@ from kljax.log_probs._head import TILES, default_tile, device_kind
 
 # ---- arguments ----
 
-HIDDEN, HEAD, TARGETS = jnp.zeros((3, 5, 7)), jnp.zeros((7, 11)), jnp.zeros((3, 5), int)
-TURNED = jnp.zeros((11, 7))
-WIDE = jnp.zeros((3, 5, 6))
+# Of numpy, as all processes import this module: each operation of JAX would be compiled.
+HIDDEN, HEAD, TARGETS = np.zeros((3, 5, 7), np.float32), np.zeros((7, 11), np.float32), np.zeros((3, 5), np.int32)
+TURNED = np.zeros((11, 7), np.float32)
+WIDE = np.zeros((3, 5, 6), np.float32)
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"head": jnp.zeros((3, 4))}, ValueError, "head: got shape [3, 4], expected [D, V] with hidden [3, 5, 7] [..., D]"),
-    ({"head": jnp.zeros(7)}, ValueError, "head: got shape [7], expected [D, V]"),
+    (
+        {"head": np.zeros((3, 4), np.float32)},
+        ValueError,
+        "head: got shape [3, 4], expected [D, V] with hidden [3, 5, 7] [..., D]",
+    ),
+    ({"head": np.zeros(7, np.float32)}, ValueError, "head: got shape [7], expected [D, V]"),
     (
         {"head": TURNED},
         ValueError,
@@ -35,20 +40,24 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "head: got shape [7, 11], expected [V, D] with hidden [3, 5, 7] [..., D]; did you mean [D, V]? "
         'Set `kljax.Head(weights, layout="dv")`',
     ),
-    ({"targets": jnp.zeros(3, int)}, ValueError, "targets: got shape [3], expected [3, 5] as hidden has"),
-    ({"mask": jnp.zeros(5, bool)}, ValueError, "mask: got shape [5], expected [3, 5] as hidden has"),
-    ({"mask": jnp.ones((3, 5))}, TypeError, "mask: got dtype float32, expected bool or an integer type"),
+    ({"targets": np.zeros(3, np.int32)}, ValueError, "targets: got shape [3], expected [3, 5] as hidden has"),
+    ({"mask": np.zeros(5, bool)}, ValueError, "mask: got shape [5], expected [3, 5] as hidden has"),
+    ({"mask": np.ones((3, 5), np.float32)}, TypeError, "mask: got dtype float32, expected bool or an integer type"),
     ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a number > 0"),
-    ({"temperature": jnp.ones(5)}, ValueError, "temperature: got shape [5], expected a scalar or [3, 5]"),
+    ({"temperature": np.ones(5, np.float32)}, ValueError, "temperature: got shape [5], expected a scalar or [3, 5]"),
     ({"entropy": "data"}, ValueError, "entropy: got 'data', expected True, False or 'constant'"),
-    ({"head": Head(HEAD, jnp.zeros(7))}, ValueError, "head.bias: got shape [7], expected [11], one per column"),
+    (
+        {"head": Head(HEAD, np.zeros(7, np.float32))},
+        ValueError,
+        "head.bias: got shape [7], expected [11], one per column",
+    ),
     (
         {"head": Head(HEAD, vocab_size=12)},
         ValueError,
         "head.vocab_size: got 12, expected at most the 11 columns of the weights",
     ),
     (
-        {"reference": (jnp.zeros((3, 7)), None)},
+        {"reference": (np.zeros((3, 7), np.float32), None)},
         ValueError,
         "reference.hidden: got shape [3, 7], expected the leading axes of hidden [3, 5, 7]",
     ),
@@ -58,7 +67,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "reference.hidden: got shape [3, 5, 6], expected [..., D] with the D of reference.head [7, 11] [D, V]",
     ),
     (
-        {"reference": (HIDDEN, jnp.zeros((7, 9)))},
+        {"reference": (HIDDEN, np.zeros((7, 9), np.float32))},
         ValueError,
         "reference.head: got 9 tokens, expected the 11 of head; where the weights are padded, set",
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kljax
 from kljax import systems
@@ -14,7 +15,7 @@ from tests.goldens import compare, epsilon
 from tests.goldens.cases import Case
 from tests.kljax.systems.exercises import call_of, exercise, options, part
 
-PAIRS = {"group_ids": jnp.array([0, 0, 1, 1, 2, 2]), "num_groups": 3}
+PAIRS = {"group_ids": np.array([0, 0, 1, 1, 2, 2], np.int32), "num_groups": 3}
 # Names that the systems' arrays of rewards have in the cases.
 TOKEN_REWARDS = ("token_rewards", "token_level_rewards", "outcome_rewards")
 VERL = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "remax")
