@@ -223,6 +223,7 @@ PARQUET: dict[str, Run] = {
     "ids that are floats": parquet([row(0, 0, completion_ids=[0.0, 0.0, 257.0])], "completion_ids: got [0.0"),
     "ids that are text": parquet([row(0, 0, completion_ids=["a", "b", "c"])], "completion_ids: got ['a'"),
     "a positive log-prob": parquet([row(0, 0, log_probs=[1.0, -1.0, -1.0])], "log_probs: got [1.0", "not positive"),
+    "an answer in a binary column": parquet([row(0, 0, answer=b"3")], "answer: got b'3', expected text"),
     "a row without prompt": parquet([{"completion": "3"}], "missing both prompt_ids and prompt"),
 }
 CHECKED: dict[str, Run] = {

@@ -26,7 +26,10 @@ SIGNALS = {
 def signalled(place: Path, moment: str, numbers: Sequence[int]) -> str:
     """Sends signals to a run: it ends with code 130, one line that says so, no traceback, and can be continued."""
     root = place / runs.NAME
+    # Under `nohup` a process is started to ignore a hang-up, and so are those that it starts.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = start(runs.command_environment(), *runs.RECIPE, f"output={place}", "steps=400")
+    signal.signal(signal.SIGHUP, ignored)
     wait_for(process, lambda: lines_written(root, moment) > 1)
     for number in numbers:
         process.send_signal(number)
