@@ -10,6 +10,8 @@ class Routing(Section):
     """Experts of an update: rollout: of the sampler; old_policy: of scoring; none: the trainer's router chooses."""
     missing: Literal["error", "choose"] = "error"
     """Tokens without routes in a batch that has some: error, or the trainer's router chooses their experts."""
+    verify: bool = False
+    """End a run whose update used other experts than the recorded ones, or whose routes are shifted by one token."""
     balance_coef: NonNegative = 0.0
     """Coefficient of the loss that balances the load of the experts."""
     balance_over: Literal["model", "layer"] = "model"

@@ -270,7 +270,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         if routed is not None:
             losses = router_losses(config.routing, routed, replayed, totals)
             loss, reduced = loss + sum(coefs[name] * value for name, value in losses.items()), reduced | losses
-            metrics |= routing_metrics(model.config, routed, sequences.recorded_routes())
+            metrics |= routing_metrics(model.config, routed, sequences.recorded_routes(), verify=config.routing.verify)
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}

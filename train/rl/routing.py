@@ -183,18 +183,25 @@ def without_routers(tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(zero, tree)
 
 
-def routing_metrics(config: DecoderConfig, routed: Routed, recorded: jax.Array | None) -> Metrics:
+def routing_metrics(
+    config: DecoderConfig, routed: Routed, recorded: jax.Array | None, *, verify: bool = False
+) -> Metrics:
     """Measures how the routers chose, and how their choices differ from recorded routes.
 
     Args:
       config: the decoder.
       routed: arrays [..., L, k], and logits [..., L, E].
       recorded: [..., L, k] int, in the same layout; -1: unknown. None: there are none.
+      verify: adds the metrics that `train.run.routes` reads.
 
     Returns:
       `router_entropy`, in nats; by layer `router_load`, of the experts that were used; with recorded routes the shares
       of pairs of a token and a layer: `routing_flips`, where the router would choose other experts than the recorded
       ones, also by layer; `routing_lost`, where others were used; and `routing_missing`, which have no recorded routes.
+
+      To verify: `routing_lost` by layer, and `routing_agreement`, the share of tokens for which the first router with
+      experts, whose input no route has changed, chooses the recorded experts of the token; of the token `_before` it;
+      and of the token `_after` it.
     """
     real = routed.routes[..., 0] >= 0
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
@@ -215,4 +222,13 @@ def routing_metrics(config: DecoderConfig, routed: Routed, recorded: jax.Array |
     metrics["routing_missing"] = kljax.WeightedSum.of((~known).astype(jnp.float32), real)
     for index, layer in enumerate(config.expert_layers):
         metrics[f"routing_flips_layer_{layer}"] = kljax.WeightedSum.of(flips[..., index], known[..., index])
+    if verify:
+        for index, layer in enumerate(config.expert_layers):
+            metrics[f"routing_lost_layer_{layer}"] = kljax.WeightedSum.of(lost[..., index], known[..., index])
+        first, chosen, is_known = ordered[..., 0, :], routed.chosen[..., 0, :], known[..., 0]
+        shifts = {"routing_agreement": 0, "routing_agreement_before": 1, "routing_agreement_after": -1}
+        for name, shift in shifts.items():
+            agrees = jnp.all(jnp.roll(first, shift, axis=-2) == chosen, axis=-1).astype(jnp.float32)
+            both_known = is_known & jnp.roll(is_known, shift, axis=-1)
+            metrics[name] = kljax.WeightedSum.of(agrees, both_known)
     return metrics

@@ -46,6 +46,7 @@ from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 from train.run.recorder import RolloutRecorder
+from train.run.routes import verify_routes
 
 Tree = Any
 
@@ -245,7 +246,7 @@ def train(
     Raises:
       SourceError: the source of completions failed; the state before the step is saved.
       RewardError: the reward function failed; likewise.
-      GuardError: numbers were not finite, or a limit was left.
+      GuardError: numbers were not finite, a limit was left, or other routes were used than recorded ones.
     """
     config = context.config
     first = done = int(state.step)
@@ -263,6 +264,8 @@ def train(
         done += 1
         writer.write("train", done, values)
         writer.timing(done, seconds)
+        if config.routing.verify:
+            verify_routes(values, done)
         state = watch.check(state, values)
         last = done == config.steps
         if last or done % config.eval.every == 0:

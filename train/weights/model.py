@@ -55,7 +55,7 @@ def make_policy_model(
       UserError: as `make_model`; or a field of `routing` trains routers that the decoder does not have, or freezes.
     """
     model, section = make_model(config, tokenizer, folder_config=folder_config), config.routing
-    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false"}
+    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false", "verify": "false"}
     for name, default in fields.items():
         if getattr(section, name) and model.config.experts is None:
             got = str(getattr(section, name)).lower()

@@ -12,14 +12,16 @@ from jax.sharding import Mesh
 
 import kljax
 from tests import tiny
-from train.config.errors import UserError
+from train.config.errors import GuardError, UserError
 from train.config.plan import Plan
 from train.models import Decoder
+from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.keys import purpose_key
 from train.rl.packing import StepPacking, make_packer
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
+from train.rl.routing import routing_metrics
 from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rl.token_fields import ROUTES
@@ -27,6 +29,7 @@ from train.rollouts.collect import Rollout, collect
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.open import open_source
 from train.rollouts.source import Request, SourceError
+from train.run.routes import verify_routes
 
 COUNT, ACTIVE = 6, 2
 EXPERTS = f"model.experts={{count: {COUNT}, active: {ACTIVE}, width: 8}}"
@@ -201,6 +204,43 @@ def test_replayed_gates_have_a_gradient_to_the_router(recording):
 
     slopes = jax.jit(jax.grad(loss))(params)["layers"]["mlp"]["gate"]["kernel"]
     assert (jnp.abs(slopes).max((1, 2)) > 1e-4).all()
+
+
+@pytest.fixture(scope="module")
+def routed(recording):
+    """The choices of the recorded policy with its recorded routes."""
+    model, batch = tiny.model_of(tiny.config_of(*OPTIONS)), recording[1].batch
+    params = weights(model)
+    run = jax.jit(lambda routes: model.bind(params).routed(batch.tokens, batch.token_mask, routes=routes)[1])
+    return model, run
+
+
+def verified(model: Decoder, routed: Routed, recorded: np.ndarray) -> None:
+    metrics = routing_metrics(model.config, routed, jnp.asarray(recorded), verify=True)
+    verify_routes({name: float(metric.value()) for name, metric in metrics.items()}, step=7)
+
+
+def test_verified_routes_are_the_recorded_ones(recording, routed):
+    """A lost layer is named, and so is a shift, of which replay itself loses nothing."""
+    model, run = routed
+    routes = np.asarray(recording[1].batch.fields[ROUTES])
+    verified(model, run(routes), routes)
+    other = routes.copy()
+    other[:, :, 1] = other_experts(routes, recording[1].batch.token_mask)[:, :, 1]
+    with pytest.raises(GuardError, match=r"^step 7: routing\.verify: .* recorded ones \(layer 1: 1 of the tokens\)"):
+        verified(model, run(routes), other)
+    for shift, neighbour, direction in ((-1, "before", "later"), (1, "after", "earlier")):
+        shifted = np.roll(routes, shift, axis=1)
+        expected = rf"shifted by one token: .* of the token {neighbour} in 1 of .* one token {direction}"
+        with pytest.raises(GuardError, match=expected):
+            verified(model, run(shifted), shifted)
+    with pytest.raises(GuardError, match="no routes were recorded"):
+        verified(model, run(routes), np.full_like(routes, -1))
+
+
+def test_verify_needs_routes_to_replay():
+    with pytest.raises(UserError, match=r"routing\.verify: got true, but with routing\.replay none"):
+        tiny.config_of(*OPTIONS, "routing.replay=none", "routing.verify=true")
 
 
 def damaged(routes: np.ndarray, problem: str) -> np.ndarray:

@@ -184,6 +184,12 @@ def _quantization(config: Config) -> Iterator[Problem]:
 
 
 def _routes(config: Config) -> Iterator[Problem]:
+    if config.routing.verify and config.routing.replay == "none":
+        yield problem(
+            "got true, but with routing.replay none the trainer's router chooses; set it to false, or replay routes",
+            "routing.verify",
+            "routing.replay",
+        )
     if config.routing.replay != "old_policy":
         return
     if not Plan.of(config).scores_policy:

@@ -1,0 +1,39 @@
+"""Checks of the routes that an update used: equality is asserted, as a lost layer hardly shows in a log-prob."""
+
+from collections.abc import Mapping
+
+from train.config.errors import GuardError
+
+NEIGHBOURS = {"before": "later", "after": "earlier"}
+LEAST_AGREEMENT = 0.5
+"""Share of tokens for which the router has to choose a neighbour's routes to call them shifted."""
+
+
+def verify_routes(values: Mapping[str, float], step: int) -> None:
+    """Checks the metrics of a step with `routing.verify`.
+
+    Raises:
+      GuardError: no route was recorded, a layer used other experts than the recorded ones, or the router chooses the
+        recorded routes of the token before or after more often than the routes of the token.
+    """
+    if values.get("routing_missing", 1.0) == 1:
+        raise GuardError(
+            f"step {step}: routing.verify: no routes were recorded; use a source that records them, or set it to false"
+        )
+    prefix = "routing_lost_layer_"
+    lost = {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix) and x > 0}
+    if lost:
+        layers = ", ".join(f"layer {layer}: {share:.3g} of the tokens" for layer, share in lost.items())
+        raise GuardError(
+            f"step {step}: routing.verify: the update used other experts than the recorded ones ({layers}); the step "
+            "is not saved"
+        )
+    agreement = values["routing_agreement"]
+    for neighbour, direction in NEIGHBOURS.items():
+        share = values[f"routing_agreement_{neighbour}"]
+        if share > agreement and share >= LEAST_AGREEMENT:
+            raise GuardError(
+                f"step {step}: routing.verify: routed_experts are shifted by one token: the router chooses the "
+                f"experts of the token {neighbour} in {share:.3g} of the cases, its own in {agreement:.3g}; "
+                f"record them one token {direction}"
+            )
