@@ -97,9 +97,12 @@ def run(
     processes: int,
     devices: int,
     env: Mapping[str, str],
-    seconds: float = 300,
+    seconds: float = 900,
 ) -> list[tuple[int, str, str]]:
-    """Runs processes to their end; returns exit code, output and errors of each."""
+    """Runs processes to their end; returns exit code, output and errors of each.
+
+    Two processes with little of a busy machine take ten minutes for what they do in half a minute alone.
+    """
     with started(module, *arguments, processes=processes, devices=devices, env=env) as peers:
         wait(peers, seconds)
         return [(int(peer.returncode or 0), peer.stdout, peer.stderr) for peer in peers]
