@@ -81,7 +81,7 @@ class SeedCase(NamedTuple):
 class FinishedRun:
     """A finished run: evaluations before and after RL, metrics of its last step, and the extremes on the way.
 
-    The seconds are those of all threads, compilation included. A value that was not measured or recorded is None.
+    The seconds are of all threads, compilation included. A value that was not measured or recorded is None.
     """
 
     label: str

@@ -37,7 +37,7 @@ def test_k1_loss_is_fine_otherwise(change):
 CENTERED = "optim.optimizer={type: rmsprop, centered: true, bias_correction: true, initial_scale: %s}"
 
 
-def test_centered_rmsprop_with_an_undefined_first_update_is_refused():
+def test_centered_rmsprop_with_undefined_first_update_is_refused():
     (problem,) = problems(CENTERED % 0.0)
     assert problem.startswith("optim.optimizer.bias_correction: got true with centered: true and initial_scale: 0")
     optimizer = build(CENTERED % 1.0)[0].optim.optimizer
