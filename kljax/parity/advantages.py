@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from kljax.parity.calls import run_call
 from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
 from kljax.parity.positions import apply_rule, over_tokens
 from kljax.parity.recipe import AdvantageStep, Kl, Recipe
-from kljax.parity.replay import Prediction, Replay, run_call
+from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 from kljax.systems import Call
 
@@ -129,7 +130,7 @@ def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
     if not kl.padded:
         return replay.input("kl", recipe)[0]
     key = ("padded kl", recipe.mask, dataclasses.replace(kl, coef=0.0))
-    values: np.ndarray = replay.remember(key, lambda: np.asarray(kl_at(replay, kl_policy(replay, kl), kl, used)))
+    values: np.ndarray = replay.remember(key, lambda: kl_at(replay, kl_policy(replay, kl), kl, used))
     return values
 
 

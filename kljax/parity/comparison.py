@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from kljax.parity.causes import Cause
-from kljax.parity.fit import Residual
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
+from kljax.parity.solvers import Residual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,15 @@ import numpy as np
 
 import kljax
 from kljax.parity.advantages import token_advantages
+from kljax.parity.calls import check_call, per_token, pull_call, remembered, run_call
 from kljax.parity.fields import METRIC, ORDER
 from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, policy_pair
 from kljax.parity.positions import apply_rule, over_tokens, value_and_change
 from kljax.parity.recipe import Kl, MaskRule, Recipe, RecipeStep, ReductionRecipe
-from kljax.parity.replay import Prediction, Replay, check_call, compiled, per_token, pull_call, run_call
+from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 from kljax.systems import Call
+from kljax.systems._call import steps
 
 BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
 # Losses of one token that no other token enters.
@@ -30,16 +32,16 @@ def policy_loss_at(replay: Replay, policy: np.ndarray, recipe: Recipe) -> np.nda
     """Computes the policy loss per token at other log-probs.
 
     Args:
-      policy: `[B, T]` log-probs of the policy in nats.
+      policy: `[..., B, T]` log-probs of the policy in nats; leading axes only if `_is_elementwise`.
 
     Returns:
-      `[B, T]` losses before the reduction.
+      `[..., B, T]` losses before the reduction.
     """
     step, arrays = recipe.loss or RecipeStep(), _inputs(replay, policy, recipe)
     calls = _parts(replay, step)
     if not step.arguments:
         replay.remember(("checked", "loss"), lambda: check_call("loss", replay.call("loss", step), arrays))
-    total = np.zeros(replay.shape)
+    total = np.zeros(policy.shape)
     for factor, call in calls:
         result = np.asarray(run_call("loss", call, arrays), np.float64)
         total = total + factor * result.reshape(per_token(result.shape))
@@ -58,7 +60,8 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
     def compute(policy: np.ndarray) -> np.ndarray:
         return policy_loss_at(replay, policy, recipe)
 
-    value, change = value_and_change(compute, policy_pair(replay, recipe)[0], _move(replay, recipe, unit))
+    policy, move, stacked = policy_pair(replay, recipe)[0], _move(replay, recipe, unit), _is_elementwise(replay, recipe)
+    value, change = value_and_change(compute, policy, move, stacked=stacked)
     bound = change + PRODUCTS * unit * np.abs(value) + _inherited(replay, recipe, value)
     return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)
 
@@ -144,6 +147,8 @@ def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any
     arrays: dict[str, Any] = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
     sign = -1 if (recipe.loss or RecipeStep()).flipped else 1
     arrays |= {"advantages": sign * token_advantages(replay, recipe)[0], "mask": replay.used_mask(recipe)}
+    if policy.ndim > 2:
+        arrays = {name: np.broadcast_to(array, policy.shape) for name, array in arrays.items()}
     return {**arrays, "log_probs": policy, "key": jax.random.key(0)}
 
 
@@ -186,6 +191,12 @@ def _by_row(replay: Replay, recipe: Recipe) -> bool:
     return call.function in BY_ROW or call.arguments.get("level") in ROW_LEVELS
 
 
+def _is_elementwise(replay: Replay, recipe: Recipe) -> bool:
+    """Whether the loss of a token depends on the numbers of that token alone."""
+    call = replay.call("loss", recipe.loss or RecipeStep())
+    return all(step.function in ALONE for step, _ in steps(call)) and not _by_row(replay, recipe)
+
+
 def _move(replay: Replay, recipe: Recipe, unit: float) -> np.ndarray:
     """Returns how far rounding moves the log-ratio."""
     policy, old = policy_pair(replay, recipe)
@@ -209,20 +220,22 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
     policy, old = policy_pair(replay, recipe)
     step, weights = recipe.loss or RecipeStep(), token_weights(replay, recipe, recipe.reduction)
     # Where each token stands alone, the weights of the reduction multiply its derivative.
-    alone = replay.call("loss", step).function in ALONE and not _by_row(replay, recipe)
+    alone = _is_elementwise(replay, recipe)
     inner = np.ones(replay.shape) if alone else weights
 
     def compute(log_probs: np.ndarray) -> np.ndarray:
-        arrays, total = _inputs(replay, log_probs, recipe), np.zeros(replay.shape)
+        arrays, total = _inputs(replay, log_probs, recipe), np.zeros(log_probs.shape)
+        cotangent = np.broadcast_to(inner * _correction(replay, recipe), log_probs.shape)
         for factor, call in _parts(replay, step):
-            total = total + factor * np.asarray(pull_call("loss", call, arrays, inner * _correction(replay, recipe)))
+            total = total + factor * np.asarray(pull_call("loss", call, arrays, cotangent))
         if (bound := recipe.ratio.log_ratio_clip) is not None:
             total = np.where(np.abs(replay.arrays["log_probs"] - old) > bound, 0, total)
         return -total if recipe.ratio.swapped else total
 
     stages = (stage for stage in ORDER["token_loss"])
     key = ("policy_gradient", unit, *(getattr(recipe, stage) for stage in stages), None if alone else recipe.reduction)
-    value, change = replay.remember(key, lambda: value_and_change(compute, policy, _move(replay, recipe, unit)))
+    move = _move(replay, recipe, unit)
+    value, change = replay.remember(key, lambda: value_and_change(compute, policy, move, stacked=alone))
     if alone:
         value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
     height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
@@ -237,11 +250,11 @@ def _kl_gradient(
 
     # The estimate of a token depends on its own log-prob alone.
     def compute(log_probs: np.ndarray) -> np.ndarray:
-        return np.asarray(kl_gradient_at(replay, log_probs, kl, used))
+        return kl_gradient_at(replay, log_probs, kl, used)
 
     key = ("kl_gradient", unit, recipe.mask, recipe.kl_mask, dataclasses.replace(kl, coef=0.0))
     move = kl_move(replay, kl, unit)
-    value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move))
+    value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move, stacked=True))
     value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
     return value, change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
 
@@ -276,7 +289,7 @@ def _weights_of_rows(
     def compute(mask: Any, ids: Any) -> jax.Array:
         return kljax.token_weights(mask, group_ids=ids, **keywords)
 
-    weights = np.asarray(compiled(f"token_weights {keywords!r}", compute)(part, ids), np.float64)
+    weights = np.asarray(remembered(f"token_weights {keywords!r}", compute)(part, ids), np.float64)
     count, per_row = part.sum(), part.sum(1, keepdims=True)
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)

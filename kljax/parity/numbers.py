@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 import kljax
+from kljax.parity.calls import scalar_parameters
 from kljax.parity.causes import Cause
 from kljax.parity.recipe import Recipe
-from kljax.parity.replay import Replay, scalar_parameters
+from kljax.parity.replay import Replay
 from kljax.systems import Call
 from kljax.systems._call import steps
 

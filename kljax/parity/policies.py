@@ -8,9 +8,10 @@ import numpy as np
 
 import kljax
 from kljax.parity import scoring
+from kljax.parity.calls import per_token, remembered
 from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep
-from kljax.parity.replay import Prediction, Replay, compiled, per_token
+from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
 
@@ -142,35 +143,37 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 
-def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> jax.Array:
+def kl_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> np.ndarray:
     """Estimates the KL per token at other log-probs of the policy.
 
     Args:
-      policy: `[B, T]` log-probs of the policy in nats.
+      policy: `[..., B, T]` log-probs of the policy in nats.
       used: `[B, T]` bool, the tokens of the estimate.
 
     Returns:
-      `[B, T]` estimates in nats times `kl.scale`; 0 where masked.
+      `[..., B, T]` estimates in nats times `kl.scale`; 0 where masked.
     """
-    return _kl_program(replay, policy, kl, used, "value")
+    return _kl_program(replay, policy, kl, used)[0]
 
 
-def kl_gradient_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> jax.Array:
+def kl_gradient_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> np.ndarray:
     """Differentiates the KL of each token by its own log-prob.
 
     Args:
-      policy: `[B, T]` log-probs of the policy in nats.
+      policy: `[..., B, T]` log-probs of the policy in nats.
       used: `[B, T]` bool, the tokens of the estimate.
 
     Returns:
-      `[B, T]` derivatives times `kl.scale`; 0 where masked.
+      `[..., B, T]` derivatives times `kl.scale`; 0 where masked.
     """
-    return _kl_program(replay, policy, kl, used, "gradient")
+    return _kl_program(replay, policy, kl, used)[1]
 
 
-def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: str) -> jax.Array:
-    reference = shift_rows(replay.arrays[kl.reference], kl.shift)
+def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the estimates and their derivatives, in the shape of `policy`."""
     sampling = replay.old_log_probs(replay.plan.recipe) if kl.corrected else None
+    arrays = (shift_rows(replay.arrays[kl.reference], kl.shift), used, sampling)
+    arrays = tuple(None if array is None else np.broadcast_to(array, policy.shape) for array in arrays)
     settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
     clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
     clips |= {"log_ratio_clip": kl.log_ratio_clip, "value_clip": kl.value_clip}
@@ -194,13 +197,12 @@ def _kl_program(replay: Replay, policy: Any, kl: Kl, used: np.ndarray, result: s
                 weight = jnp.minimum(weight, clips["max_ratio"])
             return weight * kljax.estimate_kl(first, second, used, **settings, **options)
 
-        if result == "value":
-            return estimate(policy)
         estimates, pull = jax.vjp(estimate, policy)
-        return pull(jnp.ones_like(estimates))[0]
+        return estimates, pull(jnp.ones_like(estimates))[0]
 
-    program = compiled(f"kl {result} {settings!r} {kl.swapped} {kl.detached} {inner}", compute)
-    return kl.scale * program(policy, reference, used, sampling, clips)
+    program = remembered(f"kl {settings!r} {kl.swapped} {kl.detached} {inner}", compute)
+    value, derivative = program(policy, *arrays, clips)
+    return kl.scale * np.asarray(value), kl.scale * np.asarray(derivative)
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
@@ -225,7 +227,7 @@ def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
     kl, used, unit = recipe.kl or Kl(), replay.used_mask(recipe), replay.unit("kl", recipe)
     policy = kl_policy(replay, kl)
     move = kl_move(replay, kl, unit)
-    value, change = value_and_change(lambda lp: np.asarray(kl_at(replay, lp, kl, used)), policy, move)
+    value, change = value_and_change(lambda lp: kl_at(replay, lp, kl, used), policy, move, stacked=True)
     bound = change + kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
     return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)
 

@@ -117,17 +117,19 @@ def over_tokens(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def value_and_change(
-    function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray
+    function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray, *, stacked: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a function's value and the largest change that moving its argument up or down makes.
 
     Args:
       function: of arrays, number by number or row by row.
       move: how far each number of the argument moves, of its shape.
+      stacked: whether the function takes arguments with a leading axis, so that it is called once.
 
     Returns:
       Value and change in float64; the change is 0 where it is not a number.
     """
-    value, up, down = (np.asarray(function(at + sign * move), np.float64) for sign in (0, 1, -1))
+    points = np.stack([at, at + move, at - move])
+    value, up, down = np.asarray(function(points) if stacked else [function(point) for point in points], np.float64)
     with np.errstate(all="ignore"):
         return value, np.nan_to_num(np.maximum(np.abs(up - value), np.abs(down - value)))

@@ -1,7 +1,7 @@
 """Which of several sets of causes that mend a field equally well are named."""
 
 from kljax.parity.causes import Cause
-from kljax.parity.fit import DIGITS
+from kljax.parity.solvers import DIGITS
 
 # Digits that a number may have more than the simplest that mends as much.
 SPARE_DIGITS = 2

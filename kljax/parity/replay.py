@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from kljax.parity.calls import check_call, run_call, without_none
 from kljax.parity.dump import Dump, DumpError
 from kljax.parity.fields import METRIC, ORDER, STAGES_OF_METRICS
 from kljax.parity.header import RecipeCalls, with_arguments
@@ -16,7 +15,6 @@ from kljax.parity.positions import apply_rule, layout_of
 from kljax.parity.recipe import AdvantageStep, Recipe, RecipeStep
 from kljax.parity.rounding import UNITS, narrowest_dtype
 from kljax.systems import Call
-from kljax.systems._call import parameters, run
 
 # Numbers that are remembered; beyond them results are computed again.
 MEMORY = 1 << 27
@@ -160,7 +158,7 @@ class Replay:
             call = dataclasses.replace(call, function=function, arguments={})
         if isinstance(step, AdvantageStep) and step.skip is not None:
             call = dataclasses.replace(call, then=tuple(inner for inner in call.then if inner.function != step.skip))
-        return _without_none(with_arguments(call, changes))
+        return without_none(with_arguments(call, changes))
 
     def run(self, section: str, step: RecipeStep, arrays: Mapping[str, Any], **keywords: Any) -> Any:
         """Runs the call of a section with the changes of a step; see `run_call`.
@@ -169,7 +167,7 @@ class Replay:
           section: "correction", "advantage" or "loss".
           step: without changed arguments, the numbers of the header are checked, once.
           arrays: by the names of the call.
-          keywords: further arguments; they are part of the compiled program.
+          keywords: further arguments; they are part of the program.
         """
         call = self.call(section, step)
         if not step.arguments:
@@ -224,145 +222,8 @@ Stage = Callable[[Replay, Recipe], Prediction]
 """Recomputes one result from the recorded arrays of a replay under the settings of a recipe."""
 
 
-def compiled(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the compiled function of an earlier call with the key, or compiles this one.
-
-    Args:
-      key: names the program, with all settings that the function closes over.
-      function: of arrays, for `jax.jit`.
-
-    Returns:
-      The compiled function, kept for the life of the process.
-    """
-    if key not in _COMPILED:
-        # A program runs a few times: its compilation costs more than its execution.
-        options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        _COMPILED[key] = jax.jit(function, compiler_options=options)
-    return _COMPILED[key]
-
-
-_COMPILED: dict[str, Callable[..., Any]] = {}
-
-
-def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-    """Runs a call on arrays, compiled once for all numbers of its arguments; returns the first of several results.
-
-    Args:
-      call: a call of `kljax.systems`.
-      keywords: further arguments; they are part of the compiled program.
-
-    Returns:
-      A JAX array in the shape of the function's result.
-
-    Raises:
-      DumpError: naming the section, if the function refuses its arguments.
-    """
-    fixed, numbers = _split(call)
-
-    def compute(arrays: Mapping[str, Any], numbers: list[Any]) -> Any:
-        result = run(_join(fixed, iter(numbers)), arrays, **keywords)
-        return result[0] if isinstance(result, tuple) else result
-
-    try:
-        return compiled(f"{fixed!r} {keywords!r}", compute)(dict(arrays), numbers)
-    except ValueError as error:
-        raise DumpError(f"header.{section}: {error}") from error
-
-
-def pull_call(section: str, call: Call, arrays: Mapping[str, Any], cotangent: np.ndarray) -> Any:
-    """Differentiates a call by `log_probs`, compiled as `run_call` compiles it.
-
-    Args:
-      call: its result is `[B, T]`, or `[B]`, which is repeated for the tokens.
-      arrays: by the names of the call, with `log_probs`.
-      cotangent: `[B, T]` derivative of a scalar by the result.
-
-    Returns:
-      `[B, T]` derivative of that scalar by the log-probs.
-    """
-    fixed, numbers = _split(call)
-
-    def compute(arrays: Mapping[str, Any], numbers: list[Any], cotangent: Any) -> Any:
-        def values(log_probs: Any) -> Any:
-            result = run(_join(fixed, iter(numbers)), {**arrays, "log_probs": log_probs})
-            result = result[0] if isinstance(result, tuple) else result
-            return jnp.broadcast_to(result.reshape(per_token(result.shape)), cotangent.shape)
-
-        return jax.vjp(values, arrays["log_probs"])[1](cotangent)[0]
-
-    return compiled(f"pull {fixed!r}", compute)(dict(arrays), numbers, cotangent)
-
-
-def check_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> None:
-    """Checks the numbers of a call, which a compiled program does not see.
-
-    Raises:
-      DumpError: naming the section, if the function refuses them.
-    """
-    try:
-        jax.eval_shape(lambda arrays: run(call, arrays, **keywords), dict(arrays))
-    except ValueError as error:
-        raise DumpError(f"header.{section}: {error}") from error
-
-
-def scalar_parameters(call: Call) -> list[str]:
-    """Lists the parameters of a call's function that are real numbers, such as a clip or an epsilon.
-
-    Returns:
-      Names, in the order of the signature.
-    """
-    return [parameter.name for parameter in parameters(call) if str(parameter.annotation).startswith("float")]
-
-
-def _split(call: Call) -> tuple[Call, list[float]]:
-    """Takes the numbers out of a call and of the calls inside it; an ellipsis marks where they were."""
-    traced = {name for name in scalar_parameters(call) if _is_number(call.arguments.get(name))}
-    numbers = [float(value) for name, value in call.arguments.items() if name in traced]
-    fixed = {name: ... if name in traced else value for name, value in call.arguments.items()}
-    inner: dict[str, Any] = {}
-    for kind in ("times", "plus", "then"):
-        parts = [_split(step) for step in getattr(call, kind)]
-        inner[kind] = tuple(part for part, _ in parts)
-        numbers += [number for _, more in parts for number in more]
-    return dataclasses.replace(call, arguments=fixed, **inner), numbers
-
-
-def _join(call: Call, numbers: Iterator[Any]) -> Call:
-    """Puts numbers back where `_split` took them."""
-    arguments = {name: next(numbers) if value is ... else value for name, value in call.arguments.items()}
-    inner: dict[str, Any] = {
-        kind: tuple(_join(step, numbers) for step in getattr(call, kind)) for kind in ("times", "plus", "then")
-    }
-    return dataclasses.replace(call, arguments=arguments, **inner)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _without_none(call: Call) -> Call:
-    """Removes arguments without a value, here and in the calls inside, so that each has its default."""
-    arguments = {name: value for name, value in call.arguments.items() if value is not None}
-    inner: dict[str, Any] = {
-        kind: tuple(_without_none(step) for step in getattr(call, kind)) for kind in ("times", "plus", "then")
-    }
-    return dataclasses.replace(call, arguments=arguments, **inner)
-
-
 def _token_id(dump: Dump, name: str) -> int | None:
     value = dump.header.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise DumpError(f"header.{name}: got {value!r}, expected a token id")
     return value
-
-
-def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a result with an axis of tokens, which one number per row lacks.
-
-    Args:
-      shape: `(B, T)` or `(B,)`.
-
-    Returns:
-      `(B, T)` or `(B, 1)`, which broadcasts over tokens.
-    """
-    return shape if len(shape) == 2 else (*shape, 1)

@@ -1,0 +1,71 @@
+"""Other KL terms."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kljax.parity.causes import Cause, make
+from kljax.parity.recipe import Kl
+from kljax.parity.replay import Replay
+
+KL_ESTIMATORS: dict[str, dict[str, Any]] = {
+    "k1": {"estimator": "k1"},
+    "abs": {"estimator": "abs"},
+    "k2": {"estimator": "k2"},
+    "squared log-ratio, no half": {"estimator": "k2", "scale": 2.0},
+    "k3": {"estimator": "k3"},
+    "k3 clipped as low_var_kl": {"estimator": "low_var_kl"},
+    "k3 with its value clipped at 10": {"estimator": "k3", "value_clip": 10.0},
+}
+
+
+def kl_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other KL terms."""
+    kl = replay.plan.recipe.kl
+    if kl is None:
+        return
+    plain = {"log_ratio_clip": None, "value_clip": None, "scale": 1.0}
+    for name, settings in KL_ESTIMATORS.items():
+        yield make("kl", f"estimator {name}", f"the KL is {name}", **{**plain, **settings})
+    yield make("kl", "direction swapped", "the KL has its direction swapped: KL(ref || pi)", swapped=True)
+    for shift, where in ((1, "right"), (-1, "left")):
+        text = f"the reference's log-probs are off by one in the KL: moved to the {where}"
+        yield make("kl", f"reference off by one ({where})", text, shift=shift)
+    if kl.value_clip is not None:
+        name = "squared log-ratio, no half"
+        yield make(
+            "kl", f"estimator {name}", f"the KL is {name}", estimator="k2", scale=2.0, value_clip=kl.value_clip / 2
+        )
+    if kl.corrected:
+        yield make("kl", "importance ratio detached", "the KL's importance ratio is a constant", detached=True)
+    flag = "importance ratio left out" if kl.corrected else "importance ratio multiplied"
+    if replay.plan.recipe.ratio.old in replay.arrays:
+        yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
+    for policy in ("log_probs", "old_log_probs", "rollout_log_probs"):
+        if policy in replay.arrays:
+            yield make("kl", f"of {policy}", f"the KL is that of {policy}", policy=policy)
+    for reference in ("ref_log_probs", "old_log_probs", "rollout_log_probs"):
+        if reference in replay.arrays:
+            yield make("kl", f"against {reference}", f"the KL is taken to {reference}", reference=reference)
+    for gradient, text in (
+        ("value", "the KL's gradient is that of its estimator"),
+        ("k2", "the KL has the straight-through gradient of k2"),
+        ("none", "the KL has no gradient"),
+    ):
+        yield make("kl", f"gradient {gradient}", text, gradient=gradient)
+    yield from _coefficient_causes(replay, kl)
+
+
+def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
+    """Yields coefficients that are easily confused, and other ways to take a KL off the reward."""
+    if kl.place == "advantage":
+        text = "the KL in the advantage does not have its mean over the batch taken off"
+        yield make("kl", "not centered", text, centered=False)
+    if kl.place == "reward":
+        yield make("kl", "summed over padding", "the KL in the reward is summed over padding, too", padded=True)
+        if "advantage" in replay.plan.calls and "subtract_kl" in repr(replay.plan.calls["advantage"]):
+            text = "the KL is taken off the reward before the rewards of a group are compared"
+            yield make("kl", "taken off before the comparison", text, early=True)
+    yield make("kl", "coefficient missing", "the KL term has no coefficient", coef=1.0)
+    yield make("kl", "term missing", "the KL term is left out", coef=0.0)
+    yield make("kl", "coefficient twice", "the KL term has its coefficient squared", coef=kl.coef**2)
+    yield make("kl", "sign flipped", "the KL term has the other sign", coef=-kl.coef)

@@ -1,0 +1,72 @@
+"""Other policy losses, and other gradients."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import kljax
+from kljax.parity.causes import Cause, make
+from kljax.parity.replay import Replay
+
+# Losses with two clips, by function.
+FAMILY = {
+    "ppo_clip_loss": "PPO's, with a ratio per token",
+    "gspo_loss": "GSPO's, with a ratio per sequence",
+    "cispo_loss": "CISPO's, whose clipped ratio is a constant",
+}
+
+
+def loss_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other policy losses."""
+    if replay.plan.recipe.loss is None:
+        return
+    call = replay.plan.calls["loss"]
+    signature = inspect.signature(getattr(kljax, call.function)).parameters
+    value = {name: call.arguments.get(name, parameter.default) for name, parameter in signature.items()}
+    changes: list[tuple[str, str, str, Any]] = []
+    if value.get("dual_clip") is not None:
+        changes.append(("no dual clip", "the policy loss has no dual clip", "dual_clip", None))
+    if {"clip_low", "clip_high"} <= set(signature):
+        changes.append(("no upper clip", "the policy loss is not clipped from above", "clip_high", 1e6))
+        yield from _clip_causes(call.function, value["clip_low"], value["clip_high"])
+    if "log_ratio_clip" in signature:
+        bound = None if value["log_ratio_clip"] is not None else 20.0
+        text = f"the log-ratio is {'not clipped' if bound is None else 'clipped at 20'}"
+        changes.append(("log-ratio clip", text, "log_ratio_clip", bound))
+    if "max_ratio" in signature and value["max_ratio"] is not None:
+        changes.append(("no cap of the ratio", "the ratio is not capped", "max_ratio", None))
+    if "level" in signature:
+        for level in ("token", "sequence", "geometric"):
+            changes.append((f"level {level}", f"the ratio is that of level {level}", "level", level))
+    if call.function == "gspo_loss":
+        for gradient in ("token", "sequence"):
+            text = f"the sequence ratio has the gradient of {gradient} level"
+            changes.append((f"gradient {gradient}", text, "gradient", gradient))
+    for name, text, argument, setting in changes:
+        if value[argument] != setting:
+            yield make("loss", name, text, arguments=((argument, setting),))
+    yield make("loss", "sign flipped", "the policy loss has the other sign", scale=-1.0)
+
+
+def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
+    """Yields exchanged clips, and other losses with the same clips."""
+    if low != high:
+        text = f"the clips are exchanged: {high:g} below and {low:g} above"
+        yield make("loss", "clips exchanged", text, arguments=(("clip_low", high), ("clip_high", low)))
+    text = "the policy loss is not clipped, from below or above"
+    yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
+    if function == "ppo_clip_loss":
+        text = "the smaller of the clipped and the unclipped loss is taken, not the larger"
+        yield make("loss", "optimistic", text, flipped=True)
+    for other, title in FAMILY.items() if function in FAMILY else ():
+        if other != function:
+            settings = (("function", other), ("clip_low", low), ("clip_high", high))
+            yield make("loss", other, f"the policy loss is {title}", arguments=settings)
+
+
+def gradient_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields terms without a gradient, and a gradient of the other sign."""
+    base = replay.plan.recipe.gradient
+    yield make("gradient", "KL detached", "the KL term has no gradient", through_kl=False)
+    yield make("gradient", "policy detached", "the policy loss has no gradient", through_policy=False)
+    yield make("gradient", "sign flipped", "the gradient has the other sign", scale=-base.scale)

@@ -1,0 +1,98 @@
+"""Other log-probs, ratios and corrections."""
+
+import inspect
+from collections.abc import Iterator
+
+import kljax
+from kljax.parity.causes import Cause, make
+from kljax.parity.recipe import LogProbRecipe
+from kljax.parity.replay import Replay
+
+
+def score_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other ways to score tokens, where logits or hidden states are recorded."""
+    for stage, side in (("log_probs", ""), ("reference", "ref_")):
+        if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
+            yield from _logit_causes(stage, getattr(replay.plan.recipe, stage))
+            yield from _row_causes(replay, stage, side)
+
+
+def _logit_causes(stage: str, base: LogProbRecipe) -> Iterator[Cause]:
+    """Yields other ways from logits to log-probs."""
+    title = "log_probs" if stage == "log_probs" else "ref_log_probs"
+    if base.temperature != 1:
+        yield make(stage, "temperature missing", f"{title} are not divided by the temperature", temperature=1.0)
+        square = base.temperature**2
+        yield make(stage, "temperature twice", f"{title} are divided by the temperature twice", temperature=square)
+    for shift, side_text in ((1, "the token's own position"), (-1, "two positions before the token")):
+        text = f"{title} are off by one: they read the logits at {side_text}"
+        yield make(stage, "alignment off by one" if shift == 1 else "alignment off by one (back)", text, shift=shift)
+    if base.softcap is not None:
+        yield make(stage, "softcap left out", f"{title} leave out the cap of the logits", softcap=None)
+    if base.logit_scale != 1:
+        yield make(stage, "logit scale left out", f"{title} leave out the scale of the logits", logit_scale=1.0)
+        inverse = 1 / base.logit_scale
+        yield make(stage, "logit scale inverted", f"{title} divide by the scale of the logits", logit_scale=inverse)
+    if base.vocab_size is not None:
+        yield make(stage, "vocabulary padding", f"{title} count the padding of the vocabulary", vocab_size=None)
+    if base.top_p is not None:
+        yield make(stage, "no top-p renormalisation", f"{title} are of the whole vocabulary, not of top-p", top_p=None)
+    else:
+        for top_p in (0.8, 0.9, 0.95, 0.99):
+            text = f"{title} are renormalised over the top-p set of {top_p}"
+            yield make(stage, f"top-p {top_p} renormalised", text, top_p=top_p)
+    for dtype in ("bfloat16", "float16"):
+        yield make(stage, f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", logits_dtype=dtype)
+
+
+def _row_causes(replay: Replay, stage: str, side: str) -> Iterator[Cause]:
+    """Yields log-probs of other positions, rows and policies."""
+    title = f"{side}log_probs"
+    moves = (("moved by one (right)", 1), ("moved by one (left)", -1))
+    for name, by in moves:
+        yield make(stage, name, f"{title} are moved by one position: {name}", moved=by)
+    yield make(stage, "rows moved by one", f"{title} are those of the row above", rows=1)
+    for source in ("old_log_probs", "rollout_log_probs"):
+        if side and source in replay.arrays:
+            yield make(stage, f"of {source}", f"{title} are {source}", source=source)
+    text = "of the base: the adapter is off" if not side else "of the policy: the adapter is on"
+    yield make(stage, "adapter " + ("on" if side else "off"), f"{title} are {text}", adapter=False)
+
+
+def ratio_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other pairs of policies in the ratio."""
+    text = "the ratio is exp(old - log_probs)"
+    yield make("ratio", "direction swapped", text, swapped=True)
+    for shift, where in ((1, "right"), (-1, "left")):
+        text = f"old_log_probs are off by one in the ratio: moved to the {where}"
+        yield make("ratio", f"old log-probs off by one ({where})", text, shift=shift)
+    for old in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "log_probs"):
+        if old in replay.arrays and not (old == "log_probs" and "old_log_probs" not in replay.arrays):
+            yield make("ratio", f"{old} as the old policy", f"{old} are the denominator of the ratio", old=old)
+
+
+def correction_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other weights of the rollout correction."""
+    if replay.plan.recipe.correction is None:
+        return
+    call = replay.plan.calls["correction"]
+    signature = inspect.signature(getattr(kljax, call.function)).parameters
+    yield make("correction", "direction swapped", "the correction's ratio is rollout / old", swapped=True)
+    for level in ("token", "sequence", "geometric"):
+        if "level" in signature and call.arguments.get("level") != level:
+            text = f"the correction's ratio is that of level {level}"
+            yield make("correction", f"level {level}", text, arguments=(("level", level),))
+    for mode in ("truncate", "mask", "clip"):
+        if "mode" in signature and call.arguments.get("mode") != mode:
+            text = f"the correction's weights have mode {mode}"
+            yield make("correction", f"mode {mode}", text, arguments=(("mode", mode),))
+    if call.arguments.get("upper") is not None:
+        yield make("correction", "no cap", "the correction's weights are not capped", arguments=(("upper", None),))
+    for shift, where in ((1, "right"), (-1, "left")):
+        text = f"the sampler's log-probs are off by one in the correction: moved to the {where}"
+        yield make("correction", f"sampler off by one ({where})", text, shift=shift)
+    text = "the correction's weights are divided by their mean"
+    yield make("correction", "divided by their mean", text, normalized=True)
+    yield make("correction", "weights squared", "the correction's weights are squared", weights=2)
+    yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
+    yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)

@@ -1,0 +1,86 @@
+"""Other reductions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kljax.parity.causes import Cause
+from kljax.parity.recipe import ReductionRecipe
+from kljax.parity.replay import Replay
+
+
+def reduction_causes(replay: Replay) -> Iterator[Cause]:
+    """Yields other reductions: of the whole loss, then of the policy loss or the KL term alone."""
+    recipe = replay.plan.recipe
+    base, mask = recipe.reduction, replay.arrays["mask"]
+    options = [(name, f"is {text}", settings) for name, text, settings in _reductions(replay, base, mask)]
+    for eps in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
+        options.append((f"eps {eps:g}", f"adds {eps:g} to the number of tokens", _eps(base, eps)))
+    options.append(("no eps", "adds no epsilon to the number of tokens", {"eps_batch": 0.0, "eps_row": 0.0}))
+    shared = recipe.kl_reduction == base
+    for name, text, settings in options:
+        also = (("kl_reduction", tuple(settings.items())),) if shared else ()
+        title = "the reduction" if shared or recipe.kl_reduction is None else "the reduction of the policy loss"
+        yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also)
+    if recipe.kl_reduction is None:
+        return
+    for name, text, settings in options:
+        if "eps" in name:
+            continue
+        if shared:
+            title = "the reduction of the policy loss alone"
+            yield Cause(
+                "reduction", f"{name}, policy loss alone", f"{title} {text}", tuple(settings.items()), alone=True
+            )
+        title = "the reduction of the KL term alone"
+        yield Cause("kl_reduction", name, f"{title} {text}", tuple(settings.items()), alone=True)
+
+
+def _eps(reduction: ReductionRecipe, eps: float) -> dict[str, float]:
+    return {"eps_row": eps} if reduction.mode == "seq_mean_token_mean" else {"eps_batch": eps}
+
+
+def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields the other reductions: name, text and settings."""
+    plain: dict[str, Any] = {"denominator": None, "micro_batches": 1, "eps_batch": 0.0, "eps_row": 0.0}
+    length, longest = mask.shape[1], int(mask.sum(1).max())
+    for name, mode, settings in (
+        ("token mean", "token_mean", {}),
+        ("token sum", "token_sum", {}),
+        ("sequence mean of token means", "seq_mean_token_mean", {"empty_rows": "count"}),
+        ("sequence mean of token means, empty rows dropped", "seq_mean_token_mean", {"empty_rows": "drop"}),
+        ("sequence mean of token sums", "seq_mean_token_sum", {"empty_rows": "count"}),
+        ("sequence mean of token sums, empty rows dropped", "seq_mean_token_sum", {"empty_rows": "drop"}),
+    ):
+        same = {"max_length": None, **plain, **settings}
+        yield name, f"the {name}", {"mode": mode, **same}
+    norm = {**plain, "mode": "seq_mean_token_sum_norm", "empty_rows": base.empty_rows}
+    lengths = {"the padded length": length, "the longest row": longest}
+    if replay.plan.recipe.reduction.max_length:
+        lengths["the constant length"] = int(replay.plan.recipe.reduction.max_length)
+    for title, size in lengths.items():
+        yield f"Dr. GRPO over {title}", f"Dr. GRPO's, over {title} {size}", {**norm, "max_length": size}
+        total = {**norm, "max_length": size, "denominator": 1.0}
+        yield f"sum over {title}", f"a sum over {title} {size}, without a mean over rows", total
+    if "group_ids" in replay.arrays:
+        yield "mean per prompt", "a mean over prompts", {**plain, "mode": "prompt_mean", "groups": "group_ids"}
+    if base.mode not in ("token_sum", "seq_mean_token_sum_norm"):
+        text = "not counting rows of groups with equal rewards"
+        yield "rows of equal groups dropped", text, {"rows": "spread"}
+    yield "length divided twice", "divided by the length of each row once more", {"length_power": 1.0}
+    root = {"mode": "seq_mean_token_sum", "max_length": None, **plain, "empty_rows": "count", "length_power": 0.5}
+    yield "divided by the root of the length", "a sum divided by the root of each row's length", root
+    if not mask.any(1).all():
+        # Without an empty row, that is Dr. GRPO's over the padded length.
+        padded = {"mode": "token_mean", "max_length": None, **plain, "denominator": float(mask.size)}
+        yield "mean over the padded batch", f"a mean over the {mask.size} positions of the padded batch", padded
+    rows = len(mask)
+    for parts in (part for part in range(2, min(rows, 16) + 1) if rows % part == 0):
+        yield (
+            f"mean of {parts} micro-batches",
+            f"the mean of the means of {parts} micro-batches",
+            {"micro_batches": parts},
+        )
+    if "micro_batch_ids" in replay.arrays:
+        yield "mean of micro-batches", "the mean of the means of the recorded micro-batches", {"micro_batches": 0}
