@@ -79,7 +79,8 @@ def _kl(loaded: LoadedConfig, name: str, term: RewardKL | LossKL | AdvantageKL) 
         return
     estimate = ESTIMATORS[term.estimator]
     if isinstance(term, LossKL):
-        corrected = "importance ratio * " if term.importance_corrected else ""
+        of = {"token": "", "sequence": " of the sequence", "geometric": " of the sequence, a geometric mean"}
+        corrected = f"importance ratio{of[term.importance_level]} * " if term.importance_corrected else ""
         yield f"KL to the reference, in the loss: + coef * {corrected}{estimate}, {GRADIENTS[term.gradient]}"
         if term.aggregation is not None:
             yield f"  reduced by itself: {REDUCTIONS[term.aggregation]}"

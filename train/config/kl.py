@@ -12,6 +12,7 @@ from train.config.types import (
     Estimator,
     EstimatorOrExact,
     KLGradient,
+    Level,
     NonNegative,
     Positive,
     RolloutEstimator,
@@ -85,6 +86,8 @@ class LossKL(Section):
     """Multiply by the importance ratio to the old policy, which makes the term unbiased off-policy."""
     max_ratio: Positive | None = None
     """Cap of that ratio; null: none."""
+    importance_level: Level = "token"
+    """That ratio: of the token, of its sequence (the product), or geometric (their geometric mean, as TRL's GSPO)."""
     log_ratio_clip: Positive | None = None
     """Clip of the log-ratio before the estimate, in nats; null: none."""
     value_clip: Positive | None = None

@@ -59,6 +59,8 @@ class Model(Section):
     """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
     allow_nonfinite: bool = False
     """Load weights of folders that have NaN or infinity; false: refuse them."""
+    freeze_pad_embedding: bool = False
+    """Train no embedding of the pad_token_id of config.json through the inputs, as transformers does."""
     layers: Size = 2
     """Decoder layers."""
     width: Size = 128
@@ -100,7 +102,16 @@ class Model(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
-NOT_SHAPE = ("path", "dtype", "param_dtype", "quantization", "attention", "remat", "allow_nonfinite")
+NOT_SHAPE = (
+    "path",
+    "dtype",
+    "param_dtype",
+    "quantization",
+    "attention",
+    "remat",
+    "allow_nonfinite",
+    "freeze_pad_embedding",
+)
 
 
 def expand_preset(raw: Any) -> Any:

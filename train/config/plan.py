@@ -322,7 +322,7 @@ def _plan(config: Config) -> Plan:
         sum_squared_probs="sum_squared_probs" in fields,
         entropies=config.loss.has_entropy_term() or "entropies" in read,
         key="key" in read,
-        scope=_scope(config.loss, loss),
+        scope=_scope(config, loss),
         layout=Layout.of(config),
         num_groups=config.rollout.prompts_per_step,
     )
@@ -338,7 +338,14 @@ def _rows_return_alike(config: Config) -> bool:
     return recorded and not follows_policy(config) and not config.optim.packing
 
 
-def _scope(section: Algorithm, loss: Signature | None) -> Scope | None:
+def _scope(config: Config, loss: Signature | None) -> Scope | None:
+    """Returns the tokens that the loss of a token depends on, or None where nothing is known."""
+    term, policy = config.kl.loss, _policy_scope(config.loss, loss)
+    by_row = is_on(term) and term.importance_corrected and term.importance_level != "token"
+    return "row" if by_row and policy == "token" else policy
+
+
+def _policy_scope(section: Algorithm, loss: Signature | None) -> Scope | None:
     if loss is None:
         return "token"
     if isinstance(section, UserFunction):

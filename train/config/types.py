@@ -10,13 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from train.config.signatures import read_choices
 
 if TYPE_CHECKING:
-    from kljax.typing import Direction, EmptyRows, Estimator, KLGradient
+    from kljax.typing import Direction, EmptyRows, Estimator, KLGradient, Level
     from kljax.typing import Reduction as Aggregation
 else:
     # Read from the source, because importing the library imports JAX.
-    Aggregation, Direction, EmptyRows, Estimator, KLGradient = (
+    Aggregation, Direction, EmptyRows, Estimator, KLGradient, Level = (
         read_choices("kljax._typing", name)
-        for name in ("Reduction", "Direction", "EmptyRows", "Estimator", "KLGradient")
+        for name in ("Reduction", "Direction", "EmptyRows", "Estimator", "KLGradient", "Level")
     )
 EstimatorOrExact = Literal[Estimator, "exact"]
 Monitor = bool | Literal["exact"]

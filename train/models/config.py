@@ -209,6 +209,7 @@ class DecoderConfig:
       norm_offset: norms multiply by `1 + scale` (Gemma) instead of `scale`.
       post_norms: norms also after attention and MLP, before the residual is added (Gemma).
       embed_scale: factor of the embeddings; None: 1.
+      constant_embedding: token whose embedding gets no gradient from the inputs, as `padding_idx` in torch; None: none.
       attention_scale: factor of the scores; None: `head_dim ** -0.5`.
       attention_softcap: scores z become `cap * tanh(z / cap)`; None: unchanged.
       final_softcap: the same of logits.
@@ -243,6 +244,7 @@ class DecoderConfig:
     qkv_clip: float | None = None
     experts: ExpertsConfig | None = None
     embed_scale: float | None = None
+    constant_embedding: int | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None

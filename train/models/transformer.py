@@ -292,6 +292,8 @@ class Transformer(nnx.Module):
     def _embed(self, tokens: jax.Array, real: jax.Array) -> jax.Array:
         """Computes the inputs [B, T, D] of the first layer."""
         x = self.embed_tokens(tokens)
+        if self.config.constant_embedding is not None:
+            x = jnp.where((tokens == self.config.constant_embedding)[..., None], jax.lax.stop_gradient(x), x)
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         # Drops padding values, NaN included: attention weights of 0 would not.

@@ -360,17 +360,23 @@ def _exact_reference(
 def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: Batch) -> Array:
     if plan.exact_loss:
         return required(stats.kl)
-    return kljax.reference_kl_loss(
+    mask, by_token = batch.completion_mask, section.importance_corrected and section.importance_level == "token"
+    estimates = kljax.reference_kl_loss(
         stats.log_prob,
         required(batch.ref_log_probs),
-        batch.completion_mask,
+        mask,
         estimator=cast(Estimator, section.estimator),
         gradient=section.gradient,
-        sampling_log_probs=required(batch.old_log_probs) if section.importance_corrected else None,
+        sampling_log_probs=required(batch.old_log_probs) if by_token else None,
         max_ratio=section.max_ratio,
         log_ratio_clip=section.log_ratio_clip,
         value_clip=section.value_clip,
     )
+    if by_token or not section.importance_corrected:
+        return estimates
+    ratios_of = kljax.sequence_ratios if section.importance_level == "sequence" else kljax.geometric_ratios
+    ratios = ratios_of(stats.log_prob, required(batch.old_log_probs), mask)
+    return kljax.broadcast_to_tokens(ratios, mask) * estimates
 
 
 def _per_token(stats: kljax.TokenStats, batch: Batch, kept_mask: Array) -> dict[str, Array]:

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from kljax.checkpoint import text_hash
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.config.interpreter import python_command
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -38,6 +38,7 @@ from train.run.metrics import Metrics
 from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
 from train.weights.huggingface import check_folder
+from train.weights.huggingface.config import pad_id
 from train.weights.model import field_errors, make_policy_model, unquantized
 from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
@@ -95,7 +96,21 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
         seed=config.seed,
     )
     held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
+    warn_of_pad_in_prompts(config, prompts)
     return tokenizer, make_policy_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
+
+
+def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:
+    """Warns if prompts have the token whose embedding transformers does not train, and this run does."""
+    path, section = config.model.path, config.model
+    pad = None if path is None or config.lora is not None or section.freeze_pad_embedding else pad_id(path)
+    count = 0 if pad is None else sum(pad in np.asarray(example.prompt_ids) for example in prompts.examples)
+    if count:
+        warn(
+            f"model.path: {count} of {len(prompts.examples)} prompts have token {pad}, the pad_token_id of "
+            "config.json, whose embedding transformers does not train; for the same updates set "
+            "model.freeze_pad_embedding=true"
+        )
 
 
 def data_digest(context: RunContext) -> str:

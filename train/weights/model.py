@@ -10,7 +10,7 @@ from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope
-from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.config import decoder_config, pad_id
 
 
 def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[str, Any] | None = None) -> Decoder:
@@ -28,6 +28,11 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
     options = section.model_dump(include={"dtype", "param_dtype", "attention", "remat", "quantization"})
     if section.path is None:
+        if section.freeze_pad_embedding:
+            raise UserError(
+                "model.freeze_pad_embedding: got true, but without model.path there is no config.json with a "
+                "pad_token_id; set it to false"
+            )
         shape = section.shape()
         rope, experts = Rope(shape.pop("rope_theta")), shape.pop("experts")
         if experts is not None:
@@ -38,6 +43,12 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
             return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
     with field_errors(f"model.path {section.path}"):
         decoder = decoder_config(folder_config or section.path, lora=lora, **options)
+        pad = pad_id(folder_config or section.path) if section.freeze_pad_embedding else None
+    if section.freeze_pad_embedding and pad is None:
+        raise UserError(
+            f"model.freeze_pad_embedding: got true, but {section.path}/config.json has no pad_token_id; set it to false"
+        )
+    decoder = dataclasses.replace(decoder, constant_embedding=pad)
     lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config)]
     if tokenizer.vocab_size > decoder.vocab_size:
         lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")

@@ -28,6 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
+        "beta": 0.04,
         **GRPO,
         "epsilon": 3e-4,
         "epsilon_high": 4e-4,

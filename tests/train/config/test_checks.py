@@ -96,6 +96,15 @@ SAMPLING_MESHES = [
     ("overrides", "start"),
     [
         (("kl.loss.max_ratio=2.0",), "kl.loss.max_ratio: got 2.0, but there is no ratio"),
+        (("kl.loss.importance_level=geometric",), "kl.loss.importance_level: got geometric, but the term has no"),
+        (
+            ("kl.loss={importance_corrected: true, importance_level: sequence}",),
+            "kl.loss.importance_level: got sequence, but the gradient k2 has the ratio of the token",
+        ),
+        (
+            ("kl.loss={importance_corrected: true, importance_level: sequence, gradient: value, max_ratio: 2}",),
+            "kl.loss.importance_level: got sequence, but kl.loss.max_ratio caps the ratio of a token",
+        ),
         (
             ("kl.loss={estimator: exact, gradient: k2}",),
             "kl.loss.gradient: got k2, but kl.loss.estimator exact is diff",

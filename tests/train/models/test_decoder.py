@@ -276,3 +276,23 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
 def test_impossible_shapes_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field}: got {value}"):
         dataclasses.replace(CONFIG, **{field: value})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_constant_embedding_has_no_gradient_through_inputs(tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    params, tokens = params_of(config), jnp.array([[3, 5, 3, 7]])
+
+    def gradient(constant: int | None) -> jax.Array:
+        decoder = Decoder(dataclasses.replace(config, constant_embedding=constant))
+
+        def loss(params: dict) -> jax.Array:
+            model = decoder.bind(params)
+            return jnp.sum(model(tokens, jnp.ones_like(tokens, bool)) ** 3)
+
+        return jax.grad(loss)(params)["embed_tokens"]["embedding"]
+
+    plain, constant = gradient(None), gradient(3)
+    assert jnp.max(jnp.abs(plain[3])) > 1e-3
+    assert not constant[3].any()
+    np.testing.assert_array_equal(constant[jnp.array([5, 7])], plain[jnp.array([5, 7])])

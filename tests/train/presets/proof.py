@@ -257,6 +257,7 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     # The recordings of TRL have the KL on, which is off by default there.
     "trl/grpo": {"kl.loss.coef": 0.04},
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
+    "trl/gspo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
     **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "slime", "verl")},
     # A cap that is active on the recorded batch.

@@ -120,6 +120,7 @@ def test_schema_names_equal_the_library():
     assert types.Aggregation == kljax.typing.Reduction
     assert types.EmptyRows == kljax.typing.EmptyRows
     assert types.Direction == kljax.typing.Direction
+    assert types.Level == kljax.typing.Level
 
 
 def test_loss_is_the_sum_of_its_terms():
@@ -216,6 +217,23 @@ def test_importance_corrected_term_has_the_capped_ratio():
     uncorrected = total(batch, oracles.k3(log_prob - x["ref_log_probs"]))
     assert other_seeds.shown(abs(uncorrected / total(batch, kl) - 1) > 1e-2)
     np.testing.assert_allclose(metrics["kl_reference"].value(), uncorrected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_kl_term_has_the_ratio_of_the_row(level):
+    config = tiny.config_of(
+        f"kl.loss={{coef: 0.7, gradient: value, importance_corrected: true, importance_level: {level}}}"
+    )
+    batch = batch_of()
+    x, log_prob = numbers(batch), measured()["log_prob"]
+    sums = np.where(batch.completion_mask, log_prob - x["old_log_probs"], 0).sum(1, keepdims=True)
+    lengths = np.asarray(batch.completion_mask).sum(1, keepdims=True)
+    ratio = np.exp(sums if level == "sequence" else sums / np.maximum(lengths, 1))
+    kl = ratio * oracles.k3(log_prob - x["ref_log_probs"])
+    loss, metrics = loss_of(config, batch)
+    np.testing.assert_allclose(metrics["kl_loss"].value(), total(batch, kl), rtol=2e-6)
+    np.testing.assert_allclose(loss, total(batch, ppo(x, log_prob) + 0.7 * kl), rtol=2e-6)
+    assert Plan.of(config).scope == "row"
 
 
 def distributions(params, batch: Batch) -> jax.Array:

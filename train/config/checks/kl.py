@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from train.config.checks.problem import Problem, problem
-from train.config.kl import DEFAULT_CONTROLLER
+from train.config.kl import DEFAULT_CONTROLLER, LossKL
 from train.config.plan import is_on
 from train.config.schema import Config
 
@@ -26,6 +26,22 @@ def _kl_loss(config: Config) -> Iterator[Problem]:
             "kl.loss.max_ratio",
             "kl.loss.importance_corrected",
         )
+    if loss.importance_level != "token":
+        yield from _row_ratio(loss)
+
+
+def _row_ratio(loss: LossKL) -> Iterator[Problem]:
+    """The ratio of a row multiplies the estimate with its gradient, and nothing bounds it."""
+    got = f"got {loss.importance_level}, but"
+    if not loss.importance_corrected:
+        text = f"{got} the term has no importance ratio; set token, or kl.loss.importance_corrected=true"
+        yield problem(text, "kl.loss.importance_level", "kl.loss.importance_corrected")
+    elif loss.gradient != "value":
+        text = f"{got} the gradient {loss.gradient} has the ratio of the token; set token, or kl.loss.gradient=value"
+        yield problem(text, "kl.loss.importance_level", "kl.loss.gradient")
+    elif loss.max_ratio is not None:
+        text = f"{got} kl.loss.max_ratio caps the ratio of a token; set it to null"
+        yield problem(text, "kl.loss.importance_level", "kl.loss.max_ratio")
 
 
 def _exact(config: Config) -> Iterator[Problem]:

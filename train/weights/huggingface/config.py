@@ -152,6 +152,20 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **outer, "model_type": NESTED[kind]}
 
 
+def pad_id(source: str | Path | Mapping[str, Any]) -> int | None:
+    """Returns `pad_token_id`, whose embedding transformers does not train through the inputs.
+
+    Args:
+      source: a folder with a `config.json`, the file, or its mapping.
+
+    Returns:
+      The id, or None where the file has none.
+    """
+    raw = _read(source)
+    value = text_part(raw).get("pad_token_id", raw.get("pad_token_id"))
+    return value if isinstance(value, int) and value >= 0 else None
+
+
 def family_of(raw: Mapping[str, Any]) -> Family:
     """Looks up the family of a mapping; raises ValueError listing the supported families for any other model."""
     kind, architectures = raw.get("model_type"), raw.get("architectures")
