@@ -6,6 +6,7 @@ NEWEST_VENV := .venv-newest
 AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
 TRANSFORMERS_VENV := .venv-transformers
+RECORDERS_VENV := .venv-recorders
 UV_VERSION := 0.13.8
 WORKERS ?= 2
 # Each worker starts with tests that stand side by side, which share fixtures and compiled operations.
@@ -74,7 +75,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-report report-page find-newest-python check lint format types docs lock clean
+.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-report report-page find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -191,6 +192,18 @@ $(TRANSFORMERS_VENV)/.ready:
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
 
+# The newest TRL, whatever it needs, and verl alone: its other dependencies need a GPU.
+$(RECORDERS_VENV)/.ready:
+	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
+	$(PYTHON) -m venv $(RECORDERS_VENV)
+	$(RECORDERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 trl && \
+	  $(RECORDERS_VENV)/bin/python -m pip install --quiet --no-deps --target $(RECORDERS_VENV)/verl verl || { \
+	  echo "error: pip cannot install torch, trl and verl: test-recorders needs PyPI; see the message above" >&2; exit 1; }
+	touch $(RECORDERS_VENV)/.ready
+
+test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md around the newest TRL and verl, on a CPU
+	$(BIN)/python -m tests.recorders --torch-env $(RECORDERS_VENV) $(ARGS)
+
 # The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
 test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium; trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
@@ -208,4 +221,4 @@ test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## the pretrained model ag
 	$(BIN)/python -m pytest -q -n 0 tests/real $(ARGS)
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

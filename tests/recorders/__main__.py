@@ -1,0 +1,62 @@
+"""Runs the recorders of docs/parity.md around the newest TRL and verl, and compares their dumps with kljax.
+
+    python -m tests.recorders --torch-env ENV   # `make test-recorders`
+
+The environment has torch, the newest trl, and verl without its dependencies. Each package makes a dump with its
+defaults, and one of the second update of a batch, in which ratios have to differ from 1.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+
+from kljax.parity.command import compare
+from kljax.parity.report import as_text
+
+SIDES = ("trl_side", "verl_side")
+# A ratio this far from 1 in the second update of a batch; in the first one all are 1.
+MOVED = 1e-2
+
+
+def problems_of(path: pathlib.Path) -> list[str]:
+    """Lists what is wrong with a dump: nothing compared, a difference, or ratios that show nothing."""
+    with jax.enable_x64(True):
+        report = compare(path)
+    print(f"-- {path.stem}\n{as_text(report)}", flush=True)
+    fields = {difference.field for difference in report.differences if difference.compared}
+    problems = [] if report.agrees else ["differs"]
+    problems += [f"{name} is not compared" for name in sorted({"grad_log_probs"} - fields)]
+    with np.load(path) as arrays:
+        mask = arrays["mask"] > 0
+        log_ratios = (arrays["log_probs"] - arrays.get("old_log_probs", arrays["log_probs"]))[mask]
+    moved = float(np.abs(np.expm1(log_ratios)).max())
+    if "second" in path.stem and moved < MOVED:
+        problems.append(f"its ratios are within {moved:.1e} of 1")
+    return [f"{path.stem}: {problem}" for problem in problems]
+
+
+def main() -> int:
+    """Runs both sides; returns 1 if a recorder fails or a dump is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-env", type=pathlib.Path, required=True, help="an environment with torch, trl and verl")
+    parser.add_argument("--only", default="", help="trl or verl; both by default")
+    options = parser.parse_args()
+    problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        for side in (side for side in SIDES if side.startswith(options.only)):
+            command = [options.torch_env / "bin/python", "-m", f"tests.recorders.{side}", folder]
+            if subprocess.run(command, check=False).returncode:
+                problems.append(f"{side}: the recorder failed")
+        dumps = sorted(pathlib.Path(folder).glob("*.npz"))
+        problems += [problem for path in dumps for problem in problems_of(path)]
+    print("\n".join([*problems, f"{len(dumps)} dumps, {len(problems)} problems"]))
+    return 1 if problems or not dumps else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
