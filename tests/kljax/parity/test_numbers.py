@@ -12,8 +12,8 @@ import pytest
 from kljax.parity.command import compare
 from kljax.parity.comparison import ParityReport
 from kljax.parity.dump import write_dump
-from kljax.parity.solvers import Residual, is_simple, simplest, solve_between, solve_linear
 from kljax.parity.report import as_text
+from kljax.parity.solvers import Residual, is_simple, simplest, solve_between, solve_linear
 from tests import other_seeds
 from tests.kljax.parity.updates import HEADER, Plant, update
 
