@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from train.config.types import NonNegative, Section
+from train.config.types import Fraction, NonNegative, Section
 
 
 class Routing(Section):
@@ -10,6 +10,8 @@ class Routing(Section):
     """Experts of an update: rollout: of the sampler; old_policy: of scoring; none: the trainer's router chooses."""
     missing: Literal["error", "choose"] = "error"
     """Tokens without routes in a batch that has some: error, or the trainer's router chooses their experts."""
+    threshold: Fraction = 0.0
+    """Use a replayed expert if its probability is at least this share of the router's least probable choice; 0: all."""
     verify: bool = False
     """End a run whose update used other experts than the recorded ones, or whose routes are shifted by one token."""
     balance_coef: NonNegative = 0.0

@@ -206,6 +206,8 @@ class DecoderConfig:
       wide_qk_norm: RMSNorm on the queries, and on the keys, of all heads together (OLMoE).
       qkv_clip: queries, keys and values are clipped to `[-clip, clip]`; None: unchanged.
       experts: the mixture of the layers whose MLP kind is "experts"; None: there are none.
+      replay_threshold: a replayed expert is used if its probability is at least this share of the least probable expert
+        that the router chooses; 0 uses all.
       norm_offset: norms multiply by `1 + scale` (Gemma) instead of `scale`.
       post_norms: norms also after attention and MLP, before the residual is added (Gemma).
       embed_scale: factor of the embeddings; None: 1.
@@ -243,6 +245,7 @@ class DecoderConfig:
     wide_qk_norm: bool = False
     qkv_clip: float | None = None
     experts: ExpertsConfig | None = None
+    replay_threshold: float = 0.0
     embed_scale: float | None = None
     constant_embedding: int | None = None
     attention_scale: float | None = None

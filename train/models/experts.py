@@ -64,7 +64,9 @@ class ExpertMlp(nnx.Module):
         experts = self.config.experts
         assert experts is not None
         logits = self.gate(x)
-        gates, routes, chosen = route(logits, experts, context.real, context.routes)
+        gates, routes, chosen = route(
+            logits, experts, context.real, context.routes, threshold=self.config.replay_threshold
+        )
         y = self.experts(x, routes, gates if experts.wide_gates else gates.astype(x.dtype))
         if experts.shared_width is not None:
             y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.run(x)
@@ -72,7 +74,12 @@ class ExpertMlp(nnx.Module):
 
 
 def route(
-    logits: jax.Array, experts: ExpertsConfig, real: jax.Array, replayed: jax.Array | None = None
+    logits: jax.Array,
+    experts: ExpertsConfig,
+    real: jax.Array,
+    replayed: jax.Array | None = None,
+    *,
+    threshold: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses the experts of every token, and their gates.
 
@@ -81,24 +88,42 @@ def route(
       experts: how many to choose, and whether gates add up to 1.
       real: [...] bool, the tokens that are no padding.
       replayed: [..., k] int, experts to use instead; a token with -1 chooses for itself. None: all tokens do.
+      threshold: with p the router's probabilities, a replayed expert e is used if `p_e >= threshold min_c p_c` over
+        the chosen experts c; the most probable of the other experts take the places of refused ones.
 
     Returns:
       Gates [..., k] in float32 at least, routes [..., k] int32 and the router's own choice [..., k], both ascending, so
       that replayed routes sum as chosen ones do; -1 at padding.
 
     Gradient:
-      Of the logits through the gates, also of replayed experts: through the softmax over all experts.
+      Of the logits through the gates, also of replayed experts: through the softmax over all experts. Which experts
+      are used is treated as a constant.
     """
     probabilities = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
     chosen = jnp.sort(lax.top_k(lax.stop_gradient(probabilities), experts.active)[1], axis=-1)
     routes = chosen
     if replayed is not None:
-        routes = jnp.where(replayed >= 0, jnp.sort(replayed.astype(jnp.int32), axis=-1), chosen)
+        recorded = jnp.sort(replayed.astype(jnp.int32), axis=-1)
+        if threshold > 0:
+            recorded = _without_improbable(lax.stop_gradient(probabilities), recorded, chosen, threshold)
+        routes = jnp.where(replayed >= 0, recorded, chosen)
     gates = jnp.take_along_axis(probabilities, routes, axis=-1)
     if experts.normalize:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     routes, chosen = (jnp.where(real[..., None], ids, NO_EXPERT) for ids in (routes, chosen))
     return gates, routes, chosen
+
+
+def _without_improbable(
+    probabilities: jax.Array, recorded: jax.Array, chosen: jax.Array, threshold: float
+) -> jax.Array:
+    """Replaces recorded experts [..., k] below the threshold of `route` by the most probable of the others, sorted."""
+    weakest = jnp.min(jnp.take_along_axis(probabilities, chosen, axis=-1), axis=-1, keepdims=True)
+    passes = jnp.take_along_axis(probabilities, recorded, axis=-1) >= threshold * weakest
+    numbers = jnp.arange(probabilities.shape[-1])
+    is_used = jnp.any((recorded[..., None] == numbers) & passes[..., None], axis=-2)
+    # Above every probability, so that what passes comes first.
+    return jnp.sort(lax.top_k(jnp.where(is_used, 2.0, probabilities), recorded.shape[-1])[1], axis=-1)
 
 
 class ExpertLinear(nnx.Module):

@@ -231,7 +231,7 @@ GLOSSARY = (
         "mismatch",
         "routing_lost",
         "share of these pairs where other experts than the recorded ones were used",
-        "0 with replay",
+        "0 with replay, unless `routing.threshold` replaces some",
         "above 0 with replay: routes of another model or in another order",
     ),
     MetricEntry(

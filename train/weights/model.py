@@ -66,7 +66,7 @@ def make_policy_model(
       UserError: as `make_model`; or a field of `routing` trains routers that the decoder does not have, or freezes.
     """
     model, section = make_model(config, tokenizer, folder_config=folder_config), config.routing
-    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false", "verify": "false"}
+    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false", "verify": "false", "threshold": "0"}
     for name, default in fields.items():
         if getattr(section, name) and model.config.experts is None:
             got = str(getattr(section, name)).lower()
@@ -76,7 +76,7 @@ def make_policy_model(
             "routing.freeze: got true, but lora trains adapters alone; set it to false, and leave gate out of "
             "lora.targets"
         )
-    return model
+    return Decoder(dataclasses.replace(model.config, replay_threshold=section.threshold))
 
 
 def unquantized(model: Decoder) -> Decoder:

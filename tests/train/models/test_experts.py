@@ -72,6 +72,37 @@ def test_replayed_routes_get_the_gates_of_the_router():
     np.testing.assert_allclose(slope[0], probabilities[0] * (np.eye(6)[0] - probabilities), atol=1e-7)
 
 
+def thresholded(probabilities: np.ndarray, recorded: list[int], threshold: float) -> list[int]:
+    """The experts of a token, one after the other."""
+    ranked = sorted(range(len(probabilities)), key=lambda expert: -probabilities[expert])
+    weakest = probabilities[ranked[len(recorded) - 1]]
+    used = [expert for expert in recorded if probabilities[expert] >= threshold * weakest]
+    return sorted(used + [expert for expert in ranked if expert not in used][: len(recorded) - len(used)])
+
+
+def test_threshold_replaces_improbable_replayed_experts():
+    """Gates and gradient are of the used experts; 0 uses the recorded ones, 1 the router's own."""
+    experts = dataclasses.replace(EXPERTS, active=3, normalize=False)
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.normal(size=(40, 6)), jnp.float32)
+    recorded = random.permuted(np.tile(np.arange(6), (40, 1)), axis=-1)[:, :3]
+    recorded[-1] = -1
+    real, probabilities = jnp.ones(40, bool), np.asarray(jax.nn.softmax(logits))
+    changed = []
+    for threshold in (0.0, 0.5, 1.0):
+        gates, routes, chosen = route(logits, experts, real, jnp.asarray(recorded), threshold=threshold)
+        expected = [thresholded(probabilities[row], recorded[row].tolist(), threshold) for row in range(39)]
+        np.testing.assert_array_equal(routes[:-1], expected)
+        np.testing.assert_array_equal(routes[-1], chosen[-1])
+        np.testing.assert_allclose(gates, np.take_along_axis(probabilities, np.asarray(routes), -1), rtol=1e-6)
+        changed.append(int((np.sort(recorded[:-1], -1) != routes[:-1]).any(-1).sum()))
+    np.testing.assert_array_equal(routes, chosen)
+    assert 0 == changed[0] < changed[1] < changed[2]
+    slope = jax.grad(lambda z: route(z, experts, real, jnp.asarray(recorded), threshold=0.5)[0][0, 0])(logits)[0]
+    used = thresholded(probabilities[0], recorded[0].tolist(), 0.5)[0]
+    np.testing.assert_allclose(slope, probabilities[0, used] * (np.eye(6)[used] - probabilities[0]), atol=1e-7)
+
+
 def test_recorded_routes_replay_to_the_bit():
     """In whole rows, with shared prompts and while decoding; other routes change the result."""
     model, params = draw()

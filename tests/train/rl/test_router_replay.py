@@ -30,6 +30,7 @@ from train.rollouts.jax_source import JaxSource
 from train.rollouts.open import open_source
 from train.rollouts.source import Request, SourceError
 from train.run.routes import verify_routes
+from train.weights.model import make_policy_model
 
 COUNT, ACTIVE = 6, 2
 EXPERTS = f"model.experts={{count: {COUNT}, active: {ACTIVE}, width: 8}}"
@@ -236,6 +237,14 @@ def test_verified_routes_are_the_recorded_ones(recording, routed):
             verified(model, run(shifted), shifted)
     with pytest.raises(GuardError, match="no routes were recorded"):
         verified(model, run(routes), np.full_like(routes, -1))
+
+
+def test_threshold_reaches_the_policy():
+    config = tiny.config_of(*OPTIONS, "routing.threshold=0.5")
+    assert make_policy_model(config, tiny.ByteTokenizer()).config.replay_threshold == 0.5
+    for option, name in (("routing.replay=none", "replay is none"), ("routing.verify=true", "verify is true")):
+        with pytest.raises(UserError, match=rf"routing\.threshold: got 0\.5, but routing\.{name}"):
+            tiny.config_of(*OPTIONS, "routing.threshold=0.5", option)
 
 
 def test_verify_needs_routes_to_replay():

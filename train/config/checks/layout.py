@@ -184,6 +184,15 @@ def _quantization(config: Config) -> Iterator[Problem]:
 
 
 def _routes(config: Config) -> Iterator[Problem]:
+    if config.routing.threshold > 0:
+        off = {"routing.replay": config.routing.replay == "none", "routing.verify": config.routing.verify}
+        for name in (name for name, is_set in off.items() if is_set):
+            yield problem(
+                f"got {config.routing.threshold:g}, but {name} is {'none' if name == 'routing.replay' else 'true'}, "
+                "and the threshold replaces recorded experts; set it to 0",
+                "routing.threshold",
+                name,
+            )
     if config.routing.verify and config.routing.replay == "none":
         yield problem(
             "got true, but with routing.replay none the trainer's router chooses; set it to false, or replay routes",
