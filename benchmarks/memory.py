@@ -46,6 +46,7 @@ from train.run.base_weights import load_initial_base
 from train.run.evaluate import evaluate
 from train.run.loop import Programs
 from train.run.setup import first_state, make_context
+from train.weights import tensor_digests
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.save import save_folder
 
@@ -79,6 +80,8 @@ def make_folder(folder: pathlib.Path) -> None:
     tokenizer.add_special_tokens([end])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": len(alphabet) - 1}))
+    # The digests are those of an export, whose config has no end.
+    (folder / tensor_digests.FILE_NAME).unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     problems = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
     (folder / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
