@@ -106,7 +106,8 @@ def route(
         recorded = jnp.sort(replayed.astype(jnp.int32), axis=-1)
         if threshold > 0:
             recorded = _without_improbable(lax.stop_gradient(probabilities), recorded, chosen, threshold)
-        routes = jnp.where(replayed >= 0, recorded, chosen)
+        # Padding may have any routes; the gate of an expert that does not exist is NaN, which attention would spread.
+        routes = jnp.where((replayed >= 0) & real[..., None], recorded, chosen)
     gates = jnp.take_along_axis(probabilities, routes, axis=-1)
     if experts.normalize:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)

@@ -19,6 +19,7 @@ from train.models.merge import merge
 from train.models.packing import PackedRows
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_params, init_adapter, init_params
+from train.rl.routing import routing_metrics
 from train.weights.peft import save_adapter
 
 EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4)
@@ -161,12 +162,22 @@ def test_padding_reaches_no_expert():
     poisoned = {**params, "embed_tokens": {"embedding": params["embed_tokens"]["embedding"].at[0].set(jnp.nan)}}
     tokens = jnp.where(MASK, jnp.maximum(TOKENS, 1), 0)
 
-    @jax.jit
-    def run(params: dict) -> jax.Array:
-        return jnp.where(MASK[..., None], model.bind(params)(tokens, MASK), 0)
+    recorded = jnp.broadcast_to(jnp.array([1, 4], jnp.int16), (4, 8, *SHAPE.route_shape))
 
-    chex.assert_trees_all_equal(run(poisoned), run(params))
-    slopes = jax.jit(jax.grad(lambda params: (run(params)[..., 0] ** 2).sum()))(poisoned)
+    @jax.jit
+    def run(params: dict, routes: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
+        hidden, routed = model.bind(params).routed(tokens, MASK, routes=routes)
+        logits = jnp.where(MASK[..., None, None], routed.logits, 0)
+        routed = dataclasses.replace(routed, logits=logits)
+        metrics = routing_metrics(SHAPE, routed, jnp.where(MASK[..., None, None], routes, -1))
+        return jnp.where(MASK[..., None], hidden, 0), routed.routes, {name: x.value() for name, x in metrics.items()}
+
+    garbage = jnp.where(MASK[..., None, None], recorded, jnp.array([32767, 4], jnp.int16))
+    expected = run(params, recorded)
+    assert (expected[1] == jnp.where(MASK[..., None, None], recorded, -1)).all()
+    assert expected[2]["router_load_layer_1"] == 3
+    chex.assert_trees_all_equal(run(poisoned, garbage), expected)
+    slopes = jax.jit(jax.grad(lambda params: (run(params, garbage)[0][..., 0] ** 2).sum()))(poisoned)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes["layers"]))
 
 

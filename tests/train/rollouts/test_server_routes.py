@@ -107,6 +107,7 @@ def encoded(data: bytes) -> str:
 
 DAMAGED = {
     "layers": (npy(ROUTES_0[:, :1]), "got 1 layers x 2 experts, expected 2 x 2; only layers with experts count"),
+    "more layers": (npy(np.pad(ROUTES_0, ((0, 0), (1, 1), (0, 0)))), "got 4 layers x 2 experts, expected 2 x 2"),
     "experts": (npy(ROUTES_0[..., :1]), "got 2 layers x 1 experts, expected 2 x 2"),
     "tokens": (npy(ROUTES_0[:-1]), "got 5 tokens, expected 6; the last one of a completion has none"),
     "outside": (npy(ROUTES_0 + 250), r"got the experts \[.*\] at token 0, layer 1, expected numbers below 6"),
@@ -192,6 +193,19 @@ def test_server_source_records_routes_of_its_tokens(server):
         np.testing.assert_array_equal(routes[real[:-1]], routes_of(tokens[real[:-1]].tolist()))
         assert (routes[real[-1]] == -1).all()
     np.testing.assert_array_equal(rollout.batch.fields[ROUTES], completions.fields[ROUTES])
+
+
+def test_batch_ahead_is_saved_with_its_routes():
+    """The checkpoint has the rows that were requested, and a resumed run finds them by shape and dtype."""
+    with serving(RoutedDigits("vllm")) as url:
+        context = tiny.context_of(tiny.config_of(*OPTIONS, SOURCE.format(url), "rollout.ahead=1"))
+        with closing(open_source(context)) as source:
+            source.update(None, 0)
+            source.sample(Request.of(context, 0))
+            batch, abstract = source.batch_of(1), source.abstract_batch()
+    assert batch.keys() == abstract.keys()
+    assert all((batch[name].shape, batch[name].dtype) == (x.shape, x.dtype) for name, x in abstract.items())
+    assert (np.asarray(batch[ROUTES]) >= 0).any()
 
 
 def test_rows_without_routes_are_named_unless_chosen():
