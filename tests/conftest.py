@@ -26,8 +26,9 @@ programs.write_whole_files()
 programs.compress_quickly()
 programs.keep_in_memory()
 
-# Half of what Linux allows a process by default: a hundred tests compile a fraction of the other half.
-MOST_MAPS = 32_000
+# Three quarters of what Linux allows a process by default: a hundred tests leave most of the last quarter. To drop the
+# programs takes seconds, and to compile them again as many.
+MOST_MAPS = 50_000
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
