@@ -1,4 +1,19 @@
-"""Router replay: recorded by the sampler and in files, used in scoring and in every update, and by no reference."""
+"""Router replay: recorded by the sampler and in files, used in scoring and in every update, and by no reference.
+
+Traps, and the test of each, here unless a file is named:
+
+1. The last token has no route, and an answer may leave out the first ones: `test_sampler_records_...`,
+   `test_omitted_...` and `test_documented_...` in `test_server_routes.py`.
+2. Wire forms: `test_dtype_and_layers_...` and `test_damaged_routes_...` there.
+3. Dense layers, and layers after the last: the same two.
+4. Shared prompts: `test_wrong_routes_...` (prompt), `test_shared_and_packed_rows_...` in `test_experts.py`.
+5. Padding: `test_padding_reaches_no_expert` there, `test_router_losses.py`.
+6. Gates of the trainer, duplicates: `test_replayed_gates_...`, `test_replayed_routes_...` in `test_experts.py`.
+7. The reference chooses for itself: `test_other_routes_...`.
+8. Micro-batches, context shards, resume: `test_update_uses_...`, `test_batch_ahead_...` in `test_server_routes.py`.
+9. Routes of older weights are valid: `test_old_policy_routes_...`.
+10. A refilled slot: `test_sampler_records_...`, with fewer slots than rows.
+"""
 
 import dataclasses
 import json
