@@ -122,8 +122,7 @@ def rl_step(
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
-    weights = FrozenWeights(base, reference)
-    scored = _score(context, programs, weights, state, drawn, packing=packing)
+    scored = _score(context, programs, FrozenWeights(base, reference), state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
