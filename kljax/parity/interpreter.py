@@ -51,7 +51,7 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
         if max(map(np.size, leaves), default=0) > SMALL:
             return compiled(*args)
         kinds = tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-        key = tree, kinds, bool(jax.config.jax_enable_x64)
+        key = tree, kinds, jax.dtypes.canonicalize_dtype(float)
         if key not in traced:
             traced[key] = _trace(function, args)
         results = _run(traced[key], leaves)

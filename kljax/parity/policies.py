@@ -172,8 +172,8 @@ def kl_gradient_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray)
 def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the estimates and their derivatives, in the shape of `policy`."""
     sampling = replay.old_log_probs(replay.plan.recipe) if kl.corrected else None
-    arrays = (shift_rows(replay.arrays[kl.reference], kl.shift), used, sampling)
-    arrays = tuple(None if array is None else np.broadcast_to(array, policy.shape) for array in arrays)
+    recorded = shift_rows(replay.arrays[kl.reference], kl.shift), used, sampling
+    arrays = [None if array is None else np.broadcast_to(array, policy.shape) for array in recorded]
     settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
     clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
     clips |= {"log_ratio_clip": kl.log_ratio_clip, "value_clip": kl.value_clip}
