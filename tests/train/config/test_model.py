@@ -59,6 +59,7 @@ def test_a_folder_decides_the_shape(folder):
         "attention",
         "remat",
         "allow_nonfinite",
+        "freeze_pad_embedding",
     }
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
     decoder = make_model(config, ByteTokenizer()).config

@@ -92,6 +92,7 @@ def test_saved_config_has_the_meaning_of_names() -> None:
         "empty_rows": "drop",
         "gradient": "value",
         "importance_corrected": False,
+        "importance_level": "token",
         "max_ratio": None,
         "log_ratio_clip": None,
         "value_clip": 10.0,
