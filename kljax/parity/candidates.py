@@ -20,8 +20,10 @@ from kljax.parity.stages import comparable
 
 # Choices that are paired first.
 PROMISING = 24
-# Different numbers that a field needs for its grid to tell a dtype.
+# Numbers that show a dtype by their grid, or other rows and positions by their agreement.
 DISTINCT = 4
+# The stages of the recipe that are masks.
+MASKS = ("mask_rule", "mask", "kl_mask")
 Causes = tuple[Cause, ...]
 Skipped = frozenset[str]
 
@@ -109,8 +111,14 @@ class Candidates:
         before, after = (self.replay.predict(name, each).at for each in (recipe, changed))
         if np.array_equal(before, after):
             return False
-        wrong = differing(self.replay, name, recipe)
-        dropped = wrong & ~after & (self.replay.arrays[name] != 0)
+        wrong, nonzero = differing(self.replay, name, recipe), self.replay.arrays[name] != 0
+        if all(getattr(recipe, stage) == getattr(changed, stage) for stage in MASKS):
+            # Rows or positions are moved, some of them to where nothing is recorded: the others show it.
+            return int((wrong & after).sum()) < DISTINCT
+        # A mask that is in the record sets all that it takes out to 0.
+        if (wrong & ~after & ~nonzero).any() and (before & ~after & nonzero).any():
+            return True
+        dropped = wrong & ~after & nonzero
         return bool(dropped.any() and 2 * dropped.sum() >= wrong.sum())
 
     def singles(self, name: str, recipe: Recipe, skipped: Skipped) -> list[Causes]:

@@ -1,5 +1,6 @@
 """Runs functions of JAX in NumPy, one operation after the other: for small arrays, a compilation costs more."""
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# Numbers of the largest array up to which a program is interpreted. Compiled, an operation on them is no faster.
-SMALL = 1 << 16
+# Numbers of the largest array up to which a program is interpreted, and how often; more pay for a compilation.
+SMALL, OFTEN = 1 << 16, 100
 Operation = Callable[..., Any]
 Params = Mapping[str, Any]
 
@@ -32,7 +33,7 @@ class Traced(NamedTuple):
 
 
 def program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs another one: in NumPy on small arrays, else compiled.
+    """Returns a function that runs another one: in NumPy at first and on small arrays, else compiled.
 
     Args:
       function: of arrays and trees of arrays, as for `jax.jit`; it returns an array or a tuple of arrays. It is traced
@@ -45,6 +46,7 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     compiled = jax.jit(function, compiler_options=options)
     traced: dict[Any, Traced] = {}
+    runs: collections.Counter[Any] = collections.Counter()
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -52,6 +54,9 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args)
         kinds = tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
         key = tree, kinds, jax.dtypes.canonicalize_dtype(float)
+        runs[key] += 1
+        if runs[key] > OFTEN:
+            return compiled(*args)
         if key not in traced:
             traced[key] = _trace(function, args)
         results = _run(traced[key], leaves)

@@ -61,3 +61,9 @@ def test_large_arrays_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     run = interpreter.program(lambda x: 2 * x)
     assert isinstance(run(np.arange(4.0)), np.ndarray)
     assert isinstance(run(np.arange(5.0)), jax.Array)
+
+
+def test_frequent_function_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "OFTEN", 2)
+    run = interpreter.program(lambda x: 2 * x)
+    assert [isinstance(run(np.arange(4.0)), np.ndarray) for _ in range(4)] == [True, True, False, False]
