@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kljax.parity.candidates import Candidates, Causes, Skipped, applied
 from kljax.parity.comparison import Finding, ParityReport, compare_field
 from kljax.parity.ranking import preferred
@@ -42,7 +44,9 @@ class Search:
         """
         recipe = self.replay.plan.recipe
         differences = tuple(compare_field(self.replay, name, recipe) for name in self.candidates.fields)
-        findings = self._explain(recipe)
+        # A candidate may divide by 0 or overflow; it then does not agree.
+        with np.errstate(all="ignore"):
+            findings = self._explain(recipe)
         missing = [name for name in recorded(self.replay) if name not in self.candidates.fields]
         reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
         unknown = any(not finding.explanations for finding in findings)
