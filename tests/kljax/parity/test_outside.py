@@ -7,6 +7,7 @@ import pytest
 from tests.parity_outside.write import read_cases
 from tests.parity_trial import score
 
+ROOT = pathlib.Path(__file__).parents[2] / "parity_outside"
 NAMED = (
     "log-ratio-clip-trl_grpo",
     "correction-twice-slime_tis",
@@ -15,12 +16,20 @@ NAMED = (
     "kl-reward-mask-openrlhf_reinforce",
     "reduction-root-length-slime_tis",
 )
+# Of the second list: a row that moved, and a search whose candidates overflow, where a warning is an error.
+NAMED_LATER = ("reference-rows-moved-verl_ppo", "center-others-trl_dr_grpo")
 CASES = {case["id"]: case for case in read_cases()}
+LATER_CASES = {case["id"]: case for case in read_cases(ROOT / "more_cases.json")}
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_fault_from_outside_is_named(name: str, tmp_path: pathlib.Path) -> None:
     assert score(CASES[name], tmp_path).verdict == "right"
+
+
+@pytest.mark.parametrize("name", NAMED_LATER)
+def test_fault_of_the_second_list_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    assert score(LATER_CASES[name], tmp_path).verdict == "right"
 
 
 def test_stale_reference_is_unknown(tmp_path: pathlib.Path) -> None:
