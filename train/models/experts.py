@@ -115,14 +115,18 @@ def route(
     return gates, routes, chosen
 
 
+def has_expert(routes: jax.Array, experts: int) -> jax.Array:
+    """Returns which experts are among the routes [..., k], bool [..., E]; the routes of padding, -1, have none."""
+    return jnp.any(routes[..., None] == jnp.arange(experts, dtype=routes.dtype), axis=-2)
+
+
 def _without_improbable(
     probabilities: jax.Array, recorded: jax.Array, chosen: jax.Array, threshold: float
 ) -> jax.Array:
     """Replaces recorded experts [..., k] below the threshold of `route` by the most probable of the others, sorted."""
     weakest = jnp.min(jnp.take_along_axis(probabilities, chosen, axis=-1), axis=-1, keepdims=True)
     passes = jnp.take_along_axis(probabilities, recorded, axis=-1) >= threshold * weakest
-    numbers = jnp.arange(probabilities.shape[-1])
-    is_used = jnp.any((recorded[..., None] == numbers) & passes[..., None], axis=-2)
+    is_used = has_expert(jnp.where(passes, recorded, NO_EXPERT), probabilities.shape[-1])
     # Above every probability, so that what passes comes first.
     return jnp.sort(lax.top_k(jnp.where(is_used, 2.0, probabilities), recorded.shape[-1])[1], axis=-1)
 

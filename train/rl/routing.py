@@ -15,7 +15,7 @@ from train.config.plan import Plan
 from train.config.routing import Routing
 from train.models import Decoder
 from train.models.config import DecoderConfig
-from train.models.experts import Routed
+from train.models.experts import Routed, has_expert
 from train.models.packing import PackedRows
 from train.rl.batch import Batch
 from train.rl.metrics import Metrics
@@ -49,7 +49,7 @@ class RouterTotals:
         """
         if routed is None:
             return cls(jnp.sum(counts), None)
-        is_chosen = _has_expert(routed.chosen, routed.logits.shape[-1])
+        is_chosen = has_expert(routed.chosen, routed.logits.shape[-1])
         tokens = tuple(range(counts.ndim))
         return cls(jnp.sum(counts), jnp.sum(is_chosen * counts[..., None, None], axis=tokens, dtype=jnp.int32))
 
@@ -168,11 +168,6 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
     return count
 
 
-def _has_expert(routes: jax.Array, experts: int) -> jax.Array:
-    """Returns which experts are among the routes [..., k], bool [..., E]; the routes of padding, -1, have none."""
-    return jnp.any(routes[..., None] == jnp.arange(experts, dtype=routes.dtype), axis=-2)
-
-
 def without_routers(tree: Tree) -> Tree:
     """Returns gradients, or changes, of trainable weights with zeros for the routers."""
 
@@ -207,7 +202,7 @@ def routing_metrics(
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
     metrics: Metrics = {"router_entropy": kljax.WeightedSum.of(jax.lax.stop_gradient(entropy), real)}
-    uses = _has_expert(routed.routes, routed.logits.shape[-1])
+    uses = has_expert(routed.routes, routed.logits.shape[-1])
     loads = jnp.sum(uses.reshape(-1, *uses.shape[-2:]), axis=0, dtype=jnp.int32)
     for index, layer in enumerate(config.expert_layers):
         metrics[f"router_load_layer_{layer}"] = LargestLoad(loads[index])

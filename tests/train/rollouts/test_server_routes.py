@@ -5,6 +5,7 @@
 
 import base64
 import copy
+import dataclasses
 import json
 from contextlib import closing
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 
 from tests import tiny
 from tests.goldens.server_routes import npy
+from tests.train.models import test_experts
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
-from train.models import DecoderConfig, ExpertsConfig, LayerKind, Rope
+from train.models import ExpertsConfig
 from train.rl.token_fields import ROUTES
 from train.rollouts.open import open_source
 from train.rollouts.server.answers import AnswerError, Requested, read_answers
@@ -26,18 +28,7 @@ from train.rollouts.source import Request, SourceError
 
 RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "server_routes.json").read_text())
 PROMPT, ROUTED = RECORDED["prompt"], [np.array(routes) for routes in RECORDED["routes"]]
-SHAPE = DecoderConfig(
-    vocab_size=24,
-    layers=3,
-    width=16,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp_width=24,
-    rope=Rope(100.0),
-    pattern=(LayerKind(), LayerKind(mlp="experts"), LayerKind(mlp="experts")),
-    experts=ExpertsConfig(count=6, active=2, width=8),
-)
+SHAPE = dataclasses.replace(test_experts.SHAPE, experts=ExpertsConfig(count=6, active=2, width=8))
 
 
 def read(answer: dict) -> list[np.ndarray]:

@@ -184,12 +184,14 @@ def _quantization(config: Config) -> Iterator[Problem]:
 
 
 def _routes(config: Config) -> Iterator[Problem]:
-    if config.routing.threshold > 0:
-        off = {"routing.replay": config.routing.replay == "none", "routing.verify": config.routing.verify}
-        for name in (name for name, is_set in off.items() if is_set):
+    for name, value, is_set in (
+        ("routing.replay", "none", config.routing.replay == "none"),
+        ("routing.verify", "true", config.routing.verify),
+    ):
+        if is_set and config.routing.threshold > 0:
             yield problem(
-                f"got {config.routing.threshold:g}, but {name} is {'none' if name == 'routing.replay' else 'true'}, "
-                "and the threshold replaces recorded experts; set it to 0",
+                f"got {config.routing.threshold:g}, but {name} is {value}, and the threshold replaces recorded "
+                "experts; set it to 0",
                 "routing.threshold",
                 name,
             )
