@@ -46,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--dtype", choices=DTYPES, help="hf: dtype of the weights in the files; that of the run's weights if left out"
     )
+    command.add_argument(
+        "--drop-router-bias",
+        action="store_true",
+        help="hf: leave out the biases of routing.bias_update_rate, which no Hugging Face family of this trainer has; "
+        "the routers then choose other experts",
+    )
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
     add_process_flags(command)
     return command
@@ -65,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 merge=options.merge,
                 dtype=options.dtype,
                 base_name=options.base,
+                drop_router_bias=options.drop_router_bias,
             )
 
     return run_command(command)
@@ -79,6 +86,7 @@ def export(
     merge: bool,
     dtype: str | None = None,
     base_name: str | None = None,
+    drop_router_bias: bool = False,
 ) -> None:
     """Writes a step of the run at `root` to `target`, completely or not at all, and prints a line.
 
@@ -99,6 +107,9 @@ def export(
     saved = SavedRun.at(root)
     config = fitting(saved.config)
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
+    if drop_router_bias and (form != "hf" or config.routing.bias_update_rate == 0):
+        why = f"the format is {form}" if form != "hf" else "the routers of the run have no bias"
+        raise UserError(f"--drop-router-bias: only --format hf drops a bias, but {why}; leave the flag out")
     step = saved.step(step)
     agree("command", {"--to": str(target), "--format": form, "--merge": merge, "--dtype": dtype, "--step": step})
     try:
@@ -109,7 +120,8 @@ def export(
     model = make_model(config, tokenizer)
     with jax.set_mesh(mesh):
         policy = saved.policy(model, mesh, step)
-        options = _Options(form, merge, dtype, base_name or config.model.path, config.model.path)
+        source = config.model.path
+        options = _Options(form, merge, dtype, base_name or source, source, drop_router_bias)
         run_together("--to", lambda: _write(target, model, policy, tokenizer, options))
     if not is_leader():
         return
@@ -131,6 +143,7 @@ class _Options(NamedTuple):
     dtype: str | None
     base_name: str | None
     source: str | None
+    drop_router_bias: bool
 
 
 def _write(target: Path, model: "Decoder", policy: "kljax.Policy", tokenizer: "Tokenizer", options: _Options) -> None:
@@ -143,9 +156,16 @@ def _write(target: Path, model: "Decoder", policy: "kljax.Policy", tokenizer: "T
         elif options.form == "hf":
             from train.weights.huggingface import save_folder
 
-            _warn_of_rounding(
-                save_folder(target, model, policy, source=options.source, tokenizer=tokenizer, dtype=options.dtype)
+            lost = save_folder(
+                target,
+                model,
+                policy,
+                source=options.source,
+                tokenizer=tokenizer,
+                dtype=options.dtype,
+                drop_router_bias=options.drop_router_bias,
             )
+            _warn_of_rounding(lost)
         else:
             _save_orbax(target, model, policy, merge=options.merge)
     except OSError as error:

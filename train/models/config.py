@@ -153,6 +153,8 @@ class ExpertsConfig:
       normalize: divides the gates of a token by their sum.
       wide_gates: gates stay float32 in a bfloat16 model (Mixtral); otherwise they are rounded to its compute type.
       shared_width: hidden width of an expert that computes every token, times a sigmoid; None: there is none.
+      choice_bias: whether a bias of each expert, which has no gradient, is added to the probabilities for the choice of
+        the experts alone.
 
     Raises:
       ValueError: a number below 1, or more active experts than there are.
@@ -164,6 +166,7 @@ class ExpertsConfig:
     normalize: bool = True
     wide_gates: bool = False
     shared_width: int | None = None
+    choice_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "active", "width", "shared_width"):

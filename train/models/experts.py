@@ -21,6 +21,8 @@ from train.models.mlp import DenseMlp, activate
 from train.models.self_attention import LayerContext
 from train.models.sharding import axis_size, constrain, divides, mesh_axes, mesh_is_set, partition_spec
 
+CHOICE_BIAS = "choice_bias"
+"""The parameter of `ExpertMlp` that the optimizer does not train."""
 NO_EXPERT = -1
 """The route of padding, which nobody computes, and of a token whose experts the router has to choose."""
 _TOKENS = ("rows", "tokens")
@@ -33,7 +35,7 @@ class Routed:
 
     Attributes:
       routes: [B, T, k] int16, the experts that were used, ascending; -1 at padding.
-      chosen: [B, T, k] int16, the most probable experts, ascending; -1 at padding.
+      chosen: [B, T, k] int16, the experts that the router chooses, ascending; -1 at padding.
       logits: [B, T, E], of the router, in the compute type.
     """
 
@@ -45,8 +47,8 @@ class Routed:
 class ExpertMlp(nnx.Module):
     """`sum over the routes e of a token: gate_e(x) down_e(act(gate_proj_e(x)) * up_proj_e(x))`.
 
-    Gates are the softmax of the router's logits, computed in float32, at the routes. The routes are the k most
-    probable experts, of equal ones the lower, unless `LayerContext.routes` has others.
+    Gates are the softmax of the router's logits, computed in float32, at the routes. The routes are the k experts with
+    the largest probability plus bias, of equal ones the lower, unless `LayerContext.routes` has others.
     """
 
     def __init__(self, config: DecoderConfig, key: InitKey):
@@ -54,6 +56,9 @@ class ExpertMlp(nnx.Module):
         self.config, experts = config, config.experts
         router = dataclasses.replace(config, quantization=None)
         self.gate = projection(router, "gate", (config.width, experts.count), ("embed", "router"), key)
+        if experts.choice_bias:
+            # Float32 whatever the other parameters are: its steps are small.
+            self.choice_bias = param(jnp.zeros(experts.count), ("router",))
         self.experts = ExpertWeights(config, key.child("experts"))
         if experts.shared_width is not None:
             self.shared_expert = DenseMlp(config, key.child("shared_expert"), width=experts.shared_width)
@@ -63,10 +68,9 @@ class ExpertMlp(nnx.Module):
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Routed]:
         experts = self.config.experts
         assert experts is not None
-        logits = self.gate(x)
-        gates, routes, chosen = route(
-            logits, experts, context.real, context.routes, threshold=self.config.replay_threshold
-        )
+        logits, threshold = self.gate(x), self.config.replay_threshold
+        bias = self.choice_bias[...] if experts.choice_bias else None
+        gates, routes, chosen = route(logits, experts, context.real, context.routes, bias=bias, threshold=threshold)
         y = self.experts(x, routes, gates if experts.wide_gates else gates.astype(x.dtype))
         if experts.shared_width is not None:
             y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.run(x)
@@ -79,6 +83,7 @@ def route(
     real: jax.Array,
     replayed: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
     threshold: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses the experts of every token, and their gates.
@@ -88,8 +93,9 @@ def route(
       experts: how many to choose, and whether gates add up to 1.
       real: [...] bool, the tokens that are no padding.
       replayed: [..., k] int, experts to use instead; a token with -1 chooses for itself. None: all tokens do.
+      bias: [E], added to the router's probabilities for the choice, not to the gates; None: 0.
       threshold: with p the router's probabilities, a replayed expert e is used if `p_e >= threshold min_c p_c` over
-        the chosen experts c; the most probable of the other experts take the places of refused ones.
+        the chosen experts c; of the other experts the first in the order of choice take the places of refused ones.
 
     Returns:
       Gates [..., k] in float32 at least, routes [..., k] int32 and the router's own choice [..., k], both ascending, so
@@ -97,15 +103,17 @@ def route(
 
     Gradient:
       Of the logits through the gates, also of replayed experts: through the softmax over all experts. Which experts
-      are used is treated as a constant.
+      are used is treated as a constant, so that the bias has no gradient.
     """
     probabilities = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
-    chosen = jnp.sort(lax.top_k(lax.stop_gradient(probabilities), experts.active)[1], axis=-1)
+    scores = lax.stop_gradient(probabilities if bias is None else probabilities + bias)
+    chosen = jnp.sort(lax.top_k(scores, experts.active)[1], axis=-1)
     routes = chosen
     if replayed is not None:
         recorded = jnp.sort(replayed.astype(jnp.int32), axis=-1)
         if threshold > 0:
-            recorded = _without_improbable(lax.stop_gradient(probabilities), recorded, chosen, threshold)
+            passes = _is_probable(lax.stop_gradient(probabilities), recorded, chosen, threshold)
+            recorded = _with_replacements(scores, recorded, passes)
         # Padding may have any routes; the gate of an expert that does not exist is NaN, which attention would spread.
         routes = jnp.where((replayed >= 0) & real[..., None], recorded, chosen)
     gates = jnp.take_along_axis(probabilities, routes, axis=-1)
@@ -120,15 +128,17 @@ def has_expert(routes: jax.Array, experts: int) -> jax.Array:
     return jnp.any(routes[..., None] == jnp.arange(experts, dtype=routes.dtype), axis=-2)
 
 
-def _without_improbable(
-    probabilities: jax.Array, recorded: jax.Array, chosen: jax.Array, threshold: float
-) -> jax.Array:
-    """Replaces recorded experts [..., k] below the threshold of `route` by the most probable of the others, sorted."""
+def _is_probable(probabilities: jax.Array, recorded: jax.Array, chosen: jax.Array, threshold: float) -> jax.Array:
+    """Returns which recorded experts [..., k] pass the threshold of `route`."""
     weakest = jnp.min(jnp.take_along_axis(probabilities, chosen, axis=-1), axis=-1, keepdims=True)
-    passes = jnp.take_along_axis(probabilities, recorded, axis=-1) >= threshold * weakest
-    is_used = has_expert(jnp.where(passes, recorded, NO_EXPERT), probabilities.shape[-1])
-    # Above every probability, so that what passes comes first.
-    return jnp.sort(lax.top_k(jnp.where(is_used, 2.0, probabilities), recorded.shape[-1])[1], axis=-1)
+    return jnp.take_along_axis(probabilities, recorded, axis=-1) >= threshold * weakest
+
+
+def _with_replacements(scores: jax.Array, recorded: jax.Array, passes: jax.Array) -> jax.Array:
+    """Replaces recorded experts [..., k] that do not pass by the others with the largest scores, sorted."""
+    is_used = has_expert(jnp.where(passes, recorded, NO_EXPERT), scores.shape[-1])
+    # Above every score, so that what passes comes first.
+    return jnp.sort(lax.top_k(jnp.where(is_used, jnp.inf, scores), recorded.shape[-1])[1], axis=-1)
 
 
 class ExpertLinear(nnx.Module):

@@ -122,13 +122,14 @@ def teacher_model(form: Format, path: Path, policy: Decoder) -> Decoder:
         return Decoder(decoder_config(path, dtype=dtype, param_dtype=dtype))
     run, param_dtype = run_directory_of(path), policy.config.param_dtype
     if run is not None:
-        # Only the decoder's section is read: files that the rest of the config names may be gone.
+        # Only what makes the decoder is read: files that the rest of the config names may be gone.
         check_sealed_text(run / "config.yaml", "restore it from a copy")
         raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         section = raw.get("model", {})
         if isinstance(section, dict):
             section = {key: value for key, value in section.items() if key not in STORAGE_FIELDS}
-        config, _ = parse({"steps": 1, "model": section})
+        routing = {key: value for key, value in (raw.get("routing") or {}).items() if key == "bias_update_rate"}
+        config, _ = parse({"steps": 1, "model": section, "routing": routing})
         policy = make_model(config, load_tokenizer(config))
     return Decoder(
         dataclasses.replace(policy.config, lora=None, dtype=dtype, param_dtype=param_dtype, quantization=None)

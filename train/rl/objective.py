@@ -26,7 +26,7 @@ from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.rl.metrics import LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
-from train.rl.routing import RouterTotals, router_losses, routing_metrics
+from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -45,16 +45,20 @@ class LossMetrics(NamedTuple):
       parts: the loss and each of its terms, scalars that add up over the micro-batches of an update.
       tokens: statistics of the tokens.
       per_token: [n, T] by the names of `token_values.PER_TOKEN`; micro-batches stay apart.
+      choices: `router_choices`, which add up over the micro-batches too.
     """
 
     parts: dict[str, Array]
     tokens: Metrics
     per_token: dict[str, Array]
+    choices: Array | None = None
 
     def reduce(self) -> "LossMetrics":
         """Merges the micro-batches that lie along the leading axis."""
         parts = {name: value.sum(0) for name, value in self.parts.items()}
-        return LossMetrics(parts, {name: metric.reduce() for name, metric in self.tokens.items()}, self.per_token)
+        tokens = {name: metric.reduce() for name, metric in self.tokens.items()}
+        choices = None if self.choices is None else self.choices.sum(0)
+        return LossMetrics(parts, tokens, self.per_token, choices)
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
@@ -275,7 +279,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
         per_token = _per_token(terms.stats, batch, kept_mask)
-        return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token))
+        choices = router_choices(config.routing, routed, sequences)
+        return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token), choices)
 
     return objective
 

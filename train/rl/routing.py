@@ -9,20 +9,23 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kljax
 from train.config.plan import Plan
 from train.config.routing import Routing
 from train.models import Decoder
+from train.models.blocks import layer_stacks
 from train.models.config import DecoderConfig
-from train.models.experts import Routed, has_expert
+from train.models.experts import CHOICE_BIAS, Routed, has_expert
 from train.models.packing import PackedRows
 from train.rl.batch import Batch
-from train.rl.metrics import Metrics
+from train.rl.metrics import Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
 from train.rl.state import policy_of
 
 Tree = Any
+RouterChanges = Callable[[Tree, jax.Array | None], Tree]
 CountPart = Callable[[dict[str, Tree], Tree, Batch, PackedRows | None], "RouterTotals"]
 
 
@@ -166,6 +169,54 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
         return RouterTotals.of(sequences.token_counts(), routed)
 
     return count
+
+
+def router_choices(section: Routing, routed: Routed | None, sequences: Sequences) -> jax.Array | None:
+    """Counts the tokens of a micro-batch for which a router chooses each expert, [L, E] int32; None without a bias."""
+    if section.bias_update_rate == 0 or routed is None:
+        return None
+    return RouterTotals.of(sequences.token_counts(), routed).choices
+
+
+def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
+    """Makes `(changes, choices) -> changes`: what an update adds to the trainable weights, once the routers are right.
+
+    A frozen router does not change. A bias of the choice, which has no gradient and no weight decay, moves by
+    `rate * sign(mean load - load)`: the load of an expert is the number of tokens of the update for which the router
+    chooses it, also where recorded routes are replayed (Wang et al. 2024, arXiv 2408.15664).
+    """
+    section, experts = plan.config.routing, model.config.expert_layers
+
+    def router_changes(changes: Tree, choices: jax.Array | None) -> Tree:
+        changes = without_routers(changes) if section.freeze else changes
+        if choices is None:
+            return changes
+        steps = section.bias_update_rate * jnp.sign(jnp.mean(choices, axis=-1, keepdims=True) - choices)
+        params = changes["params"]
+        for stack in layer_stacks(model.config):
+            if stack.layers[0] in experts:
+                of_stack = steps[np.array([experts.index(layer) for layer in stack.layers])]
+                params = _with_leaf(params, (*stack.path, "mlp", CHOICE_BIAS), of_stack)
+        return {**changes, "params": params}
+
+    return router_changes
+
+
+def _with_leaf(tree: Tree, path: tuple[str, ...], leaf: jax.Array) -> Tree:
+    """Replaces a leaf, in its dtype."""
+    if not path:
+        return leaf.astype(tree.dtype)
+    return {**tree, path[0]: _with_leaf(tree[path[0]], path[1:], leaf)}
+
+
+def choice_bias_metrics(trainable: dict[str, Tree]) -> Metrics:
+    """Measures the smallest and the largest bias of all routers, if they have one."""
+    leaves = jax.tree_util.tree_leaves_with_path(trainable)
+    biases = [leaf.ravel() for path, leaf in leaves if getattr(path[-1], "key", None) == CHOICE_BIAS]
+    if not biases:
+        return {}
+    values = jnp.concatenate(biases)
+    return {"router_bias_min": single(values.min()), "router_bias_max": single(values.max())}
 
 
 def without_routers(tree: Tree) -> Tree:

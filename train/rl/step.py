@@ -33,7 +33,7 @@ from train.rl.policy import (
     token_values,
 )
 from train.rl.reference import reference_head
-from train.rl.routing import make_router_count, without_routers
+from train.rl.routing import choice_bias_metrics, make_router_changes, make_router_count, without_routers
 from train.rl.state import TrainState, keep_unless, policy_of
 from train.rl.token_fields import ROUTES
 from train.rl.token_values import TokenValues
@@ -235,7 +235,7 @@ def make_update(
     skipped likewise; the limit is compared with the metrics of all its rows.
     """
     config, guard = plan.config, plan.config.guard
-    gradient, freezes = _make_gradient(plan, model), config.routing.freeze
+    gradient, router_changes = _make_gradient(plan, model), make_router_changes(plan, model)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
     moves, group = plan.rows_move, plan.layout.group
 
@@ -264,7 +264,8 @@ def make_update(
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
-        metrics = metric_sums.reduce().of_update() | {"grad_norm": single(norm)}
+        sums = metric_sums.reduce()
+        metrics = sums.of_update() | {"grad_norm": single(norm)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)
@@ -272,10 +273,10 @@ def make_update(
         changes, opt_state = advance(optimizer, grads, state, applied)
         if guard.action == "lower_learning_rate":
             changes = jax.tree.map(lambda x: x * state.guard.rate.astype(x.dtype), changes)
-        changes = without_routers(changes) if freezes else changes  # weight decay moves them without a gradient
+        changes = router_changes(changes, sums.choices)  # weight decay moves them without a gradient
         trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
         counts = state.guard.after(applied, squares)
-        metrics["skipped_updates"] = single(1.0 - applied)
+        metrics |= {"skipped_updates": single(1.0 - applied), **choice_bias_metrics(trainable)}
         results = dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=counts), metrics
         return (*results, TokenValues(required(parts[0].row_numbers), metric_sums.per_token)) if per_token else results
 

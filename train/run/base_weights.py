@@ -19,6 +19,7 @@ from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed.exchange import on_leader
 from train.models import Decoder
+from train.models.experts import CHOICE_BIAS
 from train.models.int8 import quantise_params
 from train.references.find import locate, run_directory_of
 from train.references.record import is_recorded
@@ -157,11 +158,29 @@ def load_initial_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None
     """Loads the saved weights that the config starts from, or returns None if they are to be drawn."""
     if config.warm_start.checkpoint is not None:
         path, item = locate(config.warm_start.checkpoint, "params")
-        return restore_weights(path, model, mesh, "warm_start.checkpoint", item=item)
+        with field_errors("warm_start.checkpoint"):
+            saved = _as_saved(model, orbax_arrays(path, item))
+        restored = restore_weights(path, saved, mesh, "warm_start.checkpoint", item=item)
+        return _with_zeros(abstract_params(model, mesh), restored)
     if config.model.path is not None:
         with field_errors("model.path"):
             return load_params(config.model.path, model, mesh, allow_nonfinite=config.model.allow_nonfinite)
     return None
+
+
+def _as_saved(model: Decoder, arrays: Mapping[str, SavedArray]) -> Decoder:
+    """Returns the decoder without the bias of the choice of experts if saved weights have none: it begins at 0."""
+    experts = model.config.experts
+    if experts is None or not experts.choice_bias or any(name.endswith(CHOICE_BIAS) for name in arrays):
+        return model
+    return Decoder(dataclasses.replace(model.config, experts=dataclasses.replace(experts, choice_bias=False)))
+
+
+def _with_zeros(like: Tree, params: Tree) -> Tree:
+    """Adds zeros for the leaves that weights lack."""
+    if isinstance(like, Mapping):
+        return {name: _with_zeros(leaf, (params or {}).get(name)) for name, leaf in like.items()}
+    return jnp.zeros(like.shape, like.dtype, device=like.sharding) if params is None else params
 
 
 def restore_weights(path: Path, model: Decoder, mesh: Mesh, field: str, *, item: str | None = None) -> Tree:

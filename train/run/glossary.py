@@ -297,6 +297,20 @@ GLOSSARY = (
     ),
     MetricEntry(
         "policy",
+        "router_bias_min",
+        "smallest bias of an expert after an update, with `routing.bias_update_rate`",
+        "settles",
+        "falls without end: an expert stays busy whatever its bias; raise `routing.balance_coef`",
+    ),
+    MetricEntry(
+        "policy",
+        "router_bias_max",
+        "largest bias of an expert after an update",
+        "settles",
+        "above the probabilities of a router: biases alone choose; lower `routing.bias_update_rate`",
+    ),
+    MetricEntry(
+        "policy",
         "router_balance_loss",
         "the load-balance loss of the routers, before its coefficient",
         "near the number of active experts: equal loads",

@@ -40,7 +40,8 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
                 shape["experts"] = ExpertsConfig(**experts.model_dump())
             shape["pattern"] = (LayerKind(mlp="experts"),)
         with field_errors("config"):
-            return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
+            decoder = DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options)
+        return Decoder(_with_choice_bias(decoder, config))
     with field_errors(f"model.path {section.path}"):
         decoder = decoder_config(folder_config or section.path, lora=lora, **options)
         pad = pad_id(folder_config or section.path) if section.freeze_pad_embedding else None
@@ -54,7 +55,14 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
         lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
     if lines:
         raise UserError(f"model.path {section.path}: {'; '.join(lines)}")
-    return Decoder(decoder)
+    return Decoder(_with_choice_bias(decoder, config))
+
+
+def _with_choice_bias(decoder: DecoderConfig, config: Config) -> DecoderConfig:
+    """Gives the routers the bias that `routing.bias_update_rate` moves."""
+    if decoder.experts is None or config.routing.bias_update_rate == 0:
+        return decoder
+    return dataclasses.replace(decoder, experts=dataclasses.replace(decoder.experts, choice_bias=True))
 
 
 def make_policy_model(
@@ -66,7 +74,8 @@ def make_policy_model(
       UserError: as `make_model`; or a field of `routing` trains routers that the decoder does not have, or freezes.
     """
     model, section = make_model(config, tokenizer, folder_config=folder_config), config.routing
-    fields = {"balance_coef": "0", "z_coef": "0", "freeze": "false", "verify": "false", "threshold": "0"}
+    fields = {"balance_coef": "0", "z_coef": "0", "bias_update_rate": "0", "freeze": "false"}
+    fields |= {"verify": "false", "threshold": "0"}
     for name, default in fields.items():
         if getattr(section, name) and model.config.experts is None:
             got = str(getattr(section, name)).lower()

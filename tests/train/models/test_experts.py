@@ -73,12 +73,44 @@ def test_replayed_routes_get_the_gates_of_the_router():
     np.testing.assert_allclose(slope[0], probabilities[0] * (np.eye(6)[0] - probabilities), atol=1e-7)
 
 
-def thresholded(probabilities: np.ndarray, recorded: list[int], threshold: float) -> list[int]:
+def thresholded(probabilities: np.ndarray, recorded: list[int], threshold: float, bias=(0,) * 6) -> list[int]:
     """The experts of a token, one after the other."""
-    ranked = sorted(range(len(probabilities)), key=lambda expert: -probabilities[expert])
-    weakest = probabilities[ranked[len(recorded) - 1]]
+    ranked = sorted(range(len(probabilities)), key=lambda expert: -probabilities[expert] - bias[expert])
+    weakest = min(probabilities[ranked[: len(recorded)]])
     used = [expert for expert in recorded if probabilities[expert] >= threshold * weakest]
     return sorted(used + [expert for expert in ranked if expert not in used][: len(recorded) - len(used)])
+
+
+def test_bias_decides_the_choice_and_no_gate():
+    """It has no gradient, and replayed routes ignore it."""
+    logits = jax.random.normal(jax.random.key(0), (40, 6))
+    bias, real = jnp.array([0.3, 0.0, -0.3, 0.1, 0.0, -0.1]), jnp.ones(40, bool)
+    plain = dataclasses.replace(EXPERTS, normalize=False)
+    gates, routes, chosen = route(logits, plain, real, bias=bias)
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    np.testing.assert_array_equal(chosen, np.sort(np.argsort(-probabilities - bias, axis=-1)[:, :2]))
+    np.testing.assert_array_equal(routes, chosen)
+    assert 0.2 < (np.asarray(chosen) != route(logits, plain, real)[2]).any(-1).mean() < 0.9
+    np.testing.assert_allclose(gates, np.take_along_axis(probabilities, np.asarray(routes), -1), rtol=1e-6)
+    slope = jax.grad(lambda b: route(logits, EXPERTS, real, bias=b)[0][:, 0].sum())(bias)
+    np.testing.assert_array_equal(slope, 0)
+    replayed = jnp.tile(jnp.array([2, 5]), (40, 1))
+    gates, routes, again = route(logits, plain, real, replayed, bias=bias)
+    np.testing.assert_array_equal(routes, replayed)
+    np.testing.assert_allclose(gates, probabilities[:, [2, 5]], rtol=1e-6)
+    np.testing.assert_array_equal(again, chosen)
+
+
+@pytest.mark.parametrize("scale", [0.2, 4.0])
+def test_threshold_fills_places_by_probability_plus_bias(scale):
+    """A bias may be larger than any probability; what passes the threshold stays."""
+    experts, random = dataclasses.replace(EXPERTS, active=3), np.random.default_rng(0)
+    logits = jnp.asarray(random.normal(size=(40, 6)), jnp.float32)
+    recorded = random.permuted(np.tile(np.arange(6), (40, 1)), axis=-1)[:, :3]
+    bias, probabilities = (scale * random.normal(size=6)).astype(np.float32), np.asarray(jax.nn.softmax(logits))
+    _, routes, _ = route(logits, experts, jnp.ones(40, bool), jnp.asarray(recorded), bias=bias, threshold=0.8)
+    expected = [thresholded(*row, 0.8, bias) for row in zip(probabilities, recorded.tolist(), strict=True)]
+    np.testing.assert_array_equal(routes, expected)
 
 
 def test_threshold_replaces_improbable_replayed_experts():

@@ -1,4 +1,4 @@
-"""Losses of the routers: of the definition, of the update however it is split, and routers that stay as they are."""
+"""Losses and bias of the routers: of the definition, of the update however it is split; and routers that stay."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,16 @@ from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
 from train.rl.packing import StepPacking, make_packer
-from train.rl.routing import LargestLoad, RouterTotals, balance_loss, z_loss
+from train.rl.routing import LargestLoad, RouterTotals, balance_loss, make_router_count, z_loss
+from train.rl.state import TrainState
 from train.rl.step import make_update
 from train.weights.model import make_policy_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "router_losses.json").read_text())
 EXPERTS = "model.experts={count: 5, active: 2, width: 8}"
 LOSSES = ("routing.balance_coef=0.7", "routing.z_coef=0.3")
+BIASED = ("routing.bias_update_rate=0.25",)
+BIAS = np.array([[0.2, 0.0, -0.2, 0.1, 0.0], [0.0, 0.0, 0.3, 0.0, 0.0], [0.0] * 5], np.float32)
 DECAY = ("optim.optimizer.weight_decay=0.1", "optim.learning_rate=0.01")
 ALONE = "optim.share_prompts=false"
 
@@ -69,14 +72,16 @@ def test_z_loss_equals_its_formula():
     assert not np.asarray(gradient)[np.asarray(mask) == 0].any()
 
 
-def gradient_of(*options: str, **shape: int):
-    """The gradient of an update and its metrics, in a layout."""
+def update_of(*options: str, **shape: int) -> tuple[TrainState, dict]:
+    """The state after an update, whose optimizer keeps the gradient, and its metrics, in a layout."""
     axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
     config = tiny.config_of(EXPERTS, *LOSSES, *options, *axes)
     plan, mesh = Plan.of(config), make_mesh(**shape)
     model, width = tiny.model_of(config), config.data.max_completion_length
     with jax.set_mesh(mesh), jax.enable_x64(True):
         weights = jax.tree.map(lambda x: np.asarray(x) * 2, tiny.drawn(model, jax.random.key(0)))
+        if "choice_bias" in weights["layers"]["mlp"]:
+            weights["layers"]["mlp"]["choice_bias"] = BIAS
         params = tiny.placed(kljax.Policy(weights), model, mesh).params
         state = tiny.first_state(plan, model, mesh, params, tiny.keep_gradient())
         state, batch = tiny.wide(state), tiny.wide(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)))
@@ -88,7 +93,13 @@ def gradient_of(*options: str, **shape: int):
         assert (packed is not None) == config.optim.packing
         update = make_update(plan, model, tiny.keep_gradient(), state, mesh)
         after, metrics = update(state, None, batch, chosen, objectives.coefficients(config), packed=packed)
-        return jax.device_get((after.opt_state["params"], {name: m.value() for name, m in metrics.items()}))
+        return jax.device_get((after, {name: m.value() for name, m in metrics.items()}))
+
+
+def gradient_of(*options: str, **shape: int):
+    """The gradient of an update and its metrics, in a layout."""
+    after, metrics = update_of(*options, **shape)
+    return after.opt_state["params"], metrics
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +131,73 @@ def test_router_losses_are_of_the_update(name, together):
     for loss in ("router_balance_loss", "router_z_loss", "loss", *loads):
         np.testing.assert_allclose(split_metrics[loss], metrics[loss], rtol=1e-12)
     chex.assert_trees_all_close(gradient, expected, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
+
+
+@pytest.fixture(scope="module")
+def biased():
+    return update_of(ALONE, *BIASED)
+
+
+def load_by_hand() -> np.ndarray:
+    """The tokens for which each router chooses each expert, [L, E], counted one by one."""
+    config, batch = tiny.config_of(EXPERTS, *BIASED), tiny.rollout_batch()
+    model = tiny.model_of(config)
+    weights = jax.tree.map(lambda x: np.asarray(x) * 2, tiny.drawn(model, jax.random.key(0)))
+    weights["layers"]["mlp"]["choice_bias"] = BIAS
+    _, routed = jax.jit(lambda: model.bind(weights).routed(batch.tokens, batch.token_mask))()
+    load = np.zeros(BIAS.shape, int)
+    completed = np.asarray(batch.completion_mask).any(1)
+    for row, column in np.argwhere(np.asarray(batch.token_mask) & completed[:, None]):
+        for layer in range(tiny.LAYERS):
+            load[layer, np.asarray(routed.chosen)[row, column, layer]] += 1
+    return load
+
+
+def test_bias_moves_by_its_rate_towards_equal_loads(biased):
+    """Only the choice knows it: its gradient is 0."""
+    after, metrics = biased
+    load = load_by_hand()
+    mean = load.mean(-1, keepdims=True)
+    assert (load < mean).any(-1).all()
+    assert (load > mean).any(-1).all()
+    bias = after.trainable["params"]["layers"]["mlp"]["choice_bias"]
+    np.testing.assert_allclose(bias, BIAS + 0.25 * np.sign(mean - load), atol=1e-15)
+    np.testing.assert_array_equal(after.opt_state["params"]["layers"]["mlp"]["choice_bias"], 0)
+    assert (metrics["router_bias_min"], metrics["router_bias_max"]) == (bias.min(), bias.max())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bias_is_of_the_update(name, biased):
+    options, shape = LAYOUTS[name]
+    after, metrics = biased
+    split, split_metrics = update_of(*BIASED, *options, **shape)
+    chex.assert_trees_all_equal(*(x.trainable["params"]["layers"]["mlp"]["choice_bias"] for x in (split, after)))
+    gradients = (x.opt_state["params"] for x in (split, after))
+    chex.assert_trees_all_close(*gradients, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
+    np.testing.assert_allclose(split_metrics["router_balance_loss"], metrics["router_balance_loss"], rtol=1e-12)
+
+
+def test_bias_alone_takes_no_second_pass():
+    """The loads are known after the last micro-batch, and no loss needs them before."""
+    config = tiny.config_of(EXPERTS, "routing.bias_update_rate=0.1", "optim.micro_batches=4", ALONE)
+    assert make_router_count(Plan.of(config), tiny.model_of(config)) is None
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_optimizer_leaves_the_bias_alone(nonfinite):
+    """Neither weight decay nor a skipped update moves it."""
+    config = tiny.config_of(EXPERTS, "routing.bias_update_rate=0.25", *DECAY, ALONE)
+    plan, model, mesh = Plan.of(config), tiny.model_of(config), tiny.mesh_of()
+    optimizer, params = make_optimizer(config.optim), tiny.drawn(model, jax.random.key(0))
+    params["layers"]["mlp"]["choice_bias"] = jnp.full(BIAS.shape, 0.5)
+    params = tiny.placed(kljax.Policy(params), model, mesh).params
+    state = tiny.first_state(plan, model, mesh, params, optimizer)
+    batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), np.nan if nonfinite else -5.6))
+    update = make_update(plan, model, optimizer, state, mesh)
+    after, metrics = update(state, None, batch, np.arange(tiny.ROWS), objectives.coefficients(config))
+    bias = np.asarray(after.trainable["params"]["layers"]["mlp"]["choice_bias"])
+    assert metrics["skipped_updates"].value() == nonfinite
+    assert set(bias.ravel().tolist()) == ({0.5} if nonfinite else {0.25, 0.75})
 
 
 def test_router_losses_reach_routers_with_their_coefficients(together):
@@ -156,6 +234,15 @@ def test_frozen_routers_stay_while_others_train():
         (("routing.z_coef=0.1",), r"routing\.z_coef: got 0\.1, but the model has no experts; expected 0"),
         (("routing.freeze=true",), r"routing\.freeze: got true, but the model has no experts; expected false"),
         (("routing.freeze=true", EXPERTS, "lora={}"), r"routing\.freeze: got true, but lora trains adapters alone"),
+        (("routing.bias_update_rate=0.1",), r"routing\.bias_update_rate: got 0\.1, but the model has no experts"),
+        (
+            ("routing.bias_update_rate=0.1", "routing.freeze=true", EXPERTS),
+            r"routing\.bias_update_rate: got 0\.1, but routing\.freeze leaves the routers as they are; set only one",
+        ),
+        (
+            ("routing.bias_update_rate=0.1", EXPERTS, "lora={}"),
+            r"routing\.bias_update_rate: got 0\.1, but lora trains adapters alone, .* set it to 0",
+        ),
     ],
 )
 def test_router_fields_without_use_are_refused(options, message):

@@ -183,6 +183,24 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
+def _router_bias(config: Config) -> Iterator[Problem]:
+    rate = config.routing.bias_update_rate
+    if rate == 0:
+        return
+    if config.routing.freeze:
+        yield problem(
+            f"got {rate:g}, but routing.freeze leaves the routers as they are; set only one of them",
+            "routing.bias_update_rate",
+            "routing.freeze",
+        )
+    if config.lora is not None:
+        yield problem(
+            f"got {rate:g}, but lora trains adapters alone, which have no bias of the routers; set it to 0",
+            "routing.bias_update_rate",
+            "lora",
+        )
+
+
 def _routes(config: Config) -> Iterator[Problem]:
     for name, value, is_set in (
         ("routing.replay", "none", config.routing.replay == "none"),
@@ -222,6 +240,7 @@ def _routes(config: Config) -> Iterator[Problem]:
 CHECKS = (
     _rows,
     _routes,
+    _router_bias,
     _slices,
     _context,
     _divisions,

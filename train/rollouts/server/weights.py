@@ -207,6 +207,12 @@ def make_sync(client: Client, context: RunContext) -> Sync:
             "rollout.source.sync: got weights, but the model ties its LM head to the embeddings, which vLLM does not "
             "load again; train an adapter (sync=lora), or a model with an untied head"
         )
+    experts = context.model.config.experts
+    if kind == "weights" and experts is not None and experts.choice_bias:
+        raise UserError(
+            "rollout.source.sync: got weights with routing.bias_update_rate > 0, but no server reads the biases, and "
+            "would choose other experts; set the rate to 0, or sample in this process (rollout.source=jax)"
+        )
     if kind == "none":
         return NoSync(section.model)
     sync_class = LoraSync if kind == "lora" else WeightSync

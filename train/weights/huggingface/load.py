@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import map_shards
 from train.models.decoder import Decoder
+from train.models.experts import CHOICE_BIAS
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params
 from train.weights.huggingface.contents import Contents, check_tied, read_contents
@@ -49,7 +50,8 @@ def load_params(
       allow_nonfinite: whether weights may have NaN and infinity.
 
     Returns:
-      The parameters with the shardings of `train.rl.policy.abstract_params`.
+      The parameters with the shardings of `train.rl.policy.abstract_params`; biases of the choice of experts, which no
+      file has, are 0.
 
     Raises:
       FileNotFoundError: the folder or its safetensors files are missing.
@@ -65,7 +67,10 @@ def load_params(
     check = not allow_nonfinite
 
     def fill(path: Any, target: Tree, leaf: Tree) -> Tree:
-        mapping = by_path[tuple(key.key for key in path)]
+        names = tuple(key.key for key in path)
+        if names[-1] == CHOICE_BIAS:
+            return leaf
+        mapping = by_path[names]
         if is_int8(target):
             return _fill(contents, mapping, leaf, None, chunk_bytes, check=check)
         return _view_as(_fill(contents, mapping, leaf, target.dtype, chunk_bytes, check=check), target)

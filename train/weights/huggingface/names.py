@@ -17,6 +17,7 @@ import jax
 from train.models.blocks import split_path
 from train.models.config import DecoderConfig
 from train.models.decoder import Decoder
+from train.models.experts import CHOICE_BIAS
 
 Tree = Any
 
@@ -75,9 +76,10 @@ def layout(model: Decoder) -> Tree:
 
 @functools.cache
 def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
-    """Lists the mapping of every leaf of the base parameters."""
+    """Lists the mapping of every leaf of the base parameters but `CHOICE_BIAS`, which no family here has in a file."""
     leaves = jax.tree_util.tree_leaves_with_path(layout(model))
-    return tuple(_leaf_mapping(model.config, tuple(key.key for key in path), leaf.shape) for path, leaf in leaves)
+    named = [(tuple(key.key for key in path), leaf) for path, leaf in leaves]
+    return tuple(_leaf_mapping(model.config, path, leaf.shape) for path, leaf in named if path[-1] != CHOICE_BIAS)
 
 
 def _leaf_mapping(config: DecoderConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> LeafMapping:

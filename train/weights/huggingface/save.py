@@ -19,6 +19,7 @@ import kljax
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader, processes
 from train.models.decoder import Decoder
+from train.models.experts import CHOICE_BIAS
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
 from train.weights.files import check_free, new_directory, write_text_atomic
@@ -61,6 +62,7 @@ def save_folder(
     source: str | Path | None = None,
     tokenizer: Any = None,
     dtype: str | None = None,
+    drop_router_bias: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> float | None:
     """Writes a policy as a Hugging Face folder, atomically, with the digests of its tensors.
@@ -76,6 +78,7 @@ def save_folder(
       source: original folder of the parameters; its tokenizer and other keys of `config.json` are copied.
       tokenizer: source of the token ids in `config.json` if there is no `source`.
       dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
+      drop_router_bias: whether to leave out biases of the choice of experts, which no family here has in a file.
       max_file_bytes: maximum size of a file with several tensors.
 
     Returns:
@@ -84,8 +87,14 @@ def save_folder(
 
     Raises:
       FileExistsError: `path` exists.
-      ValueError: the adapter does not fit the model, or `dtype` is not supported.
+      ValueError: the adapter does not fit the model, `dtype` is not supported, or the model has a `CHOICE_BIAS`.
     """
+    experts = model.config.experts
+    if experts is not None and experts.choice_bias and not drop_router_bias:
+        raise ValueError(
+            f"no family of this model has a tensor for {CHOICE_BIAS}, the biases of routing.bias_update_rate; without "
+            "them the routers choose other experts"
+        )
     target = Path(path)
     stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
