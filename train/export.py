@@ -107,6 +107,12 @@ def export(
     saved = SavedRun.at(root)
     config = fitting(saved.config)
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
+    if form == "hf" and config.routing.bias_update_rate > 0 and not drop_router_bias:
+        raise UserError(
+            "--format: got hf, but the routers of the run have a bias (routing.bias_update_rate), which no Hugging Face "
+            "family of this trainer has; use --format orbax, or leave it out with --drop-router-bias: the routers then "
+            "choose other experts"
+        )
     if drop_router_bias and (form != "hf" or config.routing.bias_update_rate == 0):
         why = f"the format is {form}" if form != "hf" else "the routers of the run have no bias"
         raise UserError(f"--drop-router-bias: only --format hf drops a bias, but {why}; leave the flag out")

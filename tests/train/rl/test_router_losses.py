@@ -1,5 +1,6 @@
 """Losses and bias of the routers: of the definition, of the update however it is split; and routers that stay."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,12 +14,21 @@ import kljax
 from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Plan
+from train.models import Decoder, ExpertsConfig, LayerKind
+from train.models.blocks import layer_stacks
 from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
 from train.rl.packing import StepPacking, make_packer
-from train.rl.routing import LargestLoad, RouterTotals, balance_loss, make_router_count, z_loss
+from train.rl.routing import (
+    LargestLoad,
+    RouterTotals,
+    balance_loss,
+    make_router_changes,
+    make_router_count,
+    z_loss,
+)
 from train.rl.state import TrainState
 from train.rl.step import make_update
 from train.weights.model import make_policy_model
@@ -181,6 +191,26 @@ def test_bias_alone_takes_no_second_pass():
     """The loads are known after the last micro-batch, and no loss needs them before."""
     config = tiny.config_of(EXPERTS, "routing.bias_update_rate=0.1", "optim.micro_batches=4", ALONE)
     assert make_router_count(Plan.of(config), tiny.model_of(config)) is None
+
+
+def test_bias_of_each_layer_is_its_own_between_dense_layers():
+    """The layers of a stack are not neighbours."""
+    plan = Plan.of(tiny.config_of(EXPERTS, "routing.bias_update_rate=1.0"))
+    kinds = tuple(LayerKind(mlp=mlp) for mlp in ("dense", "experts", "experts"))
+    shape = dataclasses.replace(tiny.model_of(plan.config).config, layers=7, pattern=kinds)
+    shape = dataclasses.replace(shape, experts=ExpertsConfig(2, 1, 8, choice_bias=True))
+    model, choices = Decoder(shape), jnp.array([[3, 1], [1, 3], [2, 2], [1, 4]])
+    changes = jax.tree.map(lambda x: jnp.full(x.shape, 7.0), model.structure().params)
+    moved = make_router_changes(plan, model)({"params": changes}, choices)["params"]["layers"]
+    steps = {layer: [] for layer in shape.expert_layers}
+    for stack in layer_stacks(shape):
+        for index, layer in enumerate(stack.layers if stack.layers[0] in steps else ()):
+            steps[layer] = moved[stack.path[-1]]["mlp"]["choice_bias"][index].tolist()
+    assert steps == {1: [-1, 1], 2: [1, -1], 4: [0, 0], 5: [1, -1]}
+    others = {
+        float(leaf.max()) for path, leaf in jax.tree_util.tree_leaves_with_path(moved) if path[-1].key != "choice_bias"
+    }
+    assert others == {7}
 
 
 @pytest.mark.parametrize("nonfinite", [False, True])

@@ -118,8 +118,7 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
     Raises:
       ValueError: no model of the family, or of any family, has this shape.
     """
-    plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
-    shape = dataclasses.replace(config, lora=None, quantization=None, **plain)
+    shape = _shape_of_file(config)
     if like is not None:
         text = text_part(like)
         family_of(text)
@@ -134,6 +133,14 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
         if _describes(mapping, shape):
             return mapping
     raise ValueError(f"no model of {', '.join(candidates)} in transformers has this shape: {shape}")
+
+
+def _shape_of_file(config: DecoderConfig) -> DecoderConfig:
+    """Returns the decoder with the defaults of what no `config.json` says: how it computes, and how it is trained."""
+    plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
+    trained: Any = {"lora": None, "quantization": None, "constant_embedding": None, "replay_threshold": 0.0}
+    experts = None if config.experts is None else dataclasses.replace(config.experts, choice_bias=False)
+    return dataclasses.replace(config, experts=experts, **plain, **trained)
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """Folders of mixtures of experts: their keys, and the forms and names of their tensors."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_public_mixture_has_the_published_number_of_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 30_532_122_624
     assert decoder_config(hf_config(config)) == config
     assert hf_config(config)["model_type"] == "qwen3_moe"
+
+
+def test_fields_of_training_are_in_no_folder():
+    """A run writes the `config.json` that it has read, whatever it trains in it."""
+    config = decoder_config(TINY)
+    biased = dataclasses.replace(config.experts, choice_bias=True)
+    trained = dataclasses.replace(config, experts=biased, replay_threshold=0.5, constant_embedding=3)
+    assert hf_config(trained, like=TINY) == hf_config(config, like=TINY)
 
 
 def test_either_key_counts_the_experts():
