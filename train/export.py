@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--drop-router-bias",
         action="store_true",
-        help="hf: leave out the biases of routing.bias_update_rate, which no Hugging Face family of this trainer has; "
-        "the routers then choose other experts",
+        help="hf: leave out the biases of routing.bias_update_rate, for which the format has no tensor; the routers "
+        "then choose other experts",
     )
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
     add_process_flags(command)
@@ -109,8 +109,8 @@ def export(
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
     if form == "hf" and config.routing.bias_update_rate > 0 and not drop_router_bias:
         raise UserError(
-            "--format: got hf, but the routers of the run have a bias (routing.bias_update_rate), which no Hugging Face "
-            "family of this trainer has; use --format orbax, or leave it out with --drop-router-bias: the routers then "
+            "--format: got hf, which has no tensor for the bias that the routers of the run have "
+            "(routing.bias_update_rate); use --format orbax, or leave it out with --drop-router-bias: the routers then "
             "choose other experts"
         )
     if drop_router_bias and (form != "hf" or config.routing.bias_update_rate == 0):

@@ -57,7 +57,7 @@ def test_resumed_bias_is_the_uninterrupted_one(biased, tmp_path):
 def test_export_names_the_bias_that_a_folder_lacks(biased, tmp_path, capsys):
     assert export([str(biased), "--to", str(tmp_path / "hf")]) == 2
     message = capsys.readouterr().err
-    assert "error: --format: got hf, but the routers of the run have a bias (routing.bias_update_rate)" in message
+    assert "error: --format: got hf, which has no tensor for the bias that the routers of the run have" in message
     assert "leave it out with --drop-router-bias" in message
     assert not (tmp_path / "hf").exists()
     assert export([str(biased), "--to", str(tmp_path / "hf"), "--drop-router-bias"]) == 0
@@ -126,11 +126,9 @@ def test_verify_ends_a_run_whose_routes_are_shifted(recording, tmp_path):
     """The step before is as it was saved, and with the right recording the run goes on from there."""
     source = rewritten(recording, tmp_path / "recorded", shifted)
     ended = run_here(*MOE, source, f"output={tmp_path / 'runs'}")
-    message = (
-        "error: step 2: routing.verify: routed_experts are shifted by one token: the router chooses the experts of "
-    )
     assert ended.returncode == 3
-    assert f"{message}the token after in 1 of the cases" in ended.stderr
+    assert "error: step 2: routing.verify: routed_experts are shifted by one token: " in ended.stderr
+    assert "the router chooses the experts of the token after in 1 of the cases" in ended.stderr
     assert "Traceback" not in ended.stderr
     checkpoints = ended.root / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["0", "1"]

@@ -207,10 +207,8 @@ def test_bias_of_each_layer_is_its_own_between_dense_layers():
         for index, layer in enumerate(stack.layers if stack.layers[0] in steps else ()):
             steps[layer] = moved[stack.path[-1]]["mlp"]["choice_bias"][index].tolist()
     assert steps == {1: [-1, 1], 2: [1, -1], 4: [0, 0], 5: [1, -1]}
-    others = {
-        float(leaf.max()) for path, leaf in jax.tree_util.tree_leaves_with_path(moved) if path[-1].key != "choice_bias"
-    }
-    assert others == {7}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(moved):
+        assert path[-1].key == "choice_bias" or (leaf == 7).all()
 
 
 @pytest.mark.parametrize("nonfinite", [False, True])
