@@ -54,7 +54,7 @@ def test_resumed_bias_is_the_uninterrupted_one(biased, tmp_path):
     assert (root / "metrics.jsonl").read_text() == (biased / "metrics.jsonl").read_text()
 
 
-def test_export_names_the_bias_that_a_folder_lacks(biased, tmp_path, capsys):
+def test_export_names_the_bias_without_a_tensor(biased, tmp_path, capsys):
     assert export([str(biased), "--to", str(tmp_path / "hf")]) == 2
     message = capsys.readouterr().err
     assert "error: --format: got hf, which has no tensor for the bias that the routers of the run have" in message
@@ -69,7 +69,7 @@ def test_export_names_the_bias_that_a_folder_lacks(biased, tmp_path, capsys):
 
 
 def test_weights_without_a_bias_begin_at_zero(biased, shared, tmp_path):
-    """Of a folder or of another run; a reference has the bias of its own run."""
+    """Weights may be of a folder or of another run; a reference has the bias of its own run."""
     assert export([str(biased), "--to", str(tmp_path / "hf"), "--drop-router-bias"]) == 0
     unbiased = shared(*MOE).succeeded().root
     config, tokenizer = SavedRun.at(biased).config, ByteTokenizer()
@@ -89,8 +89,8 @@ def test_weights_without_a_bias_begin_at_zero(biased, shared, tmp_path):
     for run in (biased, unbiased):
         section = {"source": "checkpoint", "path": str(run / "checkpoints/2")}
         fields = {"steps": 1, "reference": section, "kl": {"loss": {"coef": 0.1}}}
-        found = find_reference(parse(fields)[0], model)
-        assert found.model.config.experts.choice_bias == (run == biased)
+        reference = find_reference(parse(fields)[0], model)
+        assert reference.model.config.experts.choice_bias == (run == biased)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def other(routes):
     return np.where(routes < 0, -1, (routes + 1) % 4)
 
 
-def test_verify_ends_a_run_whose_routes_are_shifted(recording, tmp_path):
+def test_verify_ends_a_run_with_shifted_routes(recording, tmp_path):
     """The step before is as it was saved, and with the right recording the run goes on from there."""
     source = rewritten(recording, tmp_path / "recorded", shifted)
     ended = run_here(*MOE, source, f"output={tmp_path / 'runs'}")
@@ -136,13 +136,13 @@ def test_verify_ends_a_run_whose_routes_are_shifted(recording, tmp_path):
     shutil.rmtree(tmp_path / "recorded")
     rewritten(recording, tmp_path / "recorded", lambda routes: routes)
     resumed = run_here(*MOE, source, f"output={tmp_path / 'runs'}", "--resume").succeeded()
-    whole = run_here(*MOE, source, f"output={tmp_path / 'whole'}").succeeded()
+    uninterrupted = run_here(*MOE, source, f"output={tmp_path / 'whole'}").succeeded()
     assert before.items() <= files(checkpoints).items()
-    assert_same_arrays(state_arrays(resumed.root, 2), state_arrays(whole.root, 2))
-    assert (resumed.root / "metrics.jsonl").read_text() == (whole.root / "metrics.jsonl").read_text()
+    assert_same_arrays(state_arrays(resumed.root, 2), state_arrays(uninterrupted.root, 2))
+    assert (resumed.root / "metrics.jsonl").read_text() == (uninterrupted.root / "metrics.jsonl").read_text()
 
 
-def test_verify_ends_a_run_that_loses_routes(recording, tmp_path, monkeypatch):
+def test_verify_ends_a_run_with_lost_routes(recording, tmp_path, monkeypatch):
     """A trainer that chooses for itself; the other limit of the gradient keeps its programs from other runs."""
     monkeypatch.setattr(Transformer, "_of_stack", lambda *arguments: None)
     source = rewritten(recording, tmp_path / "recorded", other)

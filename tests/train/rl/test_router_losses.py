@@ -193,7 +193,7 @@ def test_bias_alone_takes_no_second_pass():
     assert make_router_count(Plan.of(config), tiny.model_of(config)) is None
 
 
-def test_bias_of_each_layer_is_its_own_between_dense_layers():
+def test_layers_between_dense_ones_keep_their_bias():
     """The layers of a stack are not neighbours."""
     plan = Plan.of(tiny.config_of(EXPERTS, "routing.bias_update_rate=1.0"))
     kinds = tuple(LayerKind(mlp=mlp) for mlp in ("dense", "experts", "experts"))
