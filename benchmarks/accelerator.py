@@ -75,7 +75,7 @@ PARTS = (
             "ms": ("ms", ".3g"),
             "of_naive": ("of naive", ".2f"),
             "rate": ("TFLOP/s", ".3g"),
-            "share": ("of the matmul rate", ".0%"),
+            "share": ("of the published rate", ".0%"),
             "bytes": ("temporary MiB", "MiB"),
             "differs": ("gradients differ by", ".0e"),
         },

@@ -28,11 +28,10 @@ from benchmarks.harness import cli, machine
 from benchmarks.harness.environments import Environment
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, log, measurable, noted, race
-from benchmarks.harness.report import Check, ContenderResult, Measured, Report, Target, ratio, table
+from benchmarks.harness.report import Check, Measured, Report, Target, ratio, table
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.head import forms, jax_forms
 from benchmarks.suites.head.forms import QUICK, SIZES, TITLES, Form, HeadOptions, Size
-from benchmarks.suites.head.rates import RATES, Rates, describe, rates_of
 
 TORCH = Environment(
     "torch-env",
@@ -64,9 +63,6 @@ TARGETS = {
     "gpu": (Target("time", "fused_plain", "liger", 1.0), Target("time", "fused", "torch_chunk", 1.0)),
     "tpu": (),
 }
-# Part of the machine's matmul rate, at least.
-RATE = {"cpu": 0.85, "gpu": 0.65, "tpu": 0.65}
-RATE_TITLE = "kljax, part of the matmul rate, recomputed matmuls included"
 COLUMNS = (
     ("contender", ""),
     *(("wall s", ".3g"), ("of naive", ".2f"), ("CPU s", ".3g"), ("of naive", ".2f")),
@@ -121,15 +117,9 @@ def race_forms(
                 result.temp_bytes = contenders.ask(name, "temporary", name=name)
                 grown = peak(name)
                 result.peak_bytes = {} if grown is None else {"run": grown}
-        if not rounds:
-            return Measured(size, contenders.results), versions
-        rates = {name: ContenderResult(name) for name in RATES}
-        contenders.processes |= dict.fromkeys(rates, "jax")
-        race(rates | contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
-    seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
-    seconds_of_kljax = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
-    kind = jax.devices(shared.device)[0].device_kind
-    return Measured(size, contenders.results, rates_of(size, shared, kind, seconds, seconds_of_kljax)), versions
+        if rounds:
+            race(contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
+    return Measured(size, contenders.results), versions
 
 
 @contextlib.contextmanager
@@ -157,13 +147,11 @@ def compare(contenders: Contenders, chosen: Mapping[str, Form], directory: str) 
 def checks(measured: Measured, device: str) -> list[Check]:
     """Compares the results of a size with the targets."""
     large = measured.size.vocab >= LARGE_VOCAB
-    bounded = [
+    return [
         target.check(title(target), measured.results, large=large)
         for target in TARGETS[device]
         if target.name in measured.results
     ]
-    part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
-    return [*bounded, Check(RATE_TITLE, RATE[device], part, at_least=True, unit="%")]
 
 
 def title(target: Target) -> str:
@@ -185,7 +173,7 @@ def report(fields: Mapping[str, Any]) -> Report:
         f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
     ]
     tolerances, parts, failures = tolerances_of(shared), list[Report](), list[str]()
-    for measured in (Measured.read(size, Size, Rates) for size in fields["sizes"]):
+    for measured in (Measured.read(size, Size) for size in fields["sizes"]):
         size, meant = measured.size, f"The targets below are meant for {' and '.join(map(str, SIZES))}."
         paragraphs = [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
         for group, text in forms.GROUPS.items():
@@ -195,7 +183,7 @@ def report(fields: Mapping[str, Any]) -> Report:
                     f"{text[0].upper()}{text[1:]}:",
                     table(COLUMNS, [_row(form, measured) for form in shown]),
                 ]
-        paragraphs += measured.problems(TITLES) + ([] if measured.rates is None else [describe(measured.rates)])
+        paragraphs += measured.problems(TITLES)
         parts.append(Report(paragraphs, checks(measured, shared.device), "in CPU seconds"))
         failures += measured.failures(tolerances)
     return Report(parts, fields=fields, how=how, failures=failures)

@@ -6,7 +6,7 @@
 
 All have the same weights. Before anything is timed, their log-probs of the same sequences are compared; the command
 fails if they differ. Then each contender, in a process of its own, completes the same prompts once a round while the
-others wait. A missed target does not fail the command. Completions of very different lengths follow.
+others wait. A missed target does not fail the command.
 
 With `--limits`, only the price of a larger limit is measured: the same completions under larger and larger limits, in
 windows of KV cache, as the sampler of the trainer, and in one window that has all columns from the start. Lengths are
@@ -26,13 +26,16 @@ import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import Check, Report, ratio, table
-from benchmarks.suites.model import long_tail, suite
-from benchmarks.suites.model.long_tail import Tail
+from benchmarks.suites.model import problem, suite
+from benchmarks.suites.model.kljax import model_of
+from benchmarks.suites.model.problem import ModelWork
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
 from train.rollouts.sampler import Sampling, WindowedSampler
 
 TIME_TARGET, MEMORY_TARGET = 1.15, 2.0
 WAYS = {"windows": "windows", "whole": "one window"}
-TAIL = Tail(rows=8, median=105.0, sigma=0.5)
+LIMITED = ModelWork(prompt_length=64, completion_length=256)
 COLUMNS = (
     *(("limit", ",d"), ("KV cache", ""), ("widest window", ",d")),
     *(("KV cache MiB", ",.1f"), ("over the smallest limit", ".2f")),
@@ -42,27 +45,34 @@ COLUMNS = (
 
 def increasing(text: str) -> tuple[int, ...]:
     """Parses positive numbers that are separated by commas, the smallest first."""
-    parsed = cli.positives(text)
+    parsed = tuple(map(cli.positive, text.split(",")))
     if list(parsed) != sorted(set(parsed)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected increasing numbers such as 256,512")
     return parsed
 
 
-def measure_limits(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
+def lengths_of(work: ModelWork) -> np.ndarray:
+    """Draws `[rows]` int32, the tokens of each completion: lognormal, with a median of two fifths of the longest."""
+    shares = np.random.default_rng(0).lognormal(np.log(105 / 256), 0.5, work.rows)
+    return np.clip(np.rint(work.completion_length * shares), 1, work.completion_length).astype(np.int32)
+
+
+def measure_limits(work: ModelWork, limits: Sequence[int], rounds: int) -> dict[str, Any]:
     """Measures the fastest of `rounds` interleaved rounds, and the KV cache, for each limit and each way."""
-    (model, mesh, params), lengths = tail.model(), tail.lengths()
-    prompts, longest = jnp.asarray(tail.prompts()), int(lengths.max())
+    model, mesh, lengths = model_of(work), make_mesh(1, 1, 1), lengths_of(work)
+    params = init_params(model, jax.random.key(0), mesh)
+    prompts, longest = jnp.asarray(problem.make_prompts(work)), int(lengths.max())
     forced = {"limits": jnp.asarray(lengths)}
     arguments = (kljax.Policy(params), prompts, jnp.ones(prompts.shape, bool), jax.random.key(2), forced)
     samplers = {
         (limit, way): WindowedSampler(
             model, mesh, name=f"{way}_{limit}", max_new_tokens=limit, sampling=Sampling(1.0), eos_ids=(),
-            group=tail.group, widths=(limit,) if way == "whole" else None,
+            group=work.samples, widths=(limit,) if way == "whole" else None,
         )
         for limit in limits for way in WAYS
     }  # fmt: skip
     programs = {f"{limit} {way}": lambda s=s: s(*arguments) for (limit, way), s in samplers.items()}
-    columns = slice(tail.prompt_length, tail.prompt_length + longest)
+    columns = slice(work.prompt_length, work.prompt_length + longest)
     expected, *others = (np.asarray(program().tokens)[:, columns] for program in programs.values())
     masks = np.arange(longest) < lengths[:, None]
     if any((tokens != expected)[masks].any() for tokens in others):
@@ -105,19 +115,13 @@ def report_limits(fields: Mapping[str, Any]) -> Report:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.limits is not None:
         cli.limit_threads(options.threads)
-        return machine.conditions() | measure_limits(TAIL, options.limits, options.rounds)
-    fields = suite.measure(options, "rollout")
-    if options.quick:
-        return fields
-    return fields | {"long_tail": long_tail.measure(long_tail.TAIL, options.rounds)}
+        return machine.conditions() | measure_limits(LIMITED, options.limits, options.rounds)
+    return suite.measure(options, "rollout")
 
 
 def report(fields: dict[str, Any]) -> Report:
     """Makes the report of a race, or of limits."""
-    if "lengths" in fields:
-        return report_limits(fields)
-    section = [long_tail.report(fields["long_tail"])] if "long_tail" in fields else []
-    return suite.report(fields, "rollout", section)
+    return report_limits(fields) if "lengths" in fields else suite.report(fields, "rollout")
 
 
 main = cli.command(

@@ -5,28 +5,19 @@
 
 Both do GRPO with a KL of 0.04 to the base (low_var_kl) and AdamW, from the same weights. Before anything is timed,
 kljax does the first update of Tunix on Tunix's batch; the command fails if the effects differ. Peak memory is the
-growth of the resident set. A missed target does not fail the command. A profile of kljax's update follows.
+growth of the resident set. A missed target does not fail the command.
 """
 
-import argparse
+import functools
 import sys
-from typing import Any
 
 from benchmarks.harness import cli
-from benchmarks.harness.report import Report
-from benchmarks.suites.model import profile, suite
+from benchmarks.suites.model import suite
 
-
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    return suite.measure(options, "step") | profile.measure(options)
-
-
-def report(fields: dict[str, Any]) -> Report:
-    """Makes the report of a race, before the profile."""
-    return suite.report(fields, "step", [profile.report(fields)])
-
-
-main = cli.command("train_step", __doc__, _measure, report, *suite.options_of(("kljax", "tunix")))
+report = functools.partial(suite.report, part="step")
+main = cli.command(
+    "train_step", __doc__, functools.partial(suite.measure, part="step"), report, *suite.options_of(("kljax", "tunix"))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -127,11 +127,6 @@ def positive(text: str) -> int:
     return numbers("8")(text)[0]
 
 
-def positives(text: str) -> tuple[int, ...]:
-    """Parses positive numbers that are separated by commas."""
-    return tuple(map(positive, text.split(",")))
-
-
 def some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """Returns the type of an option that takes known names, separated by commas."""
 

@@ -15,7 +15,7 @@ Column = tuple[str, str]
 
 @dataclasses.dataclass
 class ContenderResult:
-    """Measurements of one contender, of each round by part of the run; `first` is empty since version 0.2.
+    """Measurements of one contender, of each round by part of the run.
 
     Attributes:
       problem: why it was not measured, or None; failed: whether that is an error. A missing environment is none.
@@ -27,7 +27,6 @@ class ContenderResult:
     problem: str | None = None
     failed: bool = False
     seconds: dict[str, list[Seconds]] = dataclasses.field(default_factory=dict)
-    first: dict[str, list[Seconds]] = dataclasses.field(default_factory=dict)
     temp_bytes: int | None = None
     peak_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     differences: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -41,17 +40,16 @@ class ContenderResult:
 
 @dataclasses.dataclass
 class Measured:
-    """The results of one size by contender, and the rates of the machine if they were measured."""
+    """The results of one size by contender."""
 
     size: Any
     results: dict[str, ContenderResult]
-    rates: Any = None
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any], size: Callable[..., Any], rates: Callable[..., Any] = dict) -> "Measured":
+    def read(cls, fields: Mapping[str, Any], size: Callable[..., Any]) -> "Measured":
         """Reads a size of a JSON file."""
         results = {name: ContenderResult(**result) for name, result in fields["results"].items()}
-        return cls(size(**fields["size"]), results, fields.get("rates") and rates(**fields["rates"]))
+        return cls(size(**fields["size"]), results)
 
     def as_json(self, checks: Iterable["Check"]) -> dict[str, Any]:
         """Returns all fields and the targets."""

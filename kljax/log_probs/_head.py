@@ -52,8 +52,8 @@ class Tile:
         check_at_least("tile.vocab", self.vocab, 1)
 
 
-# By the start of `Device.device_kind`. `python -m benchmarks.search_tiles` finds a row by timing; the rows of TPUs come
-# from the memory plans of their compiler, `python -m benchmarks.head_aot --tiles`.
+# By the start of `Device.device_kind`. The row of the CPU is the fastest that was timed. Those of TPUs come from the
+# memory plans of their compiler, `python -m benchmarks.head_aot --tiles`.
 TILES = {
     "TPU v5 lite": Tile(4096, 3456),
     "TPU v5": Tile(16384, 896),

@@ -38,8 +38,6 @@ def test_all_contenders_of_jax_agree_and_are_timed(quick):
         assert result["differences"]["gradients"] < 2e-6
     # One for each group, but a frozen head changes no loss: forms that are equal by mistake would agree as well.
     assert len({results[name]["loss"] for name in JAX if name.startswith("naive")}) == 5
-    assert size["rates"]["mixed"] > 0
-    assert size["rates"]["tile"] == [32, 256]
 
 
 def test_rows_without_pytorch_say_why(quick):
@@ -54,7 +52,7 @@ def test_rows_without_pytorch_say_why(quick):
 def test_every_target_has_a_verdict_even_if_missed(quick):
     (size,) = quick["json"]["sizes"]
     verdicts = {check["title"]: check["verdict"] for check in size["targets"]}
-    assert list(verdicts) == [*map(head.title, head.TARGETS["cpu"]), head.RATE_TITLE]
+    assert list(verdicts) == [*map(head.title, head.TARGETS["cpu"])]
     # The compiler assigns the same memory in every run: at this size the tile is a quarter of the logits.
     assert verdicts["memory: kljax, over naive JAX"] == "missed"
     assert verdicts["time: kljax, over verl `FusedLinearForPPO`"] == "not measured, see above"

@@ -15,7 +15,6 @@ from benchmarks.harness.process import ROOT, RemoteError, start
 from benchmarks.harness.report import ContenderResult, Measured
 from benchmarks.suites.head import jax_forms
 from benchmarks.suites.head.forms import QUICK, SIZES, FormsContender, HeadOptions, Inputs, Size, log_probs, make_inputs
-from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 
 MODULE = "benchmarks.suites.head.jax_forms"
 
@@ -42,20 +41,21 @@ def test_old_log_probs_decide_the_clipping():
     assert beyond.sum() == QUICK.tokens / 3
 
 
-def measured(size=SIZES[0], rates=None, **seconds):
+def measured(size=SIZES[0], **seconds):
     """Forms with the given seconds, and a byte of memory for each."""
     results = {
         name: ContenderResult(name, seconds={"run": [(time + 1, 2 * time), (time, 3 * time)]}, temp_bytes=int(time))
         for name, time in seconds.items()
     }
-    return Measured(size, results, rates)
+    return Measured(size, results)
 
 
 def verdicts(found, device="cpu"):
     targets = {head.title(target): target for target in head.TARGETS[device]}
     return {
-        (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
+        (target.measure, target.name, target.against): check
         for check in head.checks(found, device)
+        for target in (targets[check.title],)
     }
 
 
@@ -68,7 +68,6 @@ def test_verdicts_of_times_and_memory():
     assert actual["temporary", "tile", "naive"].verdict == "missed"
     assert actual["temporary", "tile", "tunix_full"].verdict == "met"
     assert actual["time", "tile", "verl"].verdict == "not measured: not among the contenders"
-    assert actual["rate"].verdict == "not measured"
     assert not measured(tile=1.0).failures({})
 
 
@@ -77,15 +76,6 @@ def test_large_vocabulary_has_separate_bounds():
     assert large["temporary", "tile", "naive"].limit == 1 / 24
     assert large["temporary", "tile", "naive"].verdict == "missed"
     assert verdicts(measured(tile=10.0, naive=200.0))["temporary", "tile", "naive"].verdict == "met"
-
-
-@pytest.mark.parametrize(
-    ("reached", "cpu", "gpu"), [(84.0, "missed", "met"), (86.0, "met", "met"), (64.0,) + ("missed",) * 2]
-)
-def test_the_part_of_the_matmul_rate(reached, cpu, gpu):
-    rates = Rates((512, 4096), {}, mixed=100.0, reached=reached, copied=1.0, moved=1.0)
-    for device, verdict in (("cpu", cpu), ("gpu", gpu)):
-        assert verdicts(measured(rates=rates, tile=1.0), device)["rate"].verdict == verdict
 
 
 def test_errors_name_the_cause_of_a_worthless_table():
@@ -111,19 +101,6 @@ def test_distances():
     assert measure.relative_distance(expected * np.float32(np.nan), expected) == float("inf")
     with pytest.raises(ValueError, match="shape"):
         measure.relative_distance(expected[:1], expected)
-
-
-def test_matmul_rate_times_two_logits_and_two_gradients():
-    seconds = {"matmul_logits": 1.0, "matmul_hidden": 2.0, "matmul_head": 4.0}
-    assert matmul_rate(10, seconds) == 40 / (1 + 1 + 2 + 4)
-
-
-def test_traffic_counts_every_pass():
-    size, tile = Size(4, 3, 8), (2, 4)  # two tiles of tokens, two chunks of the vocabulary
-    logits, head, hidden = 32, 24, 12
-    forward = 2 * (head + 2 * hidden) + 2 * 4 * logits
-    backward = forward + 2 * 4 * (2 * hidden + 2 * head) + 2 * (head + hidden)
-    assert traffic(size, tile, itemsize=2) == forward + backward
 
 
 class Allocating(FormsContender):

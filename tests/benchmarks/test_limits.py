@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout
-from benchmarks.suites.model.long_tail import Tail
+from benchmarks.suites.model.problem import ModelWork
 from train.rollouts.sampler import windows
 
-TAIL = Tail(rows=4, group=2, prompt_length=4, median=3.0, sigma=0.5, max_new_tokens=8, vocab=32, layers=1)
+WORK = ModelWork(vocab=32, layers=1, samples=2, prompt_length=4, completion_length=8)
 
 
 def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout, "TAIL", TAIL)
+    monkeypatch.setattr(rollout, "LIMITED", WORK)
     monkeypatch.setattr(windows, "FIRST_WINDOW", 4)
     files = tmp_path / "found.json", tmp_path / "found.md"
     command = [
@@ -31,7 +31,7 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
     assert rollout.main(command) == 0
     recorded = json.loads(files[0].read_text())
     longest = max(recorded["lengths"])
-    assert recorded["lengths"] == TAIL.lengths().tolist()
+    assert recorded["lengths"] == rollout.lengths_of(WORK).tolist()
     # Keys and values of 2 heads of 64, in float32: 2 prompts of 4 columns, 4 rows with the columns of a window.
     column = 2 * 2 * 64 * 4
     reached = 4 if longest <= 4 else 8
@@ -53,11 +53,11 @@ def test_limits_with_different_tokens_are_an_error(monkeypatch):
 
         @property
         def tokens(self) -> np.ndarray:
-            return np.full((TAIL.rows, TAIL.prompt_length + self.limit), self.limit)
+            return np.full((WORK.rows, WORK.prompt_length + self.limit), self.limit)
 
     monkeypatch.setattr(rollout, "WindowedSampler", OtherTokens)
     with pytest.raises(RuntimeError, match="differ"):
-        rollout.measure_limits(TAIL, (8, 16), 0)
+        rollout.measure_limits(WORK, (8, 16), 0)
 
 
 @pytest.mark.parametrize("text", ["512,256", "0,8", "8,8", "a"])

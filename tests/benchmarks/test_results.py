@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step
 from benchmarks.harness.report import Report
-from benchmarks.suites.model import packed
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
@@ -22,7 +21,6 @@ REPORTS = {
     "rollout-cpu": rollout.report,
     "rollout-limits-cpu": rollout.report,
     "train-step-cpu": train_step.report,
-    "update-packed-cpu": packed.report,
 }
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512"}
 

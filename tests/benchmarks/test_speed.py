@@ -12,7 +12,7 @@ from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
 from benchmarks.harness.report import ALL, ContenderResult, Measured
 from benchmarks.harness.worker import Worker
-from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
+from benchmarks.suites.model import kljax, problem, suite
 from train.models.sharding import make_mesh
 
 V = problem.QUICK.vocab
@@ -245,18 +245,6 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch, started):
     ]
 
 
-def test_long_tail_has_its_section():
-    single = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
-    actual = {"continuous": single, "static": single, "target": 1.5}
-    gain = {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}
-    lines = long_tail.report(actual | {"gain": gain}).text.splitlines()
-    assert "| continuous batching | 100 | 90 | 12 | 50% |" in lines
-    assert lines[-1].startswith(
-        "Continuous batching is faster by 1.60 in CPU seconds and by 1.40 in wall-clock seconds;"
-    )
-    assert lines[-1].endswith("the target is 1.5 in CPU seconds: met.")
-
-
 @pytest.mark.parametrize("main", [rollout.main, train_step.main])
 def test_wrong_arguments(main, capsys):
     for arguments, message in (
@@ -286,18 +274,3 @@ def test_the_sizes_of_the_targets():
     work = problem.ModelWork()
     assert work.rows * work.completion_length == 1024
     assert work.rows * work.length == 2048
-
-
-@pytest.mark.thorough
-def test_parts_of_an_update_add_up(capsys):
-    """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
-    assert profile.main(["--quick", "--rounds", "1"]) == 0
-    text = capsys.readouterr().out
-    assert "| policy: layers, forward and gradient |" in text
-    seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    actual = profile.rows(problem.ModelWork(), seconds)
-    assert [float(spent) for _, spent, *_ in actual] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
-    # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
-    layers, head = profile.operations(problem.ModelWork())
-    assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)
-    assert head == 2 * 1024 * 256 * 4096

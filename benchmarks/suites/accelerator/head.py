@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +12,7 @@ from benchmarks.harness.process import Remote
 from benchmarks.harness.report import Measured, ratio
 from benchmarks.head import race_forms, started, tolerances_of
 from benchmarks.suites.head.forms import FORMS, GROUPS, QUICK, QUICK_TILE, Form, HeadOptions, Size, choose
-from benchmarks.suites.head.rates import MATMULS
+from train.models.devices import find_device
 
 LARGE = Size(16_384, 4096, 151_936)
 # Loss and gradients are compared at a size whose arrays the host draws in a second.
@@ -39,15 +38,12 @@ class HeadContender:
         return self._versions
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
-        """Returns a row for each form, and one for the matmul rate that they are compared with."""
+        """Returns a row for each form."""
         size, compared, wanted, rounds = (QUICK, QUICK, TINY, 1) if self.tiny else (LARGE, COMPARED, NAMES, ROUNDS)
         names = [name for name in wanted if name in choose(self.shared.device)]
         chosen = (self.shared, size, names, rounds, self._torch)
         measured, self._versions = race_forms(*chosen, compared=compared, fresh=False)
-        rate = None if measured.rates is None or math.isnan(measured.rates.mixed) else measured.rates.mixed
-        products = ", ".join(MATMULS.values())
-        rows = [{"name": f"matmuls of a tile alone: {products}", "of": str(size), "rate": rate and rate / 1e12}]
-        return rows + [self._row(form, measured, rate) for form in FORMS if form.name in measured.results]
+        return [self._row(form, measured) for form in FORMS if form.name in measured.results]
 
     def _torch(self, directory: str) -> AbstractContextManager[Remote]:
         """Starts the forms of PyTorch in the environment of this process, if it has PyTorch."""
@@ -55,11 +51,11 @@ class HeadContender:
             raise MissingError("PyTorch is not installed here")
         return started("torch", {"inputs": directory, "options": dataclasses.asdict(self.shared)})
 
-    def _row(self, form: Form, measured: Measured, rate: float | None) -> dict[str, Any]:
+    def _row(self, form: Form, measured: Measured) -> dict[str, Any]:
         result, naive = measured.results[form.name], measured.results[form.baseline]
         tolerances, differences = tolerances_of(self.shared), result.differences.items()
         wrong = [f"{name} differs by {by:.0e}" for name, by in differences if not by <= tolerances[name]]
-        seconds = result.best("wall")
+        seconds, device = result.best("wall"), find_device(jax.devices()[0].device_kind)
         reached = ratio(form.matmuls * measured.size.flops, seconds)
         return {
             "name": form.title,
@@ -68,7 +64,7 @@ class HeadContender:
             "of_naive": ratio(seconds, naive.best("wall")),
             "bytes": result.temp_bytes if form.framework == "jax" else result.peak_bytes.get("run"),
             "rate": reached and reached / 1e12,
-            "share": ratio(reached, rate),
+            "share": device and ratio(reached, device.flops),
             "differs": result.differences.get("gradients"),
             **({"absent": result.problem} if result.problem and not result.failed else {}),
             **({"problem": result.problem or ", ".join(wrong)} if result.failed or wrong else {}),

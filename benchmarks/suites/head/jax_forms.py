@@ -12,7 +12,6 @@ import numpy as np
 import kljax
 from benchmarks.harness import machine
 from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, KL_COEF, FormsContender, HeadOptions, Inputs, loader
-from benchmarks.suites.head.rates import RATES, build_rate
 
 Array = jax.Array
 # Log-probs, entropies and KL of the tokens; entropies and KL are None where the loss needs none.
@@ -210,14 +209,9 @@ class JaxForms(FormsContender):
             self._put(Inputs(**draw_arrays(tokens, width, vocab, self._dtype)))
 
     def prepare(self, name: str) -> None:
-        if name in self._compiled:
-            return
-        if name in RATES:
-            function, arguments = build_rate(name, self.inputs.size, self.options, self.device)
-        else:
-            function = build(name, self.options.tile)
+        if name not in self._compiled:
             arguments = (self._hidden, self._head, self._half if name.endswith("_half") else self._all)
-        self._compiled[name] = jax.jit(function).lower(*arguments).compile(), arguments
+            self._compiled[name] = jax.jit(build(name, self.options.tile)).lower(*arguments).compile(), arguments
 
     def outputs(self, name: str) -> Sequence[Any]:
         self.prepare(name)

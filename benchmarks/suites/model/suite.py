@@ -22,8 +22,6 @@ from benchmarks.suites.model.kljax import save_weights
 from benchmarks.suites.model.problem import QUICK, ModelWork
 
 VOCABS = (4096, 32_768)
-VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
-                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
 TITLES = {"kljax": "kljax", "tunix": "Tunix", "transformers": "transformers `generate`"}
 # Log-probs in nats: float32 rounding through the layers leaves 1e-5. Effect of one update, relative: the first step of
 # AdamW is the sign of a gradient, also of a gradient that is rounding.
@@ -68,15 +66,11 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
         *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
         cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
                    help=f"out of {','.join(contenders)}"),
-        VOCAB,
+        cli.option("--vocab", action="append", type=cli.positive, metavar="V",
+                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}"),
         cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
         cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
     ]  # fmt: skip
-
-
-def works_of(options: argparse.Namespace) -> list[ModelWork]:
-    """Lists the models of a command line."""
-    return [QUICK] if options.quick else [ModelWork(vocab=vocab) for vocab in options.vocab or VOCABS]
 
 
 def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
@@ -95,7 +89,8 @@ def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
     settings = {"rounds": options.rounds, "threads": options.threads, "lacking": lacking}
     fields = machine.conditions("cpu") | settings | {"sizes": []}
     limits = [name for name in options.isa if name not in lacking] or [""]
-    for work in [dataclasses.replace(work, isa=isa) for work in works_of(options) for isa in limits]:
+    works = [QUICK] if options.quick else [ModelWork(vocab=vocab) for vocab in options.vocab or VOCABS]
+    for work in [dataclasses.replace(work, isa=isa) for work in works for isa in limits]:
         measured, versions = _race(work, options, part)
         fields["versions"] |= versions
         fields["sizes"].append(measured.as_json(checks(measured, part)))
@@ -132,14 +127,14 @@ def checks(measured: Measured, part: str) -> list[Check]:
     return bounded
 
 
-def report(fields: Mapping[str, Any], part: str, sections: Sequence[str | Report] = ()) -> Report:
-    """Makes the report of a race, before further sections."""
+def report(fields: Mapping[str, Any], part: str) -> Report:
+    """Makes the report of a race."""
     how = [
         f"{fields['threads'] or 'all'} threads of each process",
         f"the fastest of {fields['rounds']} interleaved rounds",
         *(f"without {instructions.TITLES[name]}, which it lacks" for name in fields.get("lacking", ())),
     ]
-    parts, failures = list[str | Report](), list[str]()
+    parts, failures = list[Report](), list[str]()
     for measured in (Measured.read(size, ModelWork) for size in fields["sizes"]):
         work, paragraphs = measured.size, list[str]()
         for name, (title, compared) in PARTS.items() if part == "step" else [("rollout", PARTS["rollout"])]:
@@ -155,7 +150,7 @@ def report(fields: Mapping[str, Any], part: str, sections: Sequence[str | Report
         paragraphs = [heading, sizes, *paragraphs, *measured.problems(TITLES)]
         parts.append(Report(paragraphs, checks(measured, part), "by the other clock"))
         failures += measured.failures(TOLERANCES)
-    return Report([*parts, *sections], fields=fields, how=how, failures=failures)
+    return Report(parts, fields=fields, how=how, failures=failures)
 
 
 def _rows(measured: Measured, part: str, compared: Sequence[str]) -> Iterator[list[Any]]:
