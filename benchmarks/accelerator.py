@@ -1,6 +1,5 @@
 """All that an accelerator is to show, in one command of less than eight minutes, without network.
 
-    python -m benchmarks.accelerator --requirements     lists the wheels that this machine lacks
     python -m benchmarks.accelerator [--out DIR]        writes accelerator-KIND.json and .md there
 
 The parts: the recorded PyTorch results in float32 and bfloat16 on the device; the LM head of kljax, naive JAX, compiled
@@ -25,7 +24,6 @@ from benchmarks.harness.measure import load
 from benchmarks.harness.process import Remote, RemoteError, start
 from benchmarks.harness.race import log
 from benchmarks.harness.report import Column, Report, table
-from benchmarks.suites.accelerator import packages
 
 Row = dict[str, Any]
 # A process takes what it needs, so that one that measures beside another finds memory.
@@ -182,8 +180,6 @@ def report(fields: Mapping[str, Any]) -> Report:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    if options.requirements:
-        raise cli.EndError("\n".join(packages.missing()), status=0)
     try:
         # In a process that ends before the next one needs the devices.
         with start("benchmarks.suites.accelerator.model", settings=SETTINGS, quiet=True) as probe:
@@ -214,7 +210,6 @@ main = cli.command(
     report,
     cli.option("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("benchmarks/results"),
                help="of both files, in place of --json and --markdown"),
-    cli.option("--requirements", action="store_true", help="list the wheels that this machine lacks, no more"),
     cli.option("--budget-seconds", type=cli.positive, default=BUDGET, metavar="S", help=f"of all parts; {BUDGET}"),
     cli.option("--parts", type=cli.some_of(NAMES), metavar="NAMES", help=f"out of {','.join(NAMES)}"),
     cli.option("--tiny", action="store_true", help="small sizes also on an accelerator"),

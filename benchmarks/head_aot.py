@@ -75,14 +75,13 @@ def programs_of(device: str) -> list[Key]:
 def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order]:
     """Lists the programs to compile."""
     problem = QUICK if options.quick else FULL
-    keep = None if options.keep is None else str(options.keep.resolve())
     wanted = {"kljax"} if options.tiles else set(options.programs)
     orders = []
     for target in targets:
         effort = -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
         keys = [key for key in programs_of(target) if key[2] in wanted]
         for key, tile in itertools.product(keys, options.tiles or [None]):
-            orders.append(Order(*key, tile=tile, effort=effort, problem=problem, keep=keep))
+            orders.append(Order(*key, tile=tile, effort=effort, problem=problem))
     return orders
 
 
@@ -95,8 +94,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     orders, results = orders_of(options, usable), list[dict[str, Any]]()
     if not orders:
         raise cli.EndError(f"none of --programs is compiled for {', '.join(usable) or 'no target'}")
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
     versions, date = compiler.installed(options.env), datetime.date.today().isoformat()
     # One program after the other, since each takes all cores and gigabytes.
     for number, order in enumerate(orders, 1):
@@ -104,7 +101,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             plan = compiler.compile_in(options.env, order)
         except RemoteError as error:
             plan = CompiledPlan(failed=str(error))
-        results.append({**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)})
+        results.append(dataclasses.asdict(order) | dataclasses.asdict(plan))
         done = f"{plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
         log(f"{number}/{len(orders)} {order}: {f'failed: {plan.failed}' if plan.failed else done}")
     return {"date": date, "versions": versions, "results": results}
@@ -184,7 +181,6 @@ main = cli.command(
     cli.option("--programs", nargs="+", choices=TITLES, default=list(TITLES), help="compile these alone; no targets"),
     cli.option("--tiles", nargs="+", type=cli.numbers("8192x2048"), metavar="TOKENSxVOCAB",
                help="compare tiles of kljax instead"),
-    cli.option("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments"),
     cli.option("--quick", action="store_true", help="a smoke test: tiny sizes, no targets"),
     cli.option("--env", type=pathlib.Path, metavar="DIR", default=compiler.DEFAULT, help="of the compilers"),
 )  # fmt: skip

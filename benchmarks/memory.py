@@ -16,6 +16,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
 import jax
@@ -24,7 +25,6 @@ import tokenizers
 import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.measure import begin_peak, known, resident
-from benchmarks.harness.measure import load as load_average
 from benchmarks.harness.race import log
 from benchmarks.harness.report import Report, table
 from train.config.load import load
@@ -74,9 +74,7 @@ def make_folder(folder: pathlib.Path) -> None:
     shape = json.loads((folder / "config.json").read_text())
     end = "<end>"
     alphabet = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), end]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: n for n, text in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.ByteLevelBPETokenizer({text: n for n, text in enumerate(alphabet)}, [])
     tokenizer.add_special_tokens([end])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": len(alphabet) - 1}))
@@ -137,19 +135,16 @@ def report(fields: Mapping[str, Any]) -> Report:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if not known():
         raise cli.EndError("this system does not tell the peak memory of a process")
-    load_before = load_average()
+    fields = machine.conditions()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or pathlib.Path(scratch, MODEL)
         if not folder.exists():
             # In a process of its own, whose memory does not count.
-            maker = multiprocessing.get_context("spawn").Process(target=make_folder, args=(folder,))
-            maker.start()
-            maker.join()
-            if maker.exitcode:
-                raise cli.EndError(f"{folder} could not be made")
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                pool.submit(make_folder, folder).result()
         peaks = peaks_of(folder, options.overrides)
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return machine.conditions() | {"load": [load_before, None], "weights": weights, "peaks": peaks}
+    return fields | {"weights": weights, "peaks": peaks}
 
 
 main = cli.command(

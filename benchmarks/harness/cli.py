@@ -83,11 +83,6 @@ def command(
     return main
 
 
-def rounds(default: int) -> Option:
-    """Returns the option of a race within this process."""
-    return option("--rounds", type=positive, default=default, help=f"interleaved rounds; {default}")
-
-
 def race_options(env: str, *, rounds: int, quick: str) -> list[Option]:
     """Returns the options of a command whose contenders have environments, in the directory of the option `env`."""
     return [

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from benchmarks.harness.process import ROOT
-
 
 class MissingError(RuntimeError):
     """A contender whose environment was not made: its row says so, and the command does not fail."""
@@ -56,12 +54,3 @@ class Environment:
 def interpreter(venv: pathlib.Path) -> pathlib.Path:
     """Returns the path of an environment's interpreter, whether it exists or not."""
     return venv.absolute() / "bin/python"
-
-
-def find_python312(path: str | None) -> str:
-    """Returns a Python 3.12: `path` if it is given, or the one that the Makefile finds."""
-    find = ["make", "--silent", "find-newest-python"]
-    python = path or subprocess.run(find, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    if not python:
-        raise FileNotFoundError("Tunix needs Python 3.12, and this machine has none; set its path with --python312")
-    return python

@@ -70,11 +70,6 @@ class Learner:
             tokens = jnp.where(batch.completion_mask, advantages[:, None], 0)
             batch = dataclasses.replace(batch, advantages=tokens)
         for rows in update_rows(self.context.config, jax.random.key(0)):
-            jax.block_until_ready(self.update_on(batch, rows))
-
-    def update_on(self, batch: Batch, rows: Any, packed: Any = None) -> Any:
-        """Updates on rows of a prepared batch; returns state and metrics."""
-        coefs = coefficients(self.context.config)
-        updated = self.programs.update(self.state, self.frozen.base, batch, rows, coefs, packed=packed)
-        self.state, metrics = updated[:2]
-        return self.state, metrics
+            coefs = coefficients(self.context.config)
+            self.state, *_ = self.programs.update(self.state, self.frozen.base, batch, rows, coefs)
+            jax.block_until_ready(self.state)

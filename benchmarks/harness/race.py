@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -13,8 +13,6 @@ from benchmarks.harness.measure import Clock, Seconds
 from benchmarks.harness.process import Remote
 from benchmarks.harness.report import ContenderResult
 from benchmarks.harness.worker import Worker, one_line
-
-Name = TypeVar("Name")
 
 
 class Contenders:
@@ -52,7 +50,7 @@ class Contenders:
         return self.remotes[self.processes[contender]].ask(do=do, **arguments)
 
 
-def race(results: Mapping[Name, ContenderResult], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:
+def race(results: Mapping[str, ContenderResult], rounds: int, run: Callable[[str], Mapping[str, Seconds]]) -> None:
     """Runs every contender without a problem once a round, and adds the seconds of each part to its result."""
     # The round before the first compiles and does not count.
     for index in range(rounds + 1):
@@ -82,7 +80,7 @@ def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dic
     return results
 
 
-def measurable(results: Mapping[Name, ContenderResult]) -> list[tuple[Name, ContenderResult]]:
+def measurable(results: Mapping[str, ContenderResult]) -> list[tuple[str, ContenderResult]]:
     """Lists the results without a problem."""
     return [(name, result) for name, result in results.items() if result.problem is None]
 

@@ -81,8 +81,8 @@ class Measured:
 class Target:
     """A bound of one contender's measurement over that of another, perhaps another one for a large vocabulary.
 
-    The measure is "time", of the wall clock; "speed", the inverse quotient of CPU seconds, at least the limit;
-    "temporary" or "peak" memory.
+    The measure is "time", of the wall clock; "cpu", of all threads; "speed", the inverse quotient of CPU seconds, at
+    least the limit; "temporary" or "peak" memory.
     """
 
     measure: str
@@ -106,7 +106,7 @@ class Target:
         elif self.measure == "peak":
             value = ratio(result.peak_bytes.get(self.part), other_result.peak_bytes.get(self.part))
         else:
-            pair = (result, other_result) if self.measure == "time" else (other_result, result)
+            pair = (other_result, result) if self.measure == "speed" else (result, other_result)
             wall, cpu = (ratio(*(timed.best(clock, self.part) for timed in pair)) for clock in CLOCKS)
             value, other = (wall, cpu) if self.measure == "time" else (cpu, wall)
         unit = "1/" if self.measure == "temporary" else ""
@@ -117,7 +117,7 @@ class Target:
 class Check:
     """A value, or None, and its bound; `other` is the value by the other clock, `missing` the verdict without one.
 
-    The unit is "MiB", "%", "1/" for the denominator of a small quotient, or "" for a number with so many digits.
+    The unit is "MiB", "1/" for the denominator of a small quotient, or "" for a number with so many digits.
     """
 
     title: str
@@ -216,8 +216,6 @@ def _value(check: Check, value: float | None) -> str | None:
     match check.unit:
         case "1/":
             return f"1/{1 / value:.3g}" if value else "0"
-        case "%":
-            return f"{value:.0%}"
         case "":
             return f"{value:.{check.digits}f}"
     return f"{value:,.4g} {check.unit}"

@@ -80,7 +80,7 @@ class Order:
     """A program to compile, by a key of `DEVICES`, "one" or "sharded", and the name of a form.
 
     The effort of the compiler is from -1 to 1, where a low one takes more memory; None leaves the default, as for the
-    tile. The compiled program and its buffer assignment go to the directory `keep`.
+    tile.
     """
 
     device: str
@@ -89,7 +89,6 @@ class Order:
     tile: tuple[int, int] | None = None
     effort: float | None = None
     problem: HeadSizes = FULL
-    keep: str | None = None
 
     def __str__(self) -> str:
         return " ".join(self.key) + ("" if self.tile is None else " {}x{}".format(*self.tile))
@@ -215,8 +214,6 @@ def _plan(order: Order) -> CompiledPlan:
         compiled = compile_program(build(order.program, mesh, order.problem, tile).lower(), effort=order.effort)
     except DoesNotFitError as error:
         return CompiledPlan(temp_bytes=error.needed, fits=False)
-    if order.keep is not None:
-        compiled.write(pathlib.Path(order.keep), str(order).replace(" ", "-"))
     module, hertz = hlo.parse(compiled.text), DEVICES[order.device].hertz
     moved = collectives(module)
     return CompiledPlan(

@@ -1,6 +1,5 @@
 """The command for accelerators: end to end with tiny sizes on a CPU, and what becomes of a part that fails."""
 
-import importlib.metadata
 import json
 import time
 
@@ -8,7 +7,6 @@ import pytest
 
 from benchmarks import accelerator
 from benchmarks.accelerator import PARTS, Part, Runner
-from benchmarks.suites.accelerator import packages
 
 
 @pytest.mark.slow
@@ -65,17 +63,3 @@ def test_failing_benchmark_becomes_a_row_and_others_continue(tmp_path, monkeypat
     assert rows["slow"]["problem"].startswith("took longer than")
     assert rows["last"]["problem"] == "not measured: the time of the part was over"
     assert runner.versions == {"library": "1"}
-
-
-def test_missing_or_old_wheels_list_their_requirements(monkeypatch):
-    assert packages.missing() == []
-
-    def version(name):
-        if name in ("pydantic", "pydantic-core"):
-            raise importlib.metadata.PackageNotFoundError(name)
-        return {"optax": "0.1.0", "jax": "0.4.0"}.get(name, "99")
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    names = [line.partition("==")[0] for line in packages.missing()]
-    # JAX belongs to the machine: the least version is listed, not that of the lock file.
-    assert names == ["jax>=0.10.2", "optax", "pydantic", "pydantic-core"]

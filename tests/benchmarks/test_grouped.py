@@ -10,7 +10,7 @@ from benchmarks import grouped
 
 def test_products_race_and_are_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "grouped.json"
-    assert grouped.main(["--quick", "--all", "--rounds", "1", "--json", str(file)]) == 0
+    assert grouped.main(["--quick", "--rounds", "1", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert all(f"| {title}, with gradients |" in printed for title in grouped.TITLES.values())
     assert "7 rows an expert: forward, over equal groups" in printed

@@ -15,11 +15,9 @@ REPORTS = {
     "head-cpu": head.report,
     "memory-cpu": memory.report,
     "overhead-cpu": overhead.report,
-    "overhead-recorded-cpu": overhead.report,
     "quickstart-cpu": quickstart.report,
     "quickstart-fooled-cpu": quickstart.report,
     "rollout-cpu": rollout.report,
-    "rollout-limits-cpu": rollout.report,
     "train-step-cpu": train_step.report,
 }
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512"}

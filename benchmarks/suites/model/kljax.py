@@ -81,7 +81,7 @@ class KljaxContender(ModelContender):
         return self._tokens(self._draw(self.reference))
 
     def step(self, parts: Clock | Memory) -> None:
-        self._learner = learner = self._learner or self.new_learner()
+        self._learner = learner = self._learner or Learner.of(self.context, self.reference.params)
         with parts.part("rollout"):
             samples = jax.block_until_ready(self._draw(kljax.Policy(learner.state.trainable["params"])))
             tokens = self._tokens(samples)
@@ -92,16 +92,12 @@ class KljaxContender(ModelContender):
         """Does the update of another contender's file, and adds the log-probs of the sequences after it as "ours"."""
         with np.load(path) as file:
             tokens, advantages, score = file["tokens"], file["advantages"], file["score"]
-        self._learner = learner = self.new_learner()
+        self._learner = learner = Learner.of(self.context, self.reference.params)
         learner.update(self.batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
         np.savez(path, score=score, ours=self.log_probs(kljax.Policy(learner.state.trainable["params"])))
 
     def versions(self) -> dict[str, str]:
         return machine.versions()
-
-    def new_learner(self) -> Learner:
-        """Makes a learner of the weights of the directory."""
-        return Learner.of(self.context, self.reference.params)
 
     def batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
         """Returns the batch of a rollout."""

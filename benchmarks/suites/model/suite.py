@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import cli, instructions, machine
-from benchmarks.harness.environments import Environment, find_python312
+from benchmarks.harness.environments import Environment
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, log, measurable, noted, race
@@ -68,7 +69,7 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
                    help=f"out of {','.join(contenders)}"),
         cli.option("--vocab", action="append", type=cli.positive, metavar="V",
                    help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}"),
-        cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
+        cli.option("--python312", default="python3.12", metavar="PATH", help="for Tunix, with --make-envs"),
         cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
     ]  # fmt: skip
 
@@ -76,12 +77,11 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
 def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
     """Races the contenders of "rollout", or of "step" with the update on it; or makes their environments."""
     if options.make_envs is not None:
-        python = find_python312(options.python312)
-        ENVIRONMENTS["tunix"].make(options.make_envs, python)
+        if shutil.which(options.python312) is None:
+            raise cli.OptionError(f"argument --python312: {options.python312} is missing, which Tunix needs")
+        ENVIRONMENTS["tunix"].make(options.make_envs, options.python312)
         ENVIRONMENTS["transformers"].make(options.make_envs)
         raise cli.EndError(f"made; now give --envs {options.make_envs}", status=0)
-    if options.rounds < 1:
-        raise cli.OptionError(f"argument --rounds: got {options.rounds}, expected 1 or more")
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
