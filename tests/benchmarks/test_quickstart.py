@@ -77,11 +77,10 @@ def test_table_names_the_runs_missing_a_target(runs, verdict):
     ("runs", "verdict"),
     [
         ([run(0, after=72.0, label="lora"), run(1, after=75.0, label="lora")], "met"),
-        ([run(0, after=71.0, label="lora"), run(1, after=75.0, label="lora")], "missed by ends from 71.0 to 75.0 %"),
         ([run(0, label="lora", max_kl=1.5)], "missed by seed 0 (a KL of 1.5 nats)"),
     ],
 )
-def test_finals_of_another_recipe_are_compared(runs, verdict):
+def test_another_recipe_has_no_target_of_accuracy(runs, verdict):
     assert quickstart.recipe_table(runs)[1].endswith(f"in each of these runs; {verdict}.")
 
 
@@ -108,7 +107,7 @@ def test_fooled_verifier_table_shows_reward_and_accuracy():
     assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 0.100 | 0.20 |" in text
 
 
-def test_finished_runs_are_plotted_without_running_again(tmp_path):
+def test_finished_runs_are_read_without_running_again(tmp_path):
     cases = [quickstart.SeedCase(3), quickstart.SeedCase(3, "AVX2")]
     write_run(tmp_path / "quickstart-3")
     write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
@@ -117,8 +116,6 @@ def test_finished_runs_are_plotted_without_running_again(tmp_path):
     assert (other.case, other.gain, other.drop, other.max_kl) == ("seed 3 AVX2", 56.0, 13.0, 7.0)
     row = "| 3 | AVX2 | 40.0 % (90.0 %) | 96.0 % (90.0 %) | +56.0 | 13.0 | 7.00 |  |"
     assert row in quickstart.recipe_table([plain, other])[0]
-    quickstart.draw_accuracies(tmp_path, "quickstart", cases, tmp_path / "pictures" / "all.png")
-    assert (tmp_path / "pictures" / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_non_finite_kl_is_reported_as_infinite(tmp_path):
