@@ -88,7 +88,7 @@ def race_forms(
     """
     log(f"{size}: makes the inputs")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        forms.make_inputs(compared or size).save(pathlib.Path(directory))
+        jax_forms.make_inputs(compared or size).save(pathlib.Path(directory))
         arguments = {"inputs": directory, "options": dataclasses.asdict(shared)}
 
         def begin(framework: str) -> AbstractContextManager[Remote | Worker]:

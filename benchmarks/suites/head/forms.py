@@ -86,6 +86,11 @@ class Inputs:
     def size(self) -> Size:
         return Size(len(self.hidden), *self.head.shape)
 
+    def part(self, tokens: int, vocab: int) -> "Inputs":
+        """Returns the problem of the first tokens and columns of the vocabulary."""
+        rows = {name: array[:tokens] for name, array in vars(self).items()}
+        return Inputs(**rows | {"head": self.head[:, :vocab], "targets": rows["targets"] % vocab})
+
     def save(self, directory: pathlib.Path) -> None:
         np.savez(directory / "inputs.npz", **vars(self))
 
@@ -144,41 +149,6 @@ FORMS = (
     Form("tile_forward", "kljax", "forward", "jax", 1),
 )
 TITLES = {form.name: form.title for form in FORMS}
-
-
-def make_inputs(size: Size, seed: int = 0) -> Inputs:
-    """Draws the arrays of a problem."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
-
-    hidden, head = normal(size.tokens, size.width), normal(size.width, size.vocab)
-    head *= np.float32(2 / np.sqrt(size.width))
-    targets = rng.integers(0, size.vocab, size.tokens, np.int32)
-    shift = rng.uniform(-0.1, 0.1, size.tokens)
-    shift[::3] = rng.choice([-0.4, 0.4], len(shift[::3]))
-    mask = np.zeros(size.tokens, bool)
-    mask[rng.permutation(size.tokens)[: size.tokens // 2]] = True
-    return Inputs(
-        hidden=hidden,
-        head=head,
-        targets=targets,
-        advantages=normal(size.tokens),
-        old_log_probs=log_probs(hidden, head, targets) - shift.astype(np.float32),
-        mask=mask,
-        ref_hidden=hidden + np.float32(0.1) * normal(size.tokens, size.width),
-    )
-
-
-def log_probs(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, chunk: int = 4096) -> np.ndarray:
-    """Returns the `[N]` log-probs of the targets, by chunks of the vocabulary."""
-    logsumexp = np.full(len(hidden), -np.inf, np.float32)
-    for start in range(0, head.shape[1], chunk):
-        logits = hidden @ head[:, start : start + chunk]
-        top = logits.max(axis=1)
-        logsumexp = np.logaddexp(logsumexp, top + np.log(np.exp(logits - top[:, None]).sum(axis=1)))
-    return np.einsum("nd,dn->n", hidden, head[:, targets]) - logsumexp
 
 
 def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]:
@@ -247,7 +217,7 @@ class FormsContender(abc.ABC):
         """Returns the bytes that a run adds to a fresh process at its peak, less its results; None if unknown."""
         self.prepare(name)
         # On a small problem first, so that libraries, threads and compiled code do not count.
-        type(self)(make_inputs(QUICK), self.options, self.releases).outputs(name)
+        type(self)(self.inputs.part(QUICK.tokens, QUICK.vocab), self.options, self.releases).outputs(name)
         if self.options.device == "gpu":
             return self.device_peak(name)
         memory = measure.Memory()

@@ -1,5 +1,6 @@
 """Forms of the head in JAX: kljax, the naive form, and the two of Tunix."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 import kljax
 from benchmarks.harness import machine
-from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, KL_COEF, FormsContender, HeadOptions, Inputs, loader
+from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, KL_COEF, FormsContender, HeadOptions, Inputs, Size, loader
 
 Array = jax.Array
 # Log-probs, entropies and KL of the tokens; entropies and KL are None where the loss needs none.
@@ -224,9 +225,14 @@ class JaxForms(FormsContender):
         return None if plan is None else int(plan.temp_size_in_bytes)
 
 
+def make_inputs(size: Size) -> Inputs:
+    """Draws a problem, for the processes of all frameworks."""
+    return Inputs(**jax.device_get(draw_arrays(*dataclasses.astuple(size), jnp.float32)))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, Any]:
-    """Draws the fields of `Inputs` on the device, from the distributions of `make_inputs`."""
+    """Draws the fields of `Inputs` on the device."""
     keys, third = jax.random.split(jax.random.key(0), 6), jnp.arange(tokens) % 3 == 0
     hidden = jax.random.normal(keys[0], (tokens, width), dtype)
     head = jax.random.normal(keys[1], (width, vocab), dtype) * jnp.asarray(2 * width**-0.5, dtype)
