@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.parity_outside.batches import Array, DrawnBatch
+from tests.parity_outside.scoring import move_columns
 from tests.parity_outside.settings import Settings
 
 
@@ -16,13 +17,19 @@ def compute_advantages(batch: DrawnBatch, settings: Settings, mask: Array, kl: A
     rewards = batch.rewards.astype(dtype) * dtype(settings["reward_scale"])
     if settings["reward_clip"] is not None:
         rewards = np.clip(rewards, -dtype(settings["reward_clip"]), dtype(settings["reward_clip"]))
+    rewards = rewards - dtype(settings["overlong_penalty"]) * batch.truncated.astype(dtype)
+    if settings["truncated_reward"] is not None:
+        rewards = np.where(batch.truncated, dtype(settings["truncated_reward"]), rewards)
     penalty = dtype(settings["kl_reward_coef"]) * np.where(mask, kl, 0) if settings["kl_reward_coef"] else None
+    if penalty is not None and settings["kl_reward_place"] == "row":
+        at_end = batch.columns == batch.lengths[:, None] - 1
+        penalty = np.where(at_end, penalty.sum(axis=1, keepdims=True), dtype(0))
     groups = _group_ids(batch, settings["groups"])
     function = settings["advantage"]
     if function in ("group", "baseline returns"):
         if penalty is not None and (function != "baseline returns" or settings["kl_reward_order"] == "early"):
             rewards = rewards - penalty.sum(axis=1)
-        advantages = _group_advantages(rewards, groups, settings)
+        advantages = _group_advantages(rewards, groups, batch, settings)
         if function == "baseline returns":
             late = penalty if settings["kl_reward_order"] == "late" else None
             advantages = _returns(_token_rewards(advantages, batch, mask, late, settings), mask, settings)
@@ -39,11 +46,21 @@ def _change(advantages: Array, batch: DrawnBatch, mask: Array, settings: Setting
     if times and advantages.ndim == 1:
         advantages = np.repeat(advantages[:, None], batch.shape.width, axis=1)
     for _ in range(times):
-        advantages = _whiten(advantages, mask, settings["whiten_ddof"])
+        advantages = _whiten(advantages, mask, settings)
+    if settings["row_whitening"]:
+        advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + advantages.dtype.type(1e-8))
     dtype = advantages.dtype.type
     advantages = dtype(settings["advantage_factor"]) * advantages + dtype(settings["advantage_offset"])
     if settings["advantage_clip"] is not None:
         advantages = np.clip(advantages, -dtype(settings["advantage_clip"]), dtype(settings["advantage_clip"]))
+    if settings["advantage_min"] is not None or settings["advantage_max"] is not None:
+        advantages = np.clip(advantages, settings["advantage_min"], settings["advantage_max"])
+    advantages = np.where(advantages < 0, dtype(settings["negative_factor"]) * advantages, advantages)
+    if settings["advantage_sign"]:
+        advantages = np.sign(advantages)
+    if settings["advantage_norm"] == "mean absolute":
+        tokens = np.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, mask.shape)
+        advantages = advantages / np.abs(tokens[mask]).mean()
     counts = np.maximum(mask.sum(axis=1), 1)
     if settings["advantage_spread"]:
         advantages = advantages / (counts if advantages.ndim == 1 else counts[:, None]).astype(dtype)
@@ -61,17 +78,26 @@ def _group_ids(batch: DrawnBatch, kind: str) -> Array:
         "interleaved": rows % batch.shape.groups,
         "batch": np.zeros_like(rows),
         "moved by one": np.roll(batch.group_ids, 1),
+        "pairs of rows": rows // 2,
+        "pairs of groups": batch.group_ids // 2,
     }[kind]
 
 
-def _group_advantages(rewards: Array, groups: Array, settings: Settings) -> Array:
+def _group_advantages(rewards: Array, groups: Array, batch: DrawnBatch, settings: Settings) -> Array:
     """Each reward less the center of its group, over the scale of the group or the batch."""
+    lengths = (batch.lengths - batch.prompt_lengths).astype(rewards.dtype)
+    counted = {
+        "all": np.ones(rewards.shape, bool),
+        "no empty rows": lengths > 0,
+        "no truncated rows": ~batch.truncated,
+    }[settings["members"]]
+    centered = rewards - np.array([rewards[groups == group].mean() for group in groups], rewards.dtype)
     dtype = rewards.dtype.type
     advantages = np.zeros_like(rewards)
     eps, ddof = dtype(settings["eps"]), settings["ddof"]
     for group in np.unique(groups):
         rows = groups == group
-        members = rewards[rows]
+        members = rewards[rows & counted] if np.any(rows & counted) else rewards[rows]
         count = members.size
         mean = members.mean()
         center = {
@@ -80,9 +106,11 @@ def _group_advantages(rewards: Array, groups: Array, settings: Settings) -> Arra
             "best": members.max(),
             "batch": rewards.mean(),
             "none": dtype(0),
+            "first": members[0],
+            "by length": (members * lengths[rows & counted]).sum() / max(lengths[rows & counted].sum(), 1),
             "others": (members.sum() - members) / dtype(max(count - 1, 1)),
         }[settings["center"]]
-        spread = rewards if settings["scale"] == "batch std" else members
+        spread = {"batch std": rewards, "batch std of centered": centered}.get(settings["scale"], members)
         variance = np.square(spread - spread.mean()).sum() / dtype(max(spread.size - ddof, 1))
         scale = np.sqrt(variance + eps) if settings["eps_inside"] else np.sqrt(variance) + eps
         if settings["scale"] == "none":
@@ -91,11 +119,13 @@ def _group_advantages(rewards: Array, groups: Array, settings: Settings) -> Arra
             scale = np.ptp(members) + eps
         elif settings["scale"] == "mean absolute":
             scale = np.abs(members - mean).mean() + eps
+        elif settings["scale"] == "root mean square":
+            scale = np.sqrt(np.square(members).mean()) + eps
         elif settings["scale"] == "variance":
             scale = variance + eps
         elif settings["scale"] == "mean":
             scale = mean + eps
-        advantages[rows] = (members - center) / scale
+        advantages[rows] = (rewards[rows] - center) / scale
     return advantages
 
 
@@ -108,7 +138,10 @@ def _token_rewards(scores: Array, batch: DrawnBatch, mask: Array, penalty: Array
         "last token": batch.lengths - 1,
         "last column": np.full(batch.shape.rows, batch.shape.width - 1),
         "first token": batch.prompt_lengths,
+        "every token": batch.lengths - 1,
     }[settings["reward_column"]]
+    if settings["reward_column"] == "every token":
+        return rewards + np.where(mask, scores[:, None], 0)
     rewards[np.arange(batch.shape.rows), last] += scores
     return rewards
 
@@ -129,7 +162,7 @@ def _gae(rewards: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> 
     """Generalized advantage estimation that skips, or does not skip, what the mask leaves out."""
     dtype = rewards.dtype.type
     gamma, lam = dtype(settings["gamma"]), dtype(settings["lam"])
-    values = batch.values.astype(dtype)
+    values = move_columns(batch.values.astype(dtype), settings["values_shift"])
     advantages = np.zeros_like(rewards)
     running = np.zeros_like(rewards[:, 0])
     following = np.zeros_like(running)
@@ -139,13 +172,15 @@ def _gae(rewards: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> 
         running = np.where(used, step, running)
         following = np.where(used, values[:, column], following)
         advantages[:, column] = running
-    return advantages
+    return advantages + values if settings["gae_returns"] else advantages
 
 
-def _whiten(values: Array, mask: Array, ddof: int) -> Array:
+def _whiten(values: Array, mask: Array, settings: Settings) -> Array:
     """Values less their mean over the mask, over their standard deviation, and 0 where the mask is not set."""
     dtype = values.dtype.type
     inside = values[mask]
-    mean = inside.mean()
-    variance = np.square(inside - mean).sum() / dtype(inside.size - ddof)
-    return np.where(mask, (values - mean) / np.sqrt(variance + dtype(1e-8)), 0).astype(dtype)
+    mean = inside.mean() if settings["whiten_mean"] == "mask" else values.mean()
+    variance = np.square(inside - mean).sum() / dtype(inside.size - settings["whiten_ddof"])
+    center = dtype(0) if settings["whiten_parts"] == "scale" else mean
+    scale = dtype(1) if settings["whiten_parts"] == "center" else np.sqrt(variance + dtype(1e-8))
+    return np.where(mask, (values - center) / scale, 0).astype(dtype)

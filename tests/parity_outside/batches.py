@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,16 @@ from tests import other_seeds
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+# Rewards that strain a mean or a standard deviation, from the drawn ones: "equal" has no exact mean in float32.
+_REWARDS: dict[str, Callable[[Array], Array]] = {
+    "drawn": lambda rewards: rewards,
+    "equal": lambda rewards: np.full_like(rewards, 0.7),
+    "near": lambda rewards: 0.7 + 1e-6 * rewards,
+    "binary": lambda rewards: (rewards >= 0.75).astype(float),
+    "negative": lambda rewards: -3.1 * rewards - 0.1,
+    "tiny": lambda rewards: 1e-7 * rewards,
+    "huge": lambda rewards: 3e5 * rewards + 0.3,
+}
 VOCABULARY = 11
 PADDED_VOCABULARY = 13
 PAD, EOS = 0, 1
@@ -21,7 +32,9 @@ class BatchShape:
     """Size and layout of a batch.
 
     `layout` is "left" (prompts end at one column, padded on their left), "packed" (each row starts with its prompt and
-    is padded on its right) or "completions" (no prompt in the arrays).
+    is padded on its right) or "completions" (no prompt in the arrays). `drift` scales how far policy and sampler are
+    from the old policy: at 0 every ratio is 1. `rewards` is "drawn" or a key of `_REWARDS`; log-probs are `padding`
+    where the mask is not set, if that is a number.
     """
 
     groups: int = 3
@@ -30,6 +43,9 @@ class BatchShape:
     completion: int = 9
     layout: str = "left"
     empty: int = 0
+    drift: float = 1.0
+    rewards: str = "drawn"
+    padding: float | None = None
 
     @property
     def rows(self) -> int:
@@ -78,7 +94,7 @@ def draw_batch(seed: int, shape: BatchShape) -> DrawnBatch:
     rng = other_seeds.example(seed)
     rows, width = shape.rows, shape.width
     starts, prompt_lengths, lengths, truncated = _draw_lengths(rng, shape)
-    logits = _draw_logits(rng, rows, width)
+    logits = _draw_logits(rng, rows, width, shape.drift)
     columns = np.arange(width)[None, :]
     tokens = _sample(rng, logits["rollout"][..., :VOCABULARY])
     ended = (columns == lengths[:, None] - 1) & ~truncated[:, None] & (lengths > prompt_lengths)[:, None]
@@ -96,7 +112,7 @@ def draw_batch(seed: int, shape: BatchShape) -> DrawnBatch:
         truncated=truncated,
         group_ids=group_ids,
         micro_batch_ids=(np.arange(rows) >= (2 * rows + 2) // 3).astype(int),
-        rewards=_spread(rewards, group_ids),
+        rewards=_REWARDS[shape.rewards](_spread(rewards, group_ids)),
         values=0.5 * rng.normal(size=(rows, width)) + 0.4,
         logits=logits,
     )
@@ -121,7 +137,7 @@ def _draw_lengths(rng: np.random.Generator, shape: BatchShape) -> tuple[Array, A
     return starts, prompt_lengths, prompt_lengths + counts, truncated
 
 
-def _draw_logits(rng: np.random.Generator, rows: int, width: int) -> dict[str, Array]:
+def _draw_logits(rng: np.random.Generator, rows: int, width: int, drift: float) -> dict[str, Array]:
     size = (rows, width, PADDED_VOCABULARY)
 
     def moved(base: Array, everywhere: float, rare: float) -> Array:
@@ -131,8 +147,8 @@ def _draw_logits(rng: np.random.Generator, rows: int, width: int) -> dict[str, A
     old = 1.3 * rng.normal(size=size)
     return {
         "old": old,
-        "rollout": moved(old, 0.15, 0.9),
-        "policy": moved(old, 0.3, 1.2),
+        "rollout": moved(old, 0.15 * drift, 0.9 * drift),
+        "policy": moved(old, 0.3 * drift, 1.2 * drift),
         "reference": moved(old, 0.5, 1.5),
         "stale reference": moved(old, 0.5, 1.5),
     }

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tests import other_seeds
-from tests.parity_outside.batches import VOCABULARY, Array, DrawnBatch
+from tests.parity_outside.batches import PAD, VOCABULARY, Array, DrawnBatch
 from tests.parity_outside.settings import Settings
 
 _COARSE = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -33,15 +33,27 @@ def select_mask(kind: str, batch: DrawnBatch) -> Array:
         "late by one": move_columns(mask, 1),
         "early by one": move_columns(mask, -1),
         "no truncated rows": mask & ~batch.truncated[:, None],
+        "one token more": (columns >= batch.prompt_lengths[:, None]) & (columns < batch.lengths[:, None] + 1),
         "no last row": mask & (np.arange(batch.shape.rows) < batch.shape.rows - 1)[:, None],
     }
     return np.asarray(choices[kind])
 
 
 def score(
-    batch: DrawnBatch, model: str, *, temperature: float, softcap: float | None, vocabulary: str, shift: int
+    batch: DrawnBatch,
+    model: str,
+    *,
+    temperature: float,
+    softcap: float | None,
+    vocabulary: str,
+    normalizer: str | None,
+    shift: int,
 ) -> Array:
-    """Log-prob of each token, `[B, T]` in float64; the first token of an array with a prompt has none and gets 0."""
+    """Log-prob of each token, `[B, T]` in float64; the first token of an array with a prompt has none and gets 0.
+
+    `normalizer` leaves logits out of the sum: "top 4" those below the fourth but for the token's, "no pad token" that of
+    the pad token.
+    """
     logits = batch.logits[model]
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
@@ -49,12 +61,25 @@ def score(
     if vocabulary == "real":
         logits = logits[..., :VOCABULARY]
     top = logits.max(axis=-1, keepdims=True)
-    normalizer = np.log(np.exp(logits - top).sum(axis=-1)) + top[..., 0]
+    terms = np.where(_summed(logits, batch.tokens, normalizer), np.exp(logits - top), 0)
     picked = np.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
-    log_probs = picked - normalizer
+    log_probs = picked - (np.log(terms.sum(axis=-1)) + top[..., 0])
     if batch.shape.layout != "completions":
         log_probs[:, 0] = 0.0
-    return move_columns(log_probs, shift)
+    log_probs = move_columns(log_probs, shift)
+    return log_probs if batch.shape.padding is None else np.where(batch.completion, log_probs, batch.shape.padding)
+
+
+def _summed(logits: Array, tokens: Array, normalizer: str | None) -> Array:
+    """True where a logit is in the sum of the normalizer."""
+    if normalizer is None:
+        return np.ones(logits.shape, bool)
+    numbers = np.broadcast_to(np.arange(logits.shape[-1]), logits.shape)
+    picked = numbers == tokens[..., None]
+    if normalizer == "no pad token":
+        return np.asarray((numbers != PAD) | picked)
+    count = int(normalizer.removeprefix("top "))
+    return np.asarray((logits >= np.sort(logits, axis=-1)[..., -count, None]) | picked)
 
 
 def record(name: str, value: Array, settings: Settings, seed: int) -> Array:

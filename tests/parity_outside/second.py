@@ -19,6 +19,10 @@ def compute_loss(header: dict[str, Any], arrays: dict[str, Array], moved: Array)
     What the system treats as a constant stays at the recorded log-probs.
     """
     shares = _share(header["reduction"], arrays["mask"], header["system"])
+    if header["reduction"].get("micro_batches"):
+        ids = arrays["micro_batch_ids"]
+        parts = [_share(header["reduction"], arrays["mask"] * (ids == part)[:, None], header["system"]) for part in set(ids)]
+        shares = sum(part * (ids == name)[:, None] for part, name in zip(parts, set(ids), strict=True)) / len(parts)
     kl_shares = shares
     if header["system"] == "skyrl":
         kl_shares = _share({"mode": "seq_mean_token_mean"}, arrays["mask"], "skyrl")

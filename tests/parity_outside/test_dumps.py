@@ -10,7 +10,9 @@ from tests import other_seeds
 from tests.parity_outside import second, write
 from tests.parity_outside.settings import KINDS
 
-CASES = write.read_cases()
+PATHS = (write.CASES, write.CASES.with_name("third_cases.json"))
+LISTS = [write.read_cases(path) for path in PATHS]
+CASES = [case for cases in LISTS for case in cases]
 CLEAN = [case for case in CASES if case["group"] == "clean"]
 PLANTED = [case for case in CASES if case["group"] != "clean"]
 README = (Path(__file__).parent / "README.md").read_text()
@@ -36,7 +38,9 @@ def test_loss_clean_equals_second_formula(clean):
 
 
 def test_gradient_clean_equals_finite_differences(clean):
-    _, header, arrays = clean
+    case, header, arrays = clean
+    if "border" in case["id"]:
+        return  # A difference is taken across the threshold.
     gradient = arrays["grad_log_probs"].astype(float)
     rng = other_seeds.example(0)
     for _ in range(3):
@@ -48,7 +52,7 @@ def test_gradient_clean_equals_finite_differences(clean):
 
 
 def test_advantages_clean_equal_second_formula(clean):
-    _, header, arrays = clean
+    case, header, arrays = clean
     expected = second.compute_advantages(header, arrays)
     if expected is None:
         assert header["advantage"]["name"] in ("gae", "reinforce_plus_plus", "reinforce_baseline")
@@ -56,13 +60,19 @@ def test_advantages_clean_equal_second_formula(clean):
         # Whitened tokens: mean 0 and variance 1, with n or n - 1 in the divisor.
         ddof = 0 if header["system"] == "openrlhf" else 1
         assert abs(used.mean()) < 1e-6
-        assert abs(used.std(ddof=ddof) - 1) < 1e-6
+        # Rewards of 1e-7 leave a variance that the 1e-8 of the whitening shows beside.
+        assert abs(used.std(ddof=ddof) - 1) < (1e-4 if np.abs(arrays["rewards"]).max() < 1e-3 else 1e-6)
     else:
-        np.testing.assert_allclose(arrays["advantages"], expected, rtol=2e-5, atol=1e-6)
+        # The noise of a mean in float32, divided by a standard deviation that may be as small.
+        deviation = np.abs(arrays["rewards"]).max() / max(np.ptp(arrays["rewards"]), 1e-7)
+        noise = 0.0 if case.get("dtype") == "float64" else 4 * np.finfo(np.float32).eps * deviation
+        np.testing.assert_allclose(arrays["advantages"], expected, rtol=2e-5 + noise, atol=1e-6 + noise)
 
 
 def test_log_probs_clean_follow_from_logits(clean):
     case, header, arrays = clean
+    if case.get("shape", {}).get("padding") is not None:
+        return  # Padding has one number, which is no log-prob of the logits.
     if "rows" not in arrays:
         assert "ref_logits" not in arrays
         return
@@ -88,11 +98,12 @@ def _folders(path):
 
 
 def test_recorded_digest_is_unchanged():
-    recorded = json.loads(write.CASES.read_text())["sizes"]
-    for case in CASES[::17]:
-        fields = write.run_case(case)
-        size = float(np.sqrt(sum(np.square(value.astype(float)).sum() for value in fields.values())))
-        assert size == pytest.approx(recorded[case["id"]], rel=1e-5)
+    for path, cases in zip(PATHS, LISTS, strict=True):
+        recorded = json.loads(path.read_text())["sizes"]
+        for case in cases[::17]:
+            fields = write.run_case(case)
+            size = float(np.sqrt(sum(np.square(value.astype(float)).sum() for value in fields.values())))
+            assert size == pytest.approx(recorded[case["id"]], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=_name)
@@ -100,8 +111,11 @@ def test_fault_planted_shows_first_at_field(case):
     faulty, right = write.run_case(case), write.run_case(case, planted=False)
     recorded = write.SHORT if case.get("level") == "short" else tuple(faulty)
     first = case["first_field"]
-    assert first in recorded
-    assert first not in right or not np.array_equal(faulty[first], right[first])
+    if first is None:
+        assert case["group"] == "impossible"
+    else:
+        assert first in recorded
+        assert first not in right or not np.array_equal(faulty[first], right[first])
     for answer in case["answer"]:
         assert f"`{answer['cause_kind']}`" in README
         assert answer["words"]
@@ -114,7 +128,7 @@ def test_answers_name_every_planted_setting():
 
 
 def test_range_of_answer_leaves_dump_unchanged():
-    ranged = [(case, answer) for case in CASES for answer in case["answer"] if "range" in answer]
+    ranged = [(case, answer) for case in LISTS[0] for answer in case["answer"] if "range" in answer]
     assert ranged
     for case, answer in ranged:
         (setting,) = (name for name in case["plant"] if KINDS[name] == answer["cause_kind"])
@@ -127,10 +141,41 @@ def test_range_of_answer_leaves_dump_unchanged():
 
 
 def test_cases_have_enough_of_each_group():
-    counts = {group: sum(case["group"] == group for case in CASES) for group in ("clean", "single", "pair")}
-    assert counts["clean"] >= 16
-    assert counts["single"] >= 80
-    assert counts["pair"] >= 30
-    assert len({case["id"] for case in CASES}) == len(CASES)
-    for setup in write.SETUPS:
-        assert sum(case["setup"] == setup for case in CLEAN) >= 2
+    for cases in LISTS:
+        counts = {group: sum(case["group"] == group for case in cases) for group in ("clean", "single", "pair")}
+        assert counts["clean"] >= 16
+        assert counts["single"] >= 80
+        assert counts["pair"] >= 30
+        assert len({case["id"] for case in cases}) == len(cases)
+        for setup in write.SETUPS:
+            assert sum(case["setup"] == setup and case["group"] == "clean" for case in cases) >= 2
+    singles = [case for case in LISTS[1] if case["group"] == "single"]
+    assert sum(case["new"] for case in singles) >= len(singles) / 2
+
+
+def test_ties_leave_the_same_numbers():
+    for case in LISTS[1]:
+        recorded = write.run_case(case)
+        names = write.SHORT if case.get("level") == "short" else tuple(recorded)
+        for setting in case.get("plant", {}):
+            answer = next(entry for entry in case["answer"] if entry["cause_kind"] == KINDS[setting])
+            for other in answer.get("also", ()):
+                if (setting, other["cause_kind"]) == ("temperature", "reference_temperature"):
+                    continue
+                assert any(_leaves(case, setting, name, other, recorded, names) for name in _settings(other))
+
+
+def _settings(other):
+    return [name for name, kind in KINDS.items() if kind == other["cause_kind"]]
+
+
+def _leaves(case, setting, name, other, recorded, names):
+    """Tells whether the dump is the same with this setting in place of the planted one."""
+    value = {other["field"]: other["true"]} if "field" in other else other["true"]
+    plant = {key: kept for key, kept in case["plant"].items() if key != setting} | {name: value}
+    fields = write.run_case({**case, "plant": plant})
+    return all(
+        field in fields and np.abs(fields[field] - recorded[field]).max() <= 1e-5 * np.abs(recorded[field]).max()
+        for field in names
+        if field in recorded
+    )
