@@ -238,8 +238,10 @@ def matches(cause: Cause, answer: dict[str, Any]) -> bool:
     """Tells whether a cause is one that a case planted, or another that leaves the same numbers."""
     for wanted in (answer, *answer.get("also", ())):
         for kind, value in answers(cause):
+            if kind != wanted["cause_kind"]:
+                continue
             inside = cause.limits is not None and cause.limits[0] <= float(wanted["true"] or 0) <= cause.limits[1]
-            if kind == wanted["cause_kind"] and (inside or _equal(value, wanted["true"]) or _in_range(value, wanted)):
+            if inside or _equal(value, wanted["true"]) or _in_range(value, wanted):
                 return True
     return False
 
@@ -262,11 +264,10 @@ def judge(report: ParityReport, case: dict[str, Any]) -> Score:
     answer = [_complete(entry, case) for entry in case["answer"] if entry["cause_kind"] != "unknown"]
     unknown = [f"unknown {f.difference.field}" for f in report.findings if not f.explanations and not f.follows]
     shown = (*(cause.key for cause in report.causes), *unknown)
-    if case["group"] == "impossible" and case["first_field"] is None:
-        return Score("right" if report.agrees else "wrong" if report.causes else "unknown", shown)
-    if report.agrees or case["group"] == "clean":
-        clean = "right" if report.agrees else "false alarm"
-        return Score(clean if case["group"] == "clean" else "silent", shown)
+    if report.agrees:
+        return Score("silent" if case["answer"] and case["first_field"] else "right", shown)
+    if case["group"] == "clean":
+        return Score("false alarm", shown)
     untellable = any((entry["cause_kind"], entry["true"]) in UNTELLABLE for entry in answer)
     if case["group"] == "impossible" or (untellable and not report.causes):
         first, good = report.findings[0].difference.field, "tied" if untellable else "right"
@@ -277,11 +278,9 @@ def judge(report: ParityReport, case: dict[str, Any]) -> Score:
     possible = [cause for finding in report.findings for causes in finding.explanations for cause in causes]
     named = [entry for entry in answer if any(matches(cause, entry) for cause in report.causes)]
     tied = [entry for entry in answer if any(matches(cause, entry) for cause in possible)]
-    if not unknown and len(named) == len(answer) and _planted(report.causes, answer):
-        return Score("right", shown)
-    if not unknown and len(tied) == len(answer):
-        return Score("tied", shown)
-    return Score("half" if tied else "unknown", shown)
+    if unknown or len(tied) < len(answer):
+        return Score("half" if tied else "unknown", shown)
+    return Score("right" if len(named) == len(answer) and _planted(report.causes, answer) else "tied", shown)
 
 
 def _complete(entry: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:

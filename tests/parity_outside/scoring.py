@@ -51,8 +51,8 @@ def score(
 ) -> Array:
     """Log-prob of each token, `[B, T]` in float64; the first token of an array with a prompt has none and gets 0.
 
-    `normalizer` leaves logits out of the sum: "top 4" those below the fourth but for the token's, "no pad token" that of
-    the pad token.
+    `normalizer` leaves logits out of the sum: "top 4" those below the fourth but for the token's own, "no pad token"
+    the pad token's.
     """
     logits = batch.logits[model]
     if softcap is not None:

@@ -20,9 +20,10 @@ def compute_loss(header: dict[str, Any], arrays: dict[str, Array], moved: Array)
     """
     shares = _share(header["reduction"], arrays["mask"], header["system"])
     if header["reduction"].get("micro_batches"):
-        ids = arrays["micro_batch_ids"]
-        parts = [_share(header["reduction"], arrays["mask"] * (ids == part)[:, None], header["system"]) for part in set(ids)]
-        shares = sum(part * (ids == name)[:, None] for part, name in zip(parts, set(ids), strict=True)) / len(parts)
+        ids = arrays["micro_batch_ids"][:, None]
+        parts = [arrays["mask"] * (ids == part) for part in np.unique(ids)]
+        # The weight of a masked token is that of its micro-batch, where the others have no token.
+        shares = sum(part * _share(header["reduction"], part, header["system"]) for part in parts) / len(parts)
     kl_shares = shares
     if header["system"] == "skyrl":
         kl_shares = _share({"mode": "seq_mean_token_mean"}, arrays["mask"], "skyrl")

@@ -14,7 +14,6 @@ from tests.parity_outside.scoring import move_columns, record, score, select_mas
 from tests.parity_outside.settings import Settings
 from tests.parity_outside.tape import Node, gradient, larger, select, smaller
 
-
 _FIELDS = {
     "policy": "log_probs",
     "old": "old_log_probs",
@@ -178,7 +177,8 @@ def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[s
 
 def _weights(fields: dict[str, Array], mask: Array, settings: Settings) -> Array:
     """The weights of the rollout correction: old policy over sampler, bounded."""
-    difference = fields[_FIELDS[settings["correction_from"]]] - move_columns(fields["rollout_log_probs"], settings["rollout_shift"])
+    sampler = move_columns(fields["rollout_log_probs"], settings["rollout_shift"])
+    difference = fields[_FIELDS[settings["correction_from"]]] - sampler
     if settings["correction_inverse"]:
         difference = -difference
     if settings["correction_level"] != "token":

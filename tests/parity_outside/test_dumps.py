@@ -153,29 +153,31 @@ def test_cases_have_enough_of_each_group():
     assert sum(case["new"] for case in singles) >= len(singles) / 2
 
 
-def test_ties_leave_the_same_numbers():
+def _tied_cases():
+    """Each case of the third list with a fault replaced by another cause that is said to tie: its possible settings."""
     for case in LISTS[1]:
-        recorded = write.run_case(case)
-        names = write.SHORT if case.get("level") == "short" else tuple(recorded)
         for setting in case.get("plant", {}):
             answer = next(entry for entry in case["answer"] if entry["cause_kind"] == KINDS[setting])
             for other in answer.get("also", ()):
+                # A temperature of all models has two names.
                 if (setting, other["cause_kind"]) == ("temperature", "reference_temperature"):
                     continue
-                assert any(_leaves(case, setting, name, other, recorded, names) for name in _settings(other))
+                kept = {key: value for key, value in case["plant"].items() if key != setting}
+                value = {other["field"]: other["true"]} if "field" in other else other["true"]
+                names = [name for name, kind in KINDS.items() if kind == other["cause_kind"]]
+                yield case, [{**case, "plant": kept | {name: value}} for name in names]
 
 
-def _settings(other):
-    return [name for name, kind in KINDS.items() if kind == other["cause_kind"]]
+def test_ties_leave_the_same_numbers():
+    for case, others in _tied_cases():
+        recorded = write.run_case(case)
+        if case.get("level") == "short":
+            recorded = {name: value for name, value in recorded.items() if name in write.SHORT}
+        assert any(_equal(recorded, write.run_case(other)) for other in others)
 
 
-def _leaves(case, setting, name, other, recorded, names):
-    """Tells whether the dump is the same with this setting in place of the planted one."""
-    value = {other["field"]: other["true"]} if "field" in other else other["true"]
-    plant = {key: kept for key, kept in case["plant"].items() if key != setting} | {name: value}
-    fields = write.run_case({**case, "plant": plant})
+def _equal(recorded, fields):
     return all(
-        field in fields and np.abs(fields[field] - recorded[field]).max() <= 1e-5 * np.abs(recorded[field]).max()
-        for field in names
-        if field in recorded
+        name in fields and np.abs(fields[name] - value).max() <= 1e-5 * np.abs(value).max()
+        for name, value in recorded.items()
     )
