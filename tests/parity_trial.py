@@ -254,7 +254,7 @@ def _equal(value: Any, true: Any) -> bool:
 
 
 def _in_range(value: Any, wanted: dict[str, Any]) -> bool:
-    """Tells whether a number is one of those that leave the same dump as the true one."""
+    """Tells whether a number leaves the same dump as the true one."""
     low, high = wanted.get("range", (math.inf, -math.inf))
     return isinstance(value, int | float) and low <= value <= high
 

@@ -162,10 +162,10 @@ def _tied_cases():
                 # A temperature of all models has two names.
                 if (setting, other["cause_kind"]) == ("temperature", "reference_temperature"):
                     continue
-                kept = {key: value for key, value in case["plant"].items() if key != setting}
+                rest = {key: value for key, value in case["plant"].items() if key != setting}
                 value = {other["field"]: other["true"]} if "field" in other else other["true"]
                 names = [name for name, kind in KINDS.items() if kind == other["cause_kind"]]
-                yield case, [{**case, "plant": kept | {name: value}} for name in names]
+                yield case, [{**case, "plant": rest | {name: value}} for name in names]
 
 
 def test_ties_leave_the_same_numbers():
