@@ -10,20 +10,19 @@ disks and memory, not changes that someone makes on purpose.
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from kljax.checkpoint._lanes import device_lanes, host_lanes
+from kljax.checkpoint._lanes import ROWS_OF_CPU, device_lanes, host_lanes
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
 CONTENT, SEAL = "kljax", "digest"
-LARGE = 1 << 24
-"""Bytes of an array in the memory of a CPU from which on a compiled program repays its compilation in a few saves."""
+LARGE = 1 << 22
+"""Bytes of an array in the memory of a CPU from which on a compiled program repays its compilation in thirty saves."""
 KIND = "lanes"
 """The kind of the digests of arrays, as each names it; digests of version 0.2 name none."""
 
@@ -45,14 +44,13 @@ def array_digest(array: Any) -> str:
       >>> kljax.checkpoint.array_digest(np.ones((8, 4), np.float32))
       'float32[8, 4] lanes:4a1d835c40ba954f'
     """
-    if _is_for_numpy(array):
-        return _digest_of(array, host_lanes(np.asarray(array)))
-    local = array.addressable_data(0) if array.is_fully_replicated and array.is_fully_addressable else array
-    return _digest_of(array, jax.device_get(_lanes_on_devices(local)))
+    return _digest_of(array, *lanes_of([array]))
 
 
-def _digest_of(array: Any, lanes: np.ndarray) -> str:
-    hashed = hashlib.blake2b(np.ascontiguousarray(lanes).data, digest_size=8)
+def _digest_of(array: Any, lanes: Sequence[np.ndarray]) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in lanes:
+        hashed.update(np.ascontiguousarray(part).data)
     return f"{shape_and_dtype(array)} {KIND}:{hashed.hexdigest()}"
 
 
@@ -62,7 +60,7 @@ def are_of_this_kind(digests: Mapping[str, str]) -> bool:
 
 
 def tree_digests(tree: Tree) -> dict[str, str]:
-    """Computes the digests of all arrays of a tree in parallel, by dotted name.
+    """Computes the digests of all arrays of a tree, by dotted name.
 
     Args:
       tree: pytree of arrays.
@@ -79,15 +77,8 @@ def tree_digests(tree: Tree) -> dict[str, str]:
       {'a.w': 'float32[2] lanes:75ca910a4217e0df'}
     """
     leaves = named_leaves(tree)
-    # Devices and processes that share arrays have to start programs in one order, so not from several threads.
-    lanes = _lanes_of_spread({name: leaf for name, leaf in leaves.items() if _is_spread(leaf)})
-
-    def digest(item: tuple[str, Any]) -> str:
-        name, leaf = item
-        return _digest_of(leaf, lanes[name]) if name in lanes else array_digest(leaf)
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(leaves, pool.map(digest, leaves.items()), strict=True))
+    computed = lanes_of(list(leaves.values()))
+    return {name: _digest_of(leaf, lanes) for (name, leaf), lanes in zip(leaves.items(), computed, strict=True)}
 
 
 def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
@@ -196,36 +187,55 @@ def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
     return content
 
 
-def _is_for_numpy(array: Any) -> bool:
-    """Whether NumPy computes the lanes: of its own arrays, and of small arrays on CPUs, not worth a compilation."""
+def lanes_of(arrays: Sequence[Any], *, large: int = LARGE) -> list[Sequence[np.ndarray]]:
+    """Computes the lanes of arrays, each as parts that follow each other.
+
+    Args:
+      arrays: on the host or on devices.
+      large: as in `inputs_of_programs`.
+    """
+    programs = inputs_of_programs(arrays, large)
+    # Processes that share arrays have to start programs in one order, so one thread starts all of them.
+    started = [_start([*inputs.values()]) for inputs in programs]
+    compiled = {index for inputs in programs for index in inputs}
+    # The programs run meanwhile.
+    lanes: dict[int, Sequence[np.ndarray]] = {
+        index: [host_lanes(np.asarray(array))] for index, array in enumerate(arrays) if index not in compiled
+    }
+    for inputs, computed in zip(programs, started, strict=True):
+        # `jax.device_get` takes five times as long for many small arrays of a CPU.
+        lanes |= zip(inputs, ([np.asarray(part) for part in parts] for parts in computed), strict=True)
+    return [lanes[index] for index in range(len(arrays))]
+
+
+def inputs_of_programs(arrays: Sequence[Any], large: int) -> list[dict[int, jax.Array]]:
+    """Groups arrays, by their position, into one program for all that are on the same devices.
+
+    An array that each of its devices has whole is an input on one device. NumPy computes the lanes of its own arrays
+    and of arrays in the memory of a CPU that have less than `large` bytes.
+    """
+    programs: dict[frozenset[Any], dict[int, jax.Array]] = {}
+    for index, array in enumerate(arrays):
+        if not _is_for_numpy(array, large):
+            alone = array.is_fully_replicated and array.is_fully_addressable
+            local = array.addressable_data(0) if alone else array
+            programs.setdefault(frozenset(local.sharding.device_set), {})[index] = local
+    return list(programs.values())
+
+
+def _start(inputs: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
+    """Starts the program that computes the lanes of arrays on the same devices."""
+    devices = inputs[0].devices()
+    is_one_cpu = len(devices) == 1 and all(device.platform == "cpu" for device in devices)
+    return _compiled_lanes(tuple(map(_everywhere, inputs)), ROWS_OF_CPU if is_one_cpu else 1)(inputs)
+
+
+def _is_for_numpy(array: Any, large: int) -> bool:
     if isinstance(array, np.ndarray | np.generic):
         return True
     if not array.is_fully_addressable or any(device.platform != "cpu" for device in array.devices()):
         return False
-    return array.ndim < 2 or array.nbytes < LARGE
-
-
-def _is_spread(array: Any) -> bool:
-    """Whether several devices compute the lanes together: of an array that no device of this process has alone."""
-    if _is_for_numpy(array) or not isinstance(array, jax.Array):
-        return False
-    return not array.is_fully_addressable or not array.is_fully_replicated
-
-
-def _lanes_of_spread(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Computes the lanes of arrays over several devices, in one program for all that are on the same devices."""
-    groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
-    for name, array in arrays.items():
-        groups.setdefault(frozenset(array.sharding.device_set), {})[name] = array
-    lanes: dict[str, np.ndarray] = {}
-    for group in groups.values():
-        computed = _compiled_lanes(tuple(map(_everywhere, group.values())))(list(group.values()))
-        lanes |= dict(zip(group, jax.device_get(computed), strict=True))
-    return lanes
-
-
-def _lanes_on_devices(array: jax.Array) -> jax.Array:
-    return _compiled_lanes((_everywhere(array),))([array])[0]
+    return array.ndim < 2 or array.nbytes < large
 
 
 def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
@@ -236,6 +246,6 @@ def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
 
 
 @functools.cache
-def _compiled_lanes(everywhere: tuple[jax.sharding.Sharding | None, ...]) -> Any:
-    """Compiles the lanes of arrays on devices; they are replicated."""
-    return jax.jit(lambda arrays: [device_lanes(array) for array in arrays], out_shardings=list(everywhere))
+def _compiled_lanes(everywhere: tuple[jax.sharding.Sharding | None, ...], at_once: int) -> Any:
+    """Makes the program that computes the lanes of arrays on devices; they are replicated."""
+    return jax.jit(lambda arrays: [device_lanes(a, at_once) for a in arrays], out_shardings=list(everywhere))

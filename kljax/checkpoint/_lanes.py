@@ -18,20 +18,22 @@ import numpy as np
 
 WORD = 4
 SHIFT = np.uint32(17)
+ROWS_OF_CPU = 4
+"""Rows that a compiled program of a CPU works on at once: fewer compute more weights, more need more registers."""
 BLOCK = 1 << 16
 """Words that the host works on at once: they and their weights fit the cache of a core."""
 
 
-def host_lanes(array: np.ndarray) -> np.ndarray:
+def host_lanes(array: np.ndarray, *, block_size: int = BLOCK) -> np.ndarray:
     """Computes the lanes of a host array, uint32 [2, ...]; an array of one axis or none is its words."""
     words = _host_words(array)
     if words.ndim < 2:
         return words
     rows = words.reshape(math.prod(words.shape[:-1]), words.shape[-1])
     lanes = np.zeros((2, len(rows)), np.uint32)
-    for start in range(0, rows.shape[1], BLOCK):
-        columns = rows[:, start : start + BLOCK]
-        height = max(1, min(len(rows), BLOCK // columns.shape[1]))
+    for start in range(0, rows.shape[1], block_size):
+        columns = rows[:, start : start + block_size]
+        height = max(1, min(len(rows), block_size // columns.shape[1]))
         weights = _weights_of_block(start, columns.shape[1], height)
         # New memory for each block would cost more than the sums.
         scratch = np.empty((2, height, columns.shape[1]), np.uint32)
@@ -41,18 +43,28 @@ def host_lanes(array: np.ndarray) -> np.ndarray:
     return lanes.reshape(2, *words.shape[:-1])
 
 
-def device_lanes(array: jax.Array) -> jax.Array:
-    """Computes the lanes of an array on devices, inside a compiled function; the host computes the same."""
+def device_lanes(array: jax.Array, at_once: int = 1) -> tuple[jax.Array, ...]:
+    """Computes the lanes of an array on devices, inside a compiled function, as parts that follow each other.
+
+    To join them there would double the time of the compilation.
+
+    Args:
+      array: of any sharding if `at_once` is 1, else on one device.
+      at_once: rows that share the computation of the weights, if the number of rows is divisible.
+    """
     words = _device_words(array)
     if words.ndim < 2:
-        return words
-    positions = jax.lax.broadcasted_iota(jnp.uint32, (1,) * (words.ndim - 1) + words.shape[-1:], words.ndim - 1)
+        return (words,)
+    blocks, rows = [words], math.prod(words.shape[:-1])
+    if (count := math.gcd(rows, at_once)) > 1:
+        blocks = list(words.reshape(count, rows // count, words.shape[-1]))
+    last = blocks[0].ndim - 1
+    positions = jax.lax.broadcasted_iota(jnp.uint32, (1,) * last + words.shape[-1:], last)
     m, p, q = position_weights(positions)
-    mixed = words * m
-    mixed ^= mixed >> SHIFT
-    # CPUs reduce both at once as fast as they read memory, and two sums at a tenth of that.
-    zero = jnp.uint32(0)
-    return jnp.stack(jax.lax.reduce((mixed * p, mixed * q), (zero, zero), _add_lanes, (words.ndim - 1,)))
+    mixed = [(block * m) ^ (block * m >> SHIFT) for block in blocks]
+    weighted = [block * weight for weight in (p, q) for block in mixed]
+    # CPUs reduce all at once as fast as they read memory, and one after the other at a tenth of that.
+    return tuple(jax.lax.reduce(weighted, [jnp.uint32(0)] * len(weighted), _add_lanes, (last,)))
 
 
 def position_weights(positions: Any) -> tuple[Any, Any, Any]:

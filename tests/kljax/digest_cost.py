@@ -1,21 +1,23 @@
-"""Measures what digests add to a save and to a restore of float32 weights, in CPU seconds of interleaved rounds.
+"""Measures what digests add to a save and to a restore of float32 weights.
 
     python -m tests.kljax.digest_cost              100 MB, 9 rounds
     python -m tests.kljax.digest_cost 400 20       400 MB, 20 rounds
 
-A round saves and restores the weights with orbax, without digests, and computes the digests of both. The program of
-each shape is compiled before the first round, as it is by the first save of a run.
+Each round saves and restores the weights with orbax and their digests. A ratio is the time of the whole to that without
+the digests, in one round: the noise between two saves is larger than what digests add. The first digests of a process
+compile a program, which the rounds do not count.
 """
 
+import functools
 import logging
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from kljax.checkpoint import check_restored, read_metadata, restore, seal, tree_digests
+
+FIRST = "first"
+
+
+class Seconds(NamedTuple):
+    """Seconds of one call."""
+
+    cpu: float
+    wall: float
 
 
 def weights(megabytes: float) -> dict[str, jax.Array]:
@@ -34,45 +45,54 @@ def weights(megabytes: float) -> dict[str, jax.Array]:
     return {name: jnp.asarray(draw.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
 
-def programs_of(tree: Any, scratch: Path) -> dict[str, Callable[[], Any]]:
-    """Returns a save to `scratch/copy` and a restore, both without digests, and the digests of each."""
+def timed(seconds: dict[str, list[Seconds]], name: str, program: Callable[[], Any]) -> Any:
+    """Runs a program and appends its seconds; the CPU seconds are those of its threads too, which end after it."""
+    cpu, began = time.process_time(), time.perf_counter()
+    result = program()
+    wall = time.perf_counter() - began
+    time.sleep(0.3)
+    seconds.setdefault(name, []).append(Seconds(time.process_time() - cpu, wall))
+    return result
 
-    def save(path: Path, **content: Any) -> None:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            checkpointer.save(path, args=ocp.args.StandardSave(tree, **content))
 
+def save(path: Path, tree: Any, content: dict[str, Any]) -> None:
+    """Saves a tree with orbax, with sealed values beside it."""
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(tree, custom_metadata=content))
+
+
+def measure(megabytes: float, rounds: int) -> dict[str, list[Seconds]]:
+    """Returns the seconds of each part in each round, and of the first digests of the process."""
+    seconds: dict[str, list[Seconds]] = {}
+    tree = weights(megabytes)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    save(scratch / "saved", custom_metadata=seal({"arrays": tree_digests(tree)}))
-    metadata = read_metadata(scratch / "saved")
-    restored = restore(metadata, abstract)
-    return {
-        "save": lambda: save(scratch / "copy"),
-        "digests of a save": lambda: seal({"arrays": tree_digests(tree)}),
-        "restore": lambda: restore(read_metadata(scratch / "saved"), abstract, verify=False),
-        "digests of a restore": lambda: check_restored(metadata, restored),
-    }
-
-
-def measure(megabytes: float, rounds: int) -> dict[str, float]:
-    """Returns the median CPU seconds of each program."""
-    seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        programs = programs_of(weights(megabytes), Path(directory))
+        path = Path(directory) / "tree"
+        timed(seconds, FIRST, lambda: tree_digests(tree))
         for _ in range(rounds):
-            for name, program in programs.items():
-                shutil.rmtree(Path(directory) / "copy", ignore_errors=True)
-                # Until the threads of the program before are done.
-                time.sleep(0.3)
-                began = time.process_time()
-                program()
-                seconds.setdefault(name, []).append(time.process_time() - began)
-    return {name: median(values) for name, values in seconds.items()}
+            shutil.rmtree(path, ignore_errors=True)
+            content = timed(seconds, "digests of a save", lambda: seal({"arrays": tree_digests(tree)}))
+            timed(seconds, "save", functools.partial(save, path, tree, content))
+            metadata = read_metadata(path)
+            restored = timed(seconds, "restore", functools.partial(restore, metadata, abstract, verify=False))
+            timed(seconds, "digests of a restore", functools.partial(check_restored, metadata, restored))
+    return seconds
+
+
+def report(seconds: dict[str, list[Seconds]]) -> Iterator[str]:
+    """Yields a table of medians over the rounds."""
+    yield "| | CPU s without digests | of its digests | CPU ratio | wall ratio |"
+    yield "|---|--:|--:|--:|--:|"
+    for part in ("save", "restore"):
+        pairs = list(zip(seconds[f"digests of a {part}"], seconds[part], strict=True))
+        cpu, wall = (median(1 + digests[i] / whole[i] for digests, whole in pairs) for i in range(2))
+        digests, whole = (median(pair[i].cpu for pair in pairs) for i in range(2))
+        yield f"| {part} | {whole:.3f} | {digests:.4f} | {cpu:.3f} | {wall:.3f} |"
+    yield f"The first digests of the process, with the compilation: {seconds[FIRST][0].cpu:.3f} CPU s."
 
 
 if __name__ == "__main__":
     logging.getLogger("absl").setLevel(logging.ERROR)
     sizes = [*sys.argv[1:], *("100", "9")[len(sys.argv) - 1 :]]
-    measured = measure(float(sizes[0]), int(sizes[1]))
-    for part in ("save", "restore"):
-        whole, digests = measured[part], measured[f"digests of a {part}"]
-        print(f"{part}: {whole:.3f} CPU s, digests {digests:.4f} s, {1 + digests / whole:.3f} x")
+    for line in report(measure(float(sizes[0]), int(sizes[1]))):
+        print(line)

@@ -1,7 +1,6 @@
 """Digests: every bit counts, shardings and devices do not, and records of digests are protected themselves."""
 
 import json
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kljax.checkpoint import _digests as digests
-from kljax.checkpoint import _lanes, read_metadata, restore
-from kljax.checkpoint._lanes import host_lanes
+from kljax.checkpoint import read_metadata, restore
+from kljax.checkpoint._lanes import ROWS_OF_CPU, device_lanes, host_lanes
 from tests.kljax import word_changes
 
 ARRAYS = {
@@ -40,50 +39,46 @@ def test_every_flipped_bit_changes_the_digest(array):
         raw[bit // 8] ^= 1 << bit % 8
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 2, ROWS_OF_CPU])
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
-def test_host_and_devices_agree(array):
+def test_host_and_devices_agree(array, rows_at_once):
     on_device = jnp.asarray(array)
     assert on_device.dtype == array.dtype
-    lanes, expected = np.asarray(digests._lanes_on_devices(on_device)), host_lanes(np.asarray(array))
-    assert (lanes.dtype, lanes.shape, lanes.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    parts, expected = jax.jit(device_lanes, static_argnums=1)(on_device, rows_at_once), host_lanes(np.asarray(array))
+    assert {part.dtype for part in parts} == {expected.dtype}
+    assert b"".join(np.asarray(part).tobytes() for part in parts) == expected.tobytes()
     assert digests.array_digest(on_device) == digests.array_digest(array)
 
 
-def test_large_arrays_of_a_cpu_are_compiled(monkeypatch):
-    values, compiled = np.arange(24, dtype=np.float32).reshape(4, 6), []
-    by_devices = digests._lanes_on_devices
-    monkeypatch.setattr(digests, "LARGE", values.nbytes)
-    monkeypatch.setattr(digests, "_lanes_on_devices", lambda x: compiled.append(len(x.devices())) or by_devices(x))
+def lanes_in_bytes(array, **options):
+    (parts,) = digests.lanes_of([array], **options)
+    return b"".join(part.tobytes() for part in parts)
+
+
+def test_large_arrays_of_a_cpu_are_compiled():
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
     mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
-    spread = [jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("a",))]
-    assert len({digests.array_digest(array) for array in (values, jnp.asarray(values), *spread)}) == 1
-    # One of the copies, and both halves; not the array of NumPy.
-    assert compiled == [1, 1, 2]
-    digests.array_digest(jnp.asarray(values[:3]))
-    digests.array_digest(jnp.asarray(values.ravel()))
-    assert compiled == [1, 1, 2]
+    copies, halves = (jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes))) for axes in ((), ("a",)))
+    arrays = [values, jnp.asarray(values), jnp.asarray(values[:3]), jnp.asarray(values.ravel()), copies, halves]
+    programs = digests.inputs_of_programs(arrays, values.nbytes)
+    # The array of one device with one of the copies, and both halves.
+    assert [(list(inputs), inputs[max(inputs)].devices()) for inputs in programs] == [
+        ([1, 4], {jax.devices()[0]}),
+        ([5], set(jax.devices()[:2])),
+    ]
+    for array in arrays:
+        assert lanes_in_bytes(array, large=values.nbytes) == host_lanes(np.asarray(array)).tobytes()
 
 
-def test_arrays_over_several_devices_share_one_program(monkeypatch):
-    values = {name: np.random.default_rng(seed).normal(size=(8, 6)) for seed, name in enumerate("abc")}
-    values = {name: array.astype(np.float32) for name, array in values.items()}
+def test_arrays_on_the_same_devices_share_one_program():
+    values = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     first, other = (Mesh(np.array(devices), ("a",)) for devices in (jax.devices()[:2], jax.devices()[2:6]))
-    tree = {name: jax.device_put(values[name], NamedSharding(first, PartitionSpec("a"))) for name in "ab"}
-    tree["c"] = jax.device_put(values["c"], NamedSharding(other, PartitionSpec()))
-    tree["d"] = jax.device_put(values["c"], NamedSharding(other, PartitionSpec("a")))
-    monkeypatch.setattr(digests, "LARGE", 1)
-    compile_lanes, started = digests._compiled_lanes, []
-
-    def counted(everywhere):
-        program = compile_lanes(everywhere)
-        return lambda arrays: started.append((len(arrays), threading.current_thread())) or program(arrays)
-
-    monkeypatch.setattr(digests, "_compiled_lanes", counted)
-    assert digests.tree_digests(tree) == digests.tree_digests(values | {"d": values["c"]})
-    # Both of the first mesh, the one of the other, and one copy of the array that every device has.
-    main = threading.main_thread()
-    assert [count for count, thread in started if thread is main] == [2, 1]
-    assert [count for count, thread in started if thread is not main] == [1]
+    split, whole = PartitionSpec("a"), PartitionSpec()
+    layouts = [(first, split), (other, whole), (other, split), (first, split), (other, PartitionSpec(None))]
+    arrays = [jax.device_put(values + i, NamedSharding(*layout)) for i, layout in enumerate(layouts)]
+    assert [list(inputs) for inputs in digests.inputs_of_programs(arrays, 0)] == [[0, 3], [1, 4], [2]]
+    expected = [host_lanes(values + i).tobytes() for i in range(len(arrays))]
+    assert [b"".join(part.tobytes() for part in parts) for parts in digests.lanes_of(arrays, large=0)] == expected
 
 
 def test_the_digest_does_not_depend_on_the_sharding():
@@ -92,7 +87,7 @@ def test_the_digest_does_not_depend_on_the_sharding():
     for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec("b", "a"), PartitionSpec(None, ("a", "b"))):
         sharded = jax.device_put(values, NamedSharding(mesh, spec))
         assert digests.array_digest(sharded) == digests.array_digest(values)
-        assert np.asarray(digests._lanes_on_devices(sharded)).tobytes() == host_lanes(values).tobytes()
+        assert lanes_in_bytes(sharded, large=0) == host_lanes(values).tobytes()
 
 
 def test_row_order_shape_and_dtype_change_the_digest():
@@ -119,11 +114,9 @@ def test_no_change_in_a_million_is_missed(kind):
     assert max(counted.first, counted.second) < 40
 
 
-def test_long_rows_and_many_rows_join_their_blocks(monkeypatch):
+def test_long_rows_and_many_rows_join_their_blocks():
     words = np.random.default_rng(0).integers(1 << 32, size=(7, 50), dtype=np.uint32)
-    expected = host_lanes(words)
-    monkeypatch.setattr(_lanes, "BLOCK", 16)
-    assert np.array_equal(host_lanes(words), expected)
+    assert np.array_equal(host_lanes(words, block_size=16), host_lanes(words))
 
 
 def test_former_digests_are_not_taken_for_damage(tmp_path):
