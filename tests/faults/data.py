@@ -175,6 +175,16 @@ def _parquet_bomb(directory: pathlib.Path) -> str:
         return raised(lambda: _open(path), f"{path} has more than", "when it is decompressed")
 
 
+def _parquet_rows(directory: pathlib.Path) -> str:
+    """Writes few bytes of Parquet that stand for five million rows of nothing."""
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    path, rows = directory / "rows.parquet", 5_000_000
+    writer.write_table(pyarrow.table({"prompt": pyarrow.nulls(rows)}), path)
+    return raised(lambda: _open(path), f"{path} has more than", "when it is decompressed")
+
+
 TASKS: dict[str, Run] = {
     "JSON that is too deep": task('{"prompt": ' + DEEP, "nested too deeply"),
     "an integer of 6,000 digits": task('{"prompt": "a", "answer": ' + LONG + "}", "too many digits"),
@@ -234,6 +244,7 @@ CHECKED: dict[str, Run] = {
     "a step that is doubled in part": checked_parquet(lambda rows: rows[:4] + rows[:2], "got 2 rows, expected 4"),
     "a flipped bit of a double": _parquet_bit,
     "a bomb": _parquet_bomb,
+    "a bomb of empty rows": _parquet_rows,
 }
 DIRECTORIES: dict[str, Run] = {
     "the first file is gone": directory_of(lambda path: (path / "00000000.jsonl").unlink(), "lacks 00000000.jsonl"),

@@ -15,6 +15,8 @@ COUNT = "count.sealed"
 PARQUET_BATCH = 64
 MAX_DECODED, MAX_RATIO = 1 << 30, 64
 """Bytes that a Parquet file may take in memory, and bytes more for each byte on disk: a few may stand for many."""
+ROW_BYTES = 256
+"""Bytes that a row takes at least, for its position: a column of nothing has none itself."""
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
 
@@ -107,10 +109,11 @@ class ParquetFile:
         from pyarrow import Table
 
         most = MAX_DECODED + MAX_RATIO * self.path.stat().st_size
-        declared = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        declared = sum(group.total_byte_size + ROW_BYTES * group.num_rows for group in groups)
         parts, decoded = [], 0
         for part in () if declared > most else file.iter_batches(batch_size=PARQUET_BATCH):
-            decoded += part.nbytes
+            decoded += part.nbytes + ROW_BYTES * part.num_rows
             if decoded > most:
                 break
             parts.append(part)
