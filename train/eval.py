@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
-from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
+from train.process.console import (
+    add_process_flags,
+    check_output,
+    joined_processes,
+    make_parser,
+    run_command,
+    show_warnings,
+)
 from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -80,8 +87,8 @@ def show(
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import make_context
 
-    if file is not None and not file.absolute().parent.is_dir():
-        raise UserError(f"--json: there is no directory {file.parent}")
+    if file is not None:
+        check_output("--json", file)
     if loaded is not None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
     saved = None if loaded is not None else SavedRun.at(what, overrides)

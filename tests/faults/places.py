@@ -8,11 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.faults import runs
-from tests.faults.case import Fault, run_command
+from tests.faults.case import Fault, refused, run_command
 from tests.integration.command import ROOT, TIMEOUT
 from train.__main__ import main
+from train.eval import main as evaluate
+from train.export import main as export
+from train.report.__main__ import main as report
 
 FULL, TOO_LARGE = "No space left on device", "File too large"
 SIZES = ("24k", "100k", "180k", "260k", "480k", "700k")
@@ -132,6 +136,22 @@ def read_only_disk(place: Path) -> str:
         return "refused" if done.code == 2 and "output: " in done.text and "read-only" in done.text else "silent"
 
 
+def read_only_output(place: Path, name: str) -> str:
+    """Runs a command whose output is on a read-only file system: one line that names the option."""
+    main, option, *arguments = OUTPUTS[name]
+    with small_disk(place, "1m") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        places = {"run": runs.finished_run().root, "disk": disk, "place": place}
+        done = run_command(main, *(argument.format(**places) for argument in arguments))
+        return refused(done, f"error: {option}: cannot write", str(disk))
+
+
+OUTPUTS: dict[str, tuple[Any, ...]] = {
+    "an export": (export, "--to", "{run}", "--to", "{disk}/x"),
+    "the numbers of an evaluation": (evaluate, "--json", "{run}", "--json", "{disk}/x.json"),
+    "a report": (report, "--output", "{run}", "--output", "{disk}/x.html"),
+    "a recording": (main, "rollout.record", *runs.RECIPE, "output={place}/runs", "rollout.record={disk}/x"),
+}
 PATHS = {
     "the output is a file": ("file",),
     "below a file": ("file/below",),
@@ -158,6 +178,9 @@ def _faults() -> Iterator[Fault]:
             yield Fault("disk full / file-size limit", f"a disk of {files} files", run)
         yield Fault("places to write", "a read-only file system", read_only_disk)
         yield Fault("places to write", "a run whose disk has become read-only", resumed_read_only)
+        for name in OUTPUTS:
+            run = functools.partial(read_only_output, name=name)
+            yield Fault("places to write", f"{name} on a read-only file system", run)
     for limit in LIMITS:
         run = functools.partial(file_too_large, limit=limit)
         yield Fault("disk full / file-size limit", f"files of at most {limit} bytes", run)

@@ -73,3 +73,8 @@ def test_impossible_evaluations_are_named(run, evaluate, arguments, message):
     code, _, printed = evaluate(*(str(argument).replace("RUN", str(run)) for argument in arguments))
     assert code == 2
     assert message.replace("RUN", str(run)) in printed
+
+
+def test_directory_in_place_of_the_file_is_refused(run, tmp_path, capsys):
+    assert main([str(run), "--json", str(tmp_path)]) == 2
+    assert f"error: --json: {tmp_path} is a directory; name a file" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
-from train.process.console import make_parser, run_command, show_warnings
+from train.process.console import check_output, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -156,9 +156,8 @@ def _tell_progress(line: str) -> None:
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raises `UserError` for a file that cannot be written."""
     for name in ("json", "markdown"):
-        file = getattr(options, name)
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"--{name}: there is no directory {file.parent}")
+        if (file := getattr(options, name)) is not None:
+            check_output(f"--{name}", file)
     if options.keep is not None and not options.keep.is_dir():
         raise UserError(f"--keep: there is no directory {options.keep}")
     if options.candidates < 1:

@@ -3,10 +3,12 @@
 import argparse
 import gc
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
@@ -134,6 +136,17 @@ def joined_processes(options: argparse.Namespace) -> Iterator[None]:
                 yield
         finally:
             peers.stop()
+
+
+def check_output(option: str, path: Path) -> None:
+    """Raises `UserError` naming the option if a file cannot be written, so that no work is done in vain."""
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise UserError(f"{option}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a directory; name a file")
+    if not os.access(directory, os.W_OK):
+        raise UserError(f"{option}: cannot write to the directory {path.parent}, which is read-only")
 
 
 def run_command(command: Callable[[], int | None]) -> int:

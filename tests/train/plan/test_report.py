@@ -158,6 +158,7 @@ def test_each_program_is_told_before_it_compiles(monkeypatch):
         (["--topology", "v5e:1x1", "mesh={data: 2, slices: 2}"], "mesh.slices: got 2, but --slices is 1; set both"),
         (["--topology", "v5e:1x1", "--slices", "0"], "slices: got 0, expected at least 1"),
         (["--topology", "v5e:1x1", "--json", "no/where.json"], "--json: there is no directory no"),
+        (["--topology", "v5e:1x1", "--markdown", "docs"], "--markdown: docs is a directory; name a file"),
         (["--topology", "v5e:1x1", "--keep", "nowhere"], "--keep: there is no directory nowhere"),
         (["--topology", "v5e:1x1", "--candidates", "0"], "--candidates: got 0, expected at least 1"),
         (["--topology", "v5e:1x1", "model.layers=0"], "model.layers"),
