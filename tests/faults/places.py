@@ -141,16 +141,17 @@ def read_only_output(place: Path, name: str) -> str:
     main, option, *arguments = OUTPUTS[name]
     with small_disk(place, "1m") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        places = {"run": runs.finished_run().root, "disk": disk, "place": place}
-        done = run_command(main, *(argument.format(**places) for argument in arguments))
+        for word, path in {"RUN": runs.finished_run().root, "DISK": disk, "PLACE": place}.items():
+            arguments = [argument.replace(word, str(path)) for argument in arguments]
+        done = run_command(main, *arguments)
         return refused(done, f"error: {option}: cannot write", str(disk))
 
 
 OUTPUTS: dict[str, tuple[Any, ...]] = {
-    "an export": (export, "--to", "{run}", "--to", "{disk}/x"),
-    "the numbers of an evaluation": (evaluate, "--json", "{run}", "--json", "{disk}/x.json"),
-    "a report": (report, "--output", "{run}", "--output", "{disk}/x.html"),
-    "a recording": (main, "rollout.record", *runs.RECIPE, "output={place}/runs", "rollout.record={disk}/x"),
+    "an export": (export, "--to", "RUN", "--to", "DISK/x"),
+    "the numbers of an evaluation": (evaluate, "--json", "RUN", "--json", "DISK/x.json"),
+    "a report": (report, "--output", "RUN", "--output", "DISK/x.html"),
+    "a recording": (main, "rollout.record", *runs.RECIPE, "output=PLACE/runs", "rollout.record=DISK/x"),
 }
 PATHS = {
     "the output is a file": ("file",),

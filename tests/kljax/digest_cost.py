@@ -85,9 +85,9 @@ def report(seconds: dict[str, list[Seconds]]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|"
     for part in ("save", "restore"):
         pairs = list(zip(seconds[f"digests of a {part}"], seconds[part], strict=True))
-        cpu, wall = (median(1 + digests[i] / whole[i] for digests, whole in pairs) for i in range(2))
-        digests, whole = (median(pair[i].cpu for pair in pairs) for i in range(2))
-        yield f"| {part} | {whole:.3f} | {digests:.4f} | {cpu:.3f} | {wall:.3f} |"
+        cpu, wall = (median(1 + digests[i] / without[i] for digests, without in pairs) for i in range(2))
+        digests, without = (median(pair[i].cpu for pair in pairs) for i in range(2))
+        yield f"| {part} | {without:.3f} | {digests:.4f} | {cpu:.3f} | {wall:.3f} |"
     yield f"The first digests of the process, with the compilation: {seconds[FIRST][0].cpu:.3f} CPU s."
 
 

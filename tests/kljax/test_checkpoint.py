@@ -73,8 +73,8 @@ def test_large_arrays_of_a_cpu_are_compiled():
 def test_arrays_on_the_same_devices_share_one_program():
     values = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     first, other = (Mesh(np.array(devices), ("a",)) for devices in (jax.devices()[:2], jax.devices()[2:6]))
-    split, whole = PartitionSpec("a"), PartitionSpec()
-    layouts = [(first, split), (other, whole), (other, split), (first, split), (other, PartitionSpec(None))]
+    split, replicated = PartitionSpec("a"), PartitionSpec()
+    layouts = [(first, split), (other, replicated), (other, split), (first, split), (other, PartitionSpec(None))]
     arrays = [jax.device_put(values + i, NamedSharding(*layout)) for i, layout in enumerate(layouts)]
     assert [list(inputs) for inputs in digests.inputs_of_programs(arrays, 0)] == [[0, 3], [1, 4], [2]]
     expected = [host_lanes(values + i).tobytes() for i in range(len(arrays))]
