@@ -30,8 +30,8 @@ def plan(name: str, topology: str) -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HOURS * 3600)
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-        # Memory and work fill the page; collectives and buffers are for the reader of one plan.
-        text = Path(file.name).read_text().partition("**Collectives of")[0]
+        # Memory fills the page; work, collectives and buffers are for the reader of one plan.
+        text = Path(file.name).read_text().partition("**Work of")[0]
     return (
         f"### `configs/{name}.yaml` on {topology}\n\n```sh\npython -m train.plan {' '.join(arguments)}\n```\n\n{text}"
     )

@@ -1,9 +1,9 @@
 """`python -m tests.train.presets.table [PRESET ...] [--write]`: proves presets; writes the table of docs/presets.md."""
 
 import argparse
+import itertools
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.train.presets import proof
@@ -11,40 +11,38 @@ from train.config.presets import preset_names
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "presets.md"
 BEGIN, END = "<!-- presets: begin -->", "<!-- presets: end -->"
-HEADER = ["| preset | difference | accumulation |", "|---|---|---|"]
+HEADER = ["| recorded | presets | difference | accumulation |", "|---|---|---|---|"]
 
 
-def rows(names: list[str]) -> Iterator[str]:
-    """Yields a row of the table for each preset."""
+def proofs(names: Sequence[str]) -> Iterator[tuple[str, proof.Proof]]:
+    """Yields the proof of each preset, and prints its numbers."""
     for name in names:
-        if name not in proof.recorded_presets():
-            yield f"| `{name}` | not recorded | |"
-            continue
         (result,) = proof.prove(name)
-        dtype = "" if result.dtype == "float64" else f" ({result.dtype})"
-        changes = f"{result.accumulation:.0%}" if result.accumulation > 1e-9 else "same"
-        yield f"| `{name}` | {max(result.loss, result.gradient):.0e}{dtype} | {changes} |"
+        difference = max(result.loss, result.gradient)
+        print(f"{name:<30} {difference:.0e} ({result.dtype})  {result.accumulation:.0%}", flush=True)
+        yield name, result
 
 
-def versions(names: list[str]) -> str:
-    """Names the recorded version of each system."""
-    systems = sorted({name.partition("/")[0] for name in names if name in proof.recorded_presets()})
-    text = f"Recorded: {', '.join(proof.recording(system)[0]['version'] for system in systems)}."
-    return textwrap.fill(text, width=100, break_on_hyphens=False)
+def rows(results: Mapping[str, proof.Proof]) -> Iterator[str]:
+    """Yields a row of the table for each system: its presets, and the largest numbers of them."""
+    for system, names in itertools.groupby(sorted(results), lambda name: name.partition("/")[0]):
+        presets = {name: results[name] for name in names}
+        difference = max(max(result.loss, result.gradient) for result in presets.values())
+        shares = sorted(result.accumulation for result in presets.values())
+        changes = f"{shares[0] * 100:.0f} to {shares[-1]:.0%}" if shares[-1] > 1e-9 else "same"
+        version, listed = proof.recording(system)[0]["version"], ", ".join(f"`{name}`" for name in presets)
+        yield f"| {version} | {listed} | {difference:.0e} | {changes} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table, and writes it into the page if asked."""
+    """Prints the numbers of each preset and the table, and writes the table into the page if asked."""
     parser = argparse.ArgumentParser(prog="python -m tests.train.presets.table", description=__doc__)
     parser.add_argument("presets", nargs="*", metavar="PRESET")
     parser.add_argument("--write", action="store_true", help="write the table into docs/presets.md; all presets")
     options = parser.parse_args(arguments)
     names = options.presets or list(preset_names())
-    lines = [versions(names), "", *HEADER]
+    lines = [*HEADER, *rows(dict(proofs(names)))]
     print("\n".join(lines))
-    for row in rows(names):
-        lines.append(row)
-        print(row, flush=True)
     if options.write and not options.presets:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         after = rest.partition(END)[2]
