@@ -35,6 +35,7 @@ SAMPLES = 2
 LAYERS = 3
 RAW = {
     "steps": 3,
+    "task": "arithmetic",
     "data": {"max_prompt_length": PROMPT, "max_completion_length": NEW_TOKENS, "max_operand": 9},
     "model": {"layers": LAYERS, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24},
     "warm_start": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},

@@ -97,6 +97,8 @@ def show(
     config = fitting(start.config)
     agree("command", {**flat_fields(config), "--step": step})
     context = make_context(config)
+    if not context.held_out:
+        raise UserError("eval.prompts: got 0, so nothing is held out; set it, and a task with its data")
     with jax.set_mesh(context.mesh):
         if saved is None:
             policy, name = _initial_policy(context), str(what)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, run_here, state_arrays
 from tests.integration.test_recipes import RECIPES as PRETRAINED
+from train import eval as evaluation
 from train.config.load import load
 from train.run.glossary import metric_of
 from train.run.plots import PANELS, write_curves
@@ -39,6 +40,7 @@ def test_every_config_is_run_by_a_test():
         *(f"configs/{name}.yaml" for name in PRETRAINED),
         *(recipe[0] for recipe, _ in RECIPES),
         "configs/gsm8k.yaml",
+        "configs/replay.yaml",
         "configs/smoke.yaml",
     }
 
@@ -115,3 +117,26 @@ def test_word_problems(tmp_path, coef):
     assert (config.data.max_prompt_length, config.data.max_completion_length) == (256, 192)
     assert json.loads((root / "summary.json").read_text())["steps"] == 1
     assert {path.name for path in (root / "checkpoints").iterdir()} == {"0", "1"}
+
+
+def test_replay_needs_a_recording_alone(tmp_path, capsys):
+    recording = tmp_path / "recording.jsonl"
+    rows = [{"prompt_ids": [5 + i // 2], "completion_ids": [65 + i, 257], "reward": i % 2} for i in range(8)]
+    recording.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_here(
+        "configs/replay.yaml",
+        *("model={layers: 1, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}", "steps=2"),
+        *("data.max_prompt_length=4", "data.max_completion_length=4", f"rollout.source.path={recording}"),
+        *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", f"output={tmp_path}"),
+    ).succeeded()
+    root = tmp_path / "replay"
+    assert [record["reward"] for record in records(root, "train")] == [0.5, 0.5]
+    assert {"kl_loss", "kl_reference"} <= set(records(root, "train")[1])
+    assert records(root, "eval") == []
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["accuracy_before"] is summary["accuracy_after"] is None
+    assert "sampling:" not in done.stdout
+    assert "train.eval" not in done.stdout
+    capsys.readouterr()
+    assert evaluation.main([str(root)]) == 2
+    assert "eval.prompts: got 0, so nothing is held out" in capsys.readouterr().err

@@ -1,9 +1,10 @@
-"""Runs the recorders of docs/parity.md around the newest TRL and verl, and compares their dumps with kljax.
+"""Runs the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, and kljax on what they left.
 
     python -m tests.recorders --torch-env ENV   # `make test-recorders`
 
 The environment has torch, the newest trl, and verl without its dependencies. Each package makes a dump with its
-defaults, and one of the second update of a batch, in which ratios have to differ from 1.
+defaults, and one of the second update of a batch, in which ratios have to differ from 1; and a recording, whose replay
+has to have the losses, KLs and weights of TRL, and the advantages of verl.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import numpy as np
 
 from kljax.parity.command import compare
 from kljax.parity.report import as_text
+from tests.recorders import replay
 
-SIDES = ("trl_side", "verl_side")
+SIDES = ("trl_side", "trl_replay", "verl_side", "verl_replay")
 # A ratio this far from 1 in the second update of a batch; in the first one all are 1.
 MOVED = 1e-2
 
@@ -41,10 +43,10 @@ def problems_of(path: pathlib.Path) -> list[str]:
 
 
 def main() -> int:
-    """Runs both sides; returns 1 if a recorder fails or a dump is not as it should be."""
+    """Runs all sides; returns 1 if a recorder fails, or a dump or a recording is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-env", type=pathlib.Path, required=True, help="an environment with torch, trl and verl")
-    parser.add_argument("--only", default="", help="trl or verl; both by default")
+    parser.add_argument("--only", default="", help="sides that start so, as trl or verl_side; all by default")
     options = parser.parse_args()
     problems = []
     with tempfile.TemporaryDirectory() as folder:
@@ -52,10 +54,11 @@ def main() -> int:
             command = [options.torch_env / "bin/python", "-m", f"tests.recorders.{side}", folder]
             if subprocess.run(command, check=False).returncode:
                 problems.append(f"{side}: the recorder failed")
-        dumps = sorted(pathlib.Path(folder).glob("*.npz"))
+        dumps, recordings = (sorted(pathlib.Path(folder).glob(pattern)) for pattern in ("*.npz", "replay-*"))
         problems += [problem for path in dumps for problem in problems_of(path)]
-    print("\n".join([*problems, f"{len(dumps)} dumps, {len(problems)} problems"]))
-    return 1 if problems or not dumps else 0
+        problems += replay.problems_of(pathlib.Path(folder))
+    print("\n".join([*problems, f"{len(dumps)} dumps, {len(recordings)} recordings, {len(problems)} problems"]))
+    return 1 if problems or not dumps + recordings else 0
 
 
 if __name__ == "__main__":

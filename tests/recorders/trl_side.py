@@ -48,33 +48,34 @@ def rewards_of(completions: list[str], **_: Any) -> list[float]:
 @contextlib.contextmanager
 def unrecorded_afterwards() -> Iterator[None]:
     """Undoes what a recorder assigns to the class."""
-    names = ("_compute_loss", "_get_per_token_logps_and_entropies")
+    names = ("_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions",
+             "_calculate_rewards")  # fmt: skip
     with mock.patch.multiple(trl.GRPOTrainer, **{name: getattr(trl.GRPOTrainer, name) for name in names}):
         yield
 
 
-def run(path: pathlib.Path, options: dict[str, Any], header: dict[str, Any]) -> None:
-    """Trains some steps with the recorder in place."""
+def make_trainer(folder: str | pathlib.Path, **options: Any) -> trl.GRPOTrainer:
+    """Makes a trainer of the tiny model, whose reference is a copy of it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(batch.MODEL, dtype="float32")
     prompts = [" ".join(map(str, range(2 + i, 5 + 2 * i))) for i in range(8)]
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    tiny = {"max_completion_length": 8, "use_cpu": True, "bf16": False, "seed": 1}
+    # The reference is loaded from the path of the model, which a copy has none of.
     copied = lambda *_, **__: copy.deepcopy(model)  # noqa: E731
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        unrecorded_afterwards(),
-        # The reference is loaded from the path of the model, which a copy has none of.
-        mock.patch("trl.trainer.grpo_trainer.create_model_from_path", copied),
-        recorder("TRL", path, **header),
-    ):
-        quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
-        tiny = {"max_completion_length": 8, "use_cpu": True, "bf16": False, "seed": 1}
-        trainer = trl.GRPOTrainer(
+    with mock.patch("trl.trainer.grpo_trainer.create_model_from_path", copied):
+        return trl.GRPOTrainer(
             model=model,
             reward_funcs=rewards_of,
-            args=trl.GRPOConfig(output_dir=folder, **quiet, **tiny, **options),
+            args=trl.GRPOConfig(output_dir=str(folder), **quiet, **tiny, **options),
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
             processing_class=make_tokenizer(),
         )
-        trainer.train()
+
+
+def run(path: pathlib.Path, options: dict[str, Any], header: dict[str, Any]) -> None:
+    """Trains some steps with the recorder in place."""
+    with tempfile.TemporaryDirectory() as folder, unrecorded_afterwards(), recorder("TRL", path, **header):
+        make_trainer(folder, **options).train()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.types import (
+    RECORDING,
     Arguments,
     Count,
     CountOrZero,
@@ -33,6 +34,7 @@ LENGTHS = {
     "countdown": {"max_prompt_length": 96, "max_completion_length": 64},
     "word_problems": {"max_prompt_length": 128, "max_completion_length": 64},
     "jsonl": {"max_prompt_length": 256, "max_completion_length": 256},
+    RECORDING: {"max_prompt_length": 512, "max_completion_length": 1024},
 }
 
 
@@ -62,9 +64,9 @@ class Data(Section):
     tokenizer_arguments: Arguments = Table()
     """Keyword arguments of data.tokenizer."""
     train: PathText | None = None
-    """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
+    """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT; recorded completions need none."""
     eval: PathText | None = None
-    """gsm8k, math, jsonl: held-out set, in the same form."""
+    """gsm8k, math, jsonl: held-out set, in the same form; needed for evaluations."""
     max_prompt_length: Length = 7
     """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
     max_completion_length: Length = 4

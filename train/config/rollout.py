@@ -1,12 +1,14 @@
 """The source of completions and its sampling options."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from train.config.algorithms import UserFunction, choice_of
 from train.config.model import DType
 from train.config.types import (
+    RECORDING,
     Ahead,
     Count,
     CountOrZero,
@@ -79,6 +81,19 @@ class SamplingMesh(Section):
     """Devices that split the rows and replicate the weights."""
     tensor: Count
     """Devices that split the weights, the KV cache by heads, and the vocabulary."""
+
+
+def recording_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in a raw config that reads recorded completions: no task, warm start or evaluation, unless it has them."""
+    rollout = raw.get("rollout")
+    source = rollout.get("source") if isinstance(rollout, dict) else None
+    from_file = isinstance(source, dict) and source.get("type") == "file"
+    if raw.get("task", RECORDING if from_file else None) != RECORDING:
+        return dict(raw)
+    off = {"warm_start": {"steps": 0}, "eval": {"prompts": 0}}
+    sections = {name: raw.get(name, {}) for name in off}
+    filled = {name: {**off[name], **section} for name, section in sections.items() if isinstance(section, dict)}
+    return {"task": RECORDING, **raw, **filled}
 
 
 class RolloutSection(Section):

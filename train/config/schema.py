@@ -10,7 +10,7 @@ from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
-from train.config.rollout import RolloutSection
+from train.config.rollout import RolloutSection, recording_defaults
 from train.config.routing import Routing
 from train.config.types import (
     Count,
@@ -156,12 +156,16 @@ class Guard(Section):
 class Eval(Section):
     every: Count = 50
     """Steps between evaluations on held-out prompts."""
-    prompts: Count = 256
-    """Largest number of held-out prompts in an evaluation."""
+    prompts: CountOrZero = 256
+    """Largest number of held-out prompts in an evaluation; 0, as `eval: null`: no evaluation."""
     batch_size: Count = 128
     """Rows sampled at once."""
     greedy: bool = True
     """Also take the most probable tokens, for `accuracy_greedy`: each prompt is then completed twice."""
+
+    def rows(self) -> int:
+        """Returns the number of rows that an evaluation samples at once; 0 without evaluations."""
+        return self.batch_size if self.prompts else 0
 
 
 class Checkpoint(Section):
@@ -202,7 +206,7 @@ class Config(Section):
     temperature: Positive = 1.0
     """Temperature of the sampler and of every log-prob."""
     task: TaskName = "arithmetic"
-    """The task to train on; `module:function` or `path/to/file.py:function`: yours, which returns a `Task`."""
+    """The task; `recording`: rewards of recorded completions; `module:function`: yours, which returns a `Task`."""
     data: Data = Data()
     """Prompts and lengths."""
     rewards: Rewards = Rewards()
@@ -235,7 +239,7 @@ class Config(Section):
     """The optimizer, and how a rollout batch is split into updates."""
     guard: Guard = Guard()
     """Numbers that are not finite, and limits of KL and entropy."""
-    eval: Eval = Eval()
+    eval: Annotated[Eval, BeforeValidator(lambda value: {"prompts": 0} if value in (None, False) else value)] = Eval()
     """Evaluation on held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
@@ -246,8 +250,8 @@ class Config(Section):
     @classmethod
     def _defaults_that_depend(cls, raw: Any) -> Any:
         """Fills in defaults that depend on other fields, so that `task=gsm8k` or `model.path` alone is enough."""
-        raw = without_warm_start(raw) if isinstance(raw, dict) else raw
         if isinstance(raw, dict):
+            raw = recording_defaults(without_warm_start(raw))
             raw = {"correction": default_correction(raw), **raw}
         data = raw.get("data", {}) if isinstance(raw, dict) else None
         if not isinstance(data, dict):

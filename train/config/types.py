@@ -25,7 +25,9 @@ RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"]
 Operations = Literal["+", "+-"]
-TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl")
+RECORDING = "recording"
+"""The task of recorded completions: their prompts and rewards, and nothing to evaluate on."""
+TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl", RECORDING)
 Judge = Literal["math_verify", "strict"]
 
 

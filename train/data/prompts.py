@@ -167,7 +167,7 @@ class Prompts:
     of processes, each of which takes some rows of a batch.
 
     Attributes:
-      examples: the examples that fit.
+      examples: the examples that fit; none if the completions of a recording bring their prompts.
       dropped: number of examples that do not fit.
     """
 
@@ -180,9 +180,9 @@ class Prompts:
         batch_size: int,
         seed: int,
     ) -> None:
-        self.examples = keep_prompts(examples, tokenizer, length)
+        self.examples = keep_prompts(examples, tokenizer, length) if examples else []
         self.dropped = len(examples) - len(self.examples)
-        self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
+        self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed) if examples else lambda *_: []
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> list[Example]:
         """Returns the examples of the batch of `step`: the examples `rows`, numbers below `batch_size`, or all."""

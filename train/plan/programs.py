@@ -173,8 +173,8 @@ class AbstractRun:
             program = self._sampler("sample", rollout_programs(context)[length], prompts, samples)
             largest = program.parts["KV cache"]
             yield program
-        if self._sampler_cache(config.eval.batch_size, 1) > largest:
-            program = self._sampler("evaluate", evaluation_programs(context)[length], config.eval.batch_size, 1)
+        if self._sampler_cache(config.eval.rows(), 1) > largest:
+            program = self._sampler("evaluate", evaluation_programs(context)[length], config.eval.rows(), 1)
             yield dataclasses.replace(program, runs=0)
 
     def _sampler(self, name: str, program: Any, prompts: int, samples: int) -> LoweredProgram:

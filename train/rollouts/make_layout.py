@@ -59,7 +59,7 @@ def make_layout(
     elif section.mesh is not None:
         choice = Choice(section.mesh.tensor, "rollout.mesh")
     else:
-        rows = [config.rows_per_batch(), section.slots or config.rows_per_batch(), config.eval.batch_size]
+        rows = [config.rows_per_batch(), section.slots or config.rows_per_batch(), config.eval.rows()]
         sizes = [getattr(model.config, name) for name in SPLIT_BY_TENSOR]
         tensors = tensor_sizes(devices, mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["tensor"], sizes, rows)
         choice = choose(
@@ -113,8 +113,8 @@ def _resident_bytes(plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.Gra
 def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> int:
     """Estimates the bytes on a device of the KV cache and of the logits of a decode step."""
     section = config.rollout
-    slots = max(section.slots or config.rows_per_batch(), config.eval.batch_size)
-    prompts = max(section.prompts_per_step, config.eval.batch_size)
+    slots = max(section.slots or config.rows_per_batch(), config.eval.rows())
+    prompts = max(section.prompts_per_step, config.eval.rows())
     columns = config.data.max_prompt_length + config.data.max_completion_length
     tokens = slots * columns + prompts * config.data.max_prompt_length
     logits = LOGITS * slots * model.config.vocab_size * 4

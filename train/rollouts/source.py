@@ -31,7 +31,7 @@ class Request:
     """The request for the completions of one step.
 
     Attributes:
-      examples: prompts of the step.
+      examples: prompts of the step; none if the completions of a recording bring their own.
       samples: completions per prompt.
       step: number of RL steps done.
       key: random key of the completions.
@@ -47,13 +47,13 @@ class Request:
     @classmethod
     def of(cls, context: RunContext, step: int) -> "Request":
         """Makes the request of a step, which depends on nothing but the config and the step."""
-        examples, samples = context.prompts.batch(step), context.config.rollout.samples_per_prompt
+        config = context.config
         return cls(
-            examples=examples,
-            samples=samples,
+            examples=context.prompts.batch(step),
+            samples=config.rollout.samples_per_prompt,
             step=step,
-            key=purpose_key(context.config.seed, "sample", step),
-            rows=RowSplit.of(batch_sharding(context.mesh), len(examples) * samples),
+            key=purpose_key(config.seed, "sample", step),
+            rows=RowSplit.of(batch_sharding(context.mesh), config.rows_per_batch()),
         )
 
 

@@ -152,16 +152,17 @@ def print_comparison(console: Console, before: Mapping[str, float | None], after
     for metric, name, spec in ROWS:
         if metric in before or metric in after:
             table.add_row(name, _cell(before, metric, spec), _cell(after, metric, spec))
-    console.print(table)
+    if table.rows:
+        console.print(table)
 
 
-def print_next_commands(console: Console, root: Path) -> None:
-    """Prints where a finished run lies, its picture, and three commands that take it further."""
+def print_next_commands(console: Console, root: Path, *, evaluates: bool = True) -> None:
+    """Prints where a finished run lies, its picture, and commands that take it further; `evaluates`: train.eval too."""
     commands = {
         f"{python_command()} -m train.{arguments}": purpose
         for arguments, purpose in (
             (f"report {root} --open", "curves, rollouts and tokens on one page"),
-            (f"eval {root}", "the policy on the held-out prompts"),
+            *([(f"eval {root}", "the policy on the held-out prompts")] if evaluates else []),
             (f"export {root} --to exports/{root.name}", "weights for transformers and vLLM"),
         )
     }

@@ -267,7 +267,7 @@ def train(
             verify_routes(values, done)
         state = watch.check(state, values)
         last = done == config.steps
-        if last or done % config.eval.every == 0:
+        if context.held_out and (last or done % config.eval.every == 0):
             with phase(evaluation_phase(context, done)):
                 write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
         stop = any_of("interrupt", interrupt.requested)

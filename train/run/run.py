@@ -75,7 +75,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     ):
         tell_supervisor(directory.root)
         console.print(f"run directory: {directory.root}", markup=False, highlight=False)
-        console.print(context.layout.line, markup=False, highlight=False)
+        if context.held_out or config.rollout.source.type != "file":
+            console.print(context.layout.line, markup=False, highlight=False)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:
@@ -109,7 +110,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     print_comparison(console, before, after)
     if skipped:
         console.print(f"{skipped} updates were skipped", markup=False, highlight=False)
-    print_next_commands(console, directory.root)
+    print_next_commands(console, directory.root, evaluates=bool(context.held_out))
     return 0
 
 
@@ -204,8 +205,9 @@ def _reinforce(
     programs = Programs.of(context, state, source, per_token=recorder is not None)
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
-        with bars.phase(evaluation_phase(context, 0)):
-            write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
+        if context.held_out:
+            with bars.phase(evaluation_phase(context, 0)):
+                write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()
     frozen, state, before = start_reference(

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from kljax.checkpoint import text_hash
-from train.config.errors import UserError, warn
+from train.config.errors import UserError
 from train.config.interpreter import python_command
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -38,8 +38,7 @@ from train.run.metrics import Metrics
 from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
 from train.weights.huggingface import check_folder
-from train.weights.huggingface.config import pad_id
-from train.weights.model import field_errors, make_policy_model, unquantized
+from train.weights.model import field_errors, make_policy_model, trained_pad, unquantized, warn_of_pad
 from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
 
@@ -95,22 +94,18 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
         batch_size=config.rollout.prompts_per_step,
         seed=config.seed,
     )
-    held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
+    held_out = list(task.eval) if config.eval.prompts else []
+    if held_out:
+        held_out = keep_prompts(held_out, tokenizer, config.data.max_prompt_length, label="held-out prompts")
     warn_of_pad_in_prompts(config, prompts)
     return tokenizer, make_policy_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
 
 
 def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:
     """Warns if prompts have the token whose embedding transformers does not train, and this run does."""
-    path, section = config.model.path, config.model
-    pad = None if path is None or config.lora is not None or section.freeze_pad_embedding else pad_id(path)
-    count = 0 if pad is None else sum(pad in np.asarray(example.prompt_ids) for example in prompts.examples)
-    if count:
-        warn(
-            f"model.path: {count} of {len(prompts.examples)} prompts have token {pad}, the pad_token_id of "
-            "config.json, whose embedding transformers does not train; for the same updates set "
-            "model.freeze_pad_embedding=true"
-        )
+    pad, examples = trained_pad(config), prompts.examples
+    count = 0 if pad is None else sum(pad in np.asarray(example.prompt_ids) for example in examples)
+    warn_of_pad(pad, count, len(examples), "prompts")
 
 
 def data_digest(context: RunContext) -> str:
@@ -135,7 +130,7 @@ def config_mesh(config: Config) -> Mesh:
 
 
 def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
-    """Judges an empty completion, which any policy may write, and checks the solutions if a warm start needs them.
+    """Judges an empty completion of an example, if the task has any, and checks the solutions for a warm start.
 
     Args:
       before_warm_start: whether the warm start of this run is still to come.
@@ -145,8 +140,9 @@ def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
         solution, or no solution fits.
     """
     config, examples = context.config, context.prompts.examples
-    scores = judge(context.task, examples[:1], [""], np.array([True]))
-    compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
+    if judged := (examples or context.held_out)[:1]:
+        scores = judge(context.task, judged, [""], np.array([True]))
+        compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
     if before_warm_start and config.warm_start.trains():
         check_solutions(examples, context.tokenizer, config.data.max_completion_length)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from train.config.checks.layout import divisions
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope
@@ -86,6 +86,23 @@ def make_policy_model(
             "lora.targets"
         )
     return Decoder(dataclasses.replace(model.config, replay_threshold=section.threshold))
+
+
+def trained_pad(config: Config) -> int | None:
+    """Returns the padding token of the folder if this run trains its embedding, which transformers does not."""
+    section = config.model
+    if section.path is None or config.lora is not None or section.freeze_pad_embedding:
+        return None
+    return pad_id(section.path)
+
+
+def warn_of_pad(pad: int | None, count: int, total: int, rows: str) -> None:
+    """Warns if some rows, such as "prompts", have the token of `trained_pad`."""
+    if count:
+        warn(
+            f"model.path: {count} of {total} {rows} have token {pad}, the pad_token_id of config.json, whose embedding "
+            "transformers does not train; for the same updates set model.freeze_pad_embedding=true"
+        )
 
 
 def unquantized(model: Decoder) -> Decoder:

@@ -171,3 +171,13 @@ def test_fields_of_a_file_beside_presets_noted(tmp_path):
 def test_null_preset_keeps_the_file(tmp_path):
     loaded = load(write(tmp_path, CONFIG), ["preset=null"])
     assert (loaded.config.advantage.type, loaded.config.kl.loss.coef) == ("rloo", 0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("trl/") and name != "trl/rloo"])
+def test_trl_preset_has_the_kl_of_beta(name):
+    """k3 times the ratio of the policy loss, differentiated; off, as `beta` is. RLOO has it in the reward."""
+    config, _ = parse({"steps": 1, "preset": name})
+    term, level = config.kl.loss, "geometric" if config.loss.type == "gspo" else "token"
+    assert (term.estimator, term.gradient, term.importance_corrected, term.coef) == ("k3", "value", True, 0)
+    assert term.importance_level == level
+    assert term.aggregation is None

@@ -6,11 +6,13 @@ from pathlib import Path
 from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.schema import Config
+from train.config.types import RECORDING
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
 HUB = "datasets:"
 # Fields of `data` that a chat template alone reads.
 TEMPLATE = ("system", "chat_template", "template_arguments")
+_READS = {RECORDING: "has the prompts of rollout.source.path"}
 # Fields of `data` that one task alone reads.
 OWNED = {
     "judge": "gsm8k",
@@ -30,13 +32,16 @@ def _set_fields(config: Config, *names: str) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[Problem]:
-    task = config.task
+    task, recorded = config.task, config.rollout.source.type == "file"
+    unread = {"data.train": recorded and not config.warm_start.trains(), "data.eval": not config.eval.prompts}
     for name, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if task not in FROM_FILES:
             if path is not None:
-                reads = "reads data.arguments alone" if ":" in task else "makes its own problems"
+                reads = _READS.get(task, "reads data.arguments alone" if ":" in task else "makes its own problems")
                 text = f"got {path!r}, but task {task} {reads}; set task=gsm8k or leave it null"
                 yield problem(text, name, "task")
+        elif path is None and unread[name]:
+            continue
         elif path is None:
             yield problem(f"missing; task {task} needs a file of JSON lines: {name}=PATH", name, "task")
         elif path.startswith(HUB):
@@ -68,6 +73,19 @@ def _owned(config: Config) -> Iterator[Problem]:
         yield problem("missing; task jsonl needs a reward function: data.reward=module:function", "data.reward", "task")
     if data.reward is not None and not all(data.reward.rpartition(":")[::2]):
         yield problem(f"got {data.reward!r}, expected module:function or path/to/file.py:function", "data.reward")
+
+
+def _recording(config: Config) -> Iterator[Problem]:
+    if config.task != RECORDING:
+        return
+    source, absent = config.rollout.source.type, f"but task {RECORDING} has no examples; set it to 0, or set a task"
+    if source != "file":
+        line = f"got {RECORDING}, but rollout.source.type {source} brings no rewards; set it to file, or set a task"
+        yield problem(line, "task", "rollout.source.type")
+    if config.eval.prompts:
+        yield problem(f"got {config.eval.prompts}, {absent}", "eval.prompts", "task")
+    if config.warm_start.trains():
+        yield problem(f"got {config.warm_start.steps}, {absent}", "warm_start.steps", "task")
 
 
 def _template(config: Config) -> Iterator[Problem]:
@@ -107,7 +125,7 @@ def _functions(config: Config) -> Iterator[Problem]:
         yield problem("read by data.tokenizer alone, which is null", "data.tokenizer_arguments", "data.tokenizer")
 
 
-CHECKS = (_files, _arithmetic, _owned, _functions, _template, _rewards)
+CHECKS = (_files, _recording, _arithmetic, _owned, _functions, _template, _rewards)
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -79,7 +79,7 @@ def divisions(shape: Mapping[str, int], config: Config) -> Iterator[tuple[str, s
 def _divisions(config: Config) -> Iterator[Problem]:
     model, mesh = config.model, config.mesh
     rows = mesh.data * mesh.fsdp
-    for name, size in (("warm_start", config.warm_start.batch_size), ("eval", config.eval.batch_size)):
+    for name, size in (("warm_start", config.warm_start.batch_size), ("eval", config.eval.rows())):
         if size % rows:
             line = f"got {size}, expected a multiple of mesh.data x mesh.fsdp = {rows}"
             yield problem(line, f"{name}.batch_size", "mesh.data", "mesh.fsdp")
@@ -121,7 +121,7 @@ def _sampling_mesh(config: Config) -> Iterator[Problem]:
         line = f"got {sampling.tensor}, expected a divisor or a multiple of mesh.tensor = {mesh.tensor}"
         yield problem(line, "rollout.mesh.tensor", "mesh.tensor")
     rows = {"rollout.prompts_per_step x rollout.samples_per_prompt": config.rows_per_batch()}
-    for name, size in (rows | {"eval.batch_size": config.eval.batch_size}).items():
+    for name, size in (rows | {"eval.batch_size": config.eval.rows()}).items():
         if size % sampling.data:
             line = f"got {sampling.data}, expected a divisor of {name} = {size}"
             yield problem(line, "rollout.mesh.data", *name.split(" x "))

@@ -2,6 +2,7 @@
 
 from train.config.errors import UserError
 from train.config.schema import Config
+from train.config.types import RECORDING
 from train.config.user_functions import make_with
 from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl, word_problems
 from train.data.tasks.rewards import check_names
@@ -54,9 +55,16 @@ def _jsonl(config: Config) -> Task:
     )
 
 
+def _recording(config: Config) -> Task:
+    def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
+        raise UserError(f"task: got {RECORDING}, which scores no completion; set a task that does")
+
+    return Task(RECORDING, train=(), eval=(), score=score)
+
+
 def _user_task(config: Config) -> Task:
     task: Task = make_with("task", config.task, Task, **config.data.arguments)
-    for split in ("train", "eval"):
+    for split in ("train", "eval") if config.eval.prompts else ("train",):
         if not getattr(task, split):
             raise UserError(f"task: {config.task} returned a task without examples in {split}")
     return task
@@ -69,6 +77,7 @@ _TASKS = {
     "countdown": _countdown,
     "word_problems": _word_problems,
     "jsonl": _jsonl,
+    RECORDING: _recording,
 }
 
 

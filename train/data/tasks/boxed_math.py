@@ -62,7 +62,7 @@ def _example(record: Record) -> Example:
 
 def read_examples(path: str | Path | None, field: str) -> list[Example]:
     """Reads examples as `gsm8k.read_examples`, from `problem` and `solution`; a field `answer` needs no box."""
-    records = read_records(path, field, task="math", expected="'problem' and 'solution'")
+    records = read_records(path, field, expected="'problem' and 'solution'")
     return [_example(record) for record in records]
 
 

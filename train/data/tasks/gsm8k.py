@@ -85,13 +85,13 @@ def read_examples(path: str | Path | None, field: str) -> list[Example]:
     """Reads the examples of a JSON-lines file (skipping blank lines) or of a dataset, in order.
 
     Args:
-      path: the file, or `datasets:NAME:CONFIG:SPLIT`.
+      path: the file, or `datasets:NAME:CONFIG:SPLIT`; None: no examples.
       field: config field of the path, for error messages.
 
     Raises:
-      UserError: `path` is None, unreadable or empty, or a line is malformed (names file, line and field).
+      UserError: the file is unreadable or empty, or a line is malformed (names file, line and field).
     """
-    records = read_records(path, field, task="gsm8k", expected="'question' and 'answer'")
+    records = read_records(path, field, expected="'question' and 'answer'")
     return [_example(record) for record in records]
 
 

@@ -37,7 +37,7 @@ def read_examples(path: str | Path | None, field: str, *, prompt: str, answer: s
       UserError: the file is empty, or a line is malformed (names file, line and field).
     """
     examples = []
-    for record in read_records(path, field, task="jsonl", expected=f"{prompt!r}"):
+    for record in read_records(path, field, expected=f"{prompt!r}"):
         messages: tuple[tuple[str, str], ...] = ()
         if isinstance(record.fields.get(prompt), list):
             messages = _messages(record.fields[prompt], record, prompt)

@@ -83,20 +83,19 @@ def _from_hub(name: str, field: str) -> list[Record]:
     return [Record(f"datasets:{name}, row {number}", dict(row)) for number, row in enumerate(rows)]
 
 
-def read_records(path: str | Path | None, field: str, *, task: str, expected: str) -> list[Record]:
-    """Reads all records of a file, skipping blank lines, or of a dataset.
+def read_records(path: str | Path | None, field: str, *, expected: str) -> list[Record]:
+    """Reads all records of a file, skipping blank lines, or of a dataset; none if a run does not need them.
 
     Args:
-      path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`.
+      path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`; None: no records.
       field: config field of the path, for error messages.
-      task: name of the task, for error messages.
       expected: fields of a record, for error messages.
 
     Raises:
-      UserError: `path` is None, unreadable or empty, or a line is no JSON object (names file and line).
+      UserError: the file is unreadable or empty, or a line is no JSON object (names file and line).
     """
     if path is None:
-        raise UserError(f"{field}: task {task} needs the path of a JSON-lines file")
+        return []
     on_hub = isinstance(path, str) and path.startswith(HUB)
     records = _from_hub(str(path).removeprefix(HUB), field) if on_hub else _from_lines(path, field, expected)
     if not records:

@@ -13,13 +13,16 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.rollout import FileSourceSection
+from train.config.types import RECORDING
 from train.context import RunContext
 from train.data.padding import pad_rows
+from train.data.tasks.rewards import check_names
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
 from train.rollouts.source import Completions, Request, SourceError
+from train.weights.model import trained_pad, warn_of_pad
 
 _LOG = logging.getLogger(__name__)
 Group = tuple[RowPosition, ...]
@@ -32,15 +35,21 @@ class _Scan:
     Attributes:
       groups: the groups that fit.
       too_long: the number of longer groups.
+      longest: tokens of the longest prompt and of the longest completion.
       sizes: the per-token fields of the rows, with the sizes of their trailing axes, the longest of a ragged one; None
         before the first row.
       rewards: the names of the rewards in the rows.
+      rows: the number of all rows.
+      padded: the number of rows with the token of `trained_pad`.
     """
 
     groups: list[Group] = dataclasses.field(default_factory=list)
     too_long: int = 0
+    longest: tuple[int, int] = (0, 0)
     sizes: dict[str, tuple[int, ...]] | None = None
     rewards: frozenset[str] | None = None
+    rows: int = 0
+    padded: int = 0
 
 
 def _group_key(pair: tuple[RowPosition, RecordedCompletion]) -> tuple[Any, list[int]]:
@@ -97,7 +106,7 @@ class FileSource:
 
     def sample(self, request: Request) -> Completions:
         """Reads the groups of a step; ignores the prompts of the request."""
-        count = len(request.examples)
+        count = self._context.config.rollout.prompts_per_step
         numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
         positions = [position for number in numbers for position in self.groups[number]]
         completions = self._completions([self._read(positions[row]) for row in request.rows.held], request.rows)
@@ -164,6 +173,7 @@ class FileSource:
 
     def _checked_rows(self, index: int, file: RowFile, scan: _Scan) -> Iterator[tuple[RowPosition, RecordedCompletion]]:
         """Yields the rows of a file, and checks that all rows have the same optional fields."""
+        pad = trained_pad(self._context.config)
         for offset, line, record in file:
             try:
                 row = parse_row(record, self._context)
@@ -177,22 +187,33 @@ class FileSource:
             except ValueError as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             scan.rewards = names
+            scan.rows += 1
+            scan.padded += pad in row.prompt_ids or pad in row.completion_ids
+            lengths = len(row.prompt_ids), len(row.completion_ids)
+            scan.longest = max(scan.longest[0], lengths[0]), max(scan.longest[1], lengths[1])
             yield RowPosition(index, offset, line), row
 
     def _check(self, scan: _Scan) -> None:
-        data = self._context.config.data
+        config, data = self._context.config, self._context.config.data
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"
         )
+        longest = f"the longest prompt has {scan.longest[0]} tokens, the longest completion {scan.longest[1]}"
         if not scan.groups:
             raise UserError(
                 f"rollout.source.path: {self._path} has no group of completions that fits; {scan.too_long} are longer "
-                f"than {limits}"
+                f"than {limits}; {longest}"
             )
         if scan.too_long:
             total = scan.too_long + len(scan.groups)
-            _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
+            text = "%d of %d groups are longer than %s and are left out; %s"
+            _LOG.warning(text, scan.too_long, total, limits, longest)
+        warn_of_pad(trained_pad(config), scan.padded, scan.rows, "recorded rows")
+        if scan.rewards:
+            check_names(config.rewards.weights, tuple(scan.rewards))
+        elif config.task == RECORDING:
+            raise UserError(f"rollout.source.path: the rows of {self._path} have no rewards; add them, or set a task")
         if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
