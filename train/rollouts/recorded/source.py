@@ -106,12 +106,11 @@ class FileSource:
 
     def sample(self, request: Request) -> Completions:
         """Reads the groups of a step; ignores the prompts of the request."""
-        count = self._context.config.rollout.prompts_per_step
+        count = request.rows.count // request.samples
         numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
         positions = [position for number in numbers for position in self.groups[number]]
         completions = self._completions([self._read(positions[row]) for row in request.rows.held], request.rows)
-        samples = len(positions) // count
-        recorded = np.array(numbers)[:, None] * samples + np.arange(samples)
+        recorded = np.array(numbers)[:, None] * request.samples + np.arange(request.samples)
         return dataclasses.replace(completions, recorded_rows=recorded.reshape(-1))
 
     def close(self) -> None:
