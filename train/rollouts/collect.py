@@ -32,6 +32,8 @@ class Rollout:
       rows: the rows that this process holds and judges.
       metrics: means over the completions of every named reward, the length and `finished`; and metrics of the source.
       scores: named rewards, each [B], before weights and penalties.
+      lag: RL steps between the policy that sampled the rows and the one that trains on them; None without a lag, or if
+        rows have different ones.
       arrived: when the completions were on the host, in seconds of `time.perf_counter`.
     """
 
@@ -40,6 +42,7 @@ class Rollout:
     rows: RowSplit
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     scores: Scores = dataclasses.field(default_factory=dict)
+    lag: int | None = None
     arrived: float = 0.0
 
 
@@ -76,6 +79,8 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
       SourceError: the recording cannot be written.
     """
     rollout = judge_rows(context, drawn)
+    if rollout.completions.lags is None and context.config.rollout.policy_lag > 0:
+        rollout = dataclasses.replace(rollout, lag=min(step, context.config.rollout.policy_lag))
     if context.config.rollout.record is not None:
         _record(context, rollout, Path(context.config.rollout.record), step)
     return rollout
@@ -135,6 +140,7 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     if completions.lags is not None:
         measured["rollout_lag"] = completions.lags
     measured = gather_rows("completions", measured, split.own, split.count)
+    lags = np.unique(measured.get("rollout_lag", ()))
     rewards = shard_rows(scores["reward"][split.held], context.mesh)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     return dataclasses.replace(
@@ -143,6 +149,7 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
         completions=completions,
         metrics=metrics | dict(completions.metrics),
         scores=named_rewards,
+        lag=int(lags[0]) if len(lags) == 1 else None,
         arrived=arrived,
     )
 

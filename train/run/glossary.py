@@ -229,6 +229,13 @@ GLOSSARY = (
     ),
     MetricEntry(
         "mismatch",
+        "routing_flips_lag_N",
+        "`routing_flips` of a step whose rows all were sampled N RL steps before, in a run with a lag",
+        "grows slowly with N",
+        "far above the flips of lag 0: lower the lag or the learning rate, or replay the routes",
+    ),
+    MetricEntry(
+        "mismatch",
         "routing_lost",
         "share of these pairs where other experts than the recorded ones were used",
         "0 with replay, unless `routing.threshold` replaces some",

@@ -9,6 +9,12 @@ LEAST_AGREEMENT = 0.5
 """Share of tokens for which the router has to choose a neighbour's routes to call them shifted."""
 
 
+def flips_by_lag(values: Mapping[str, float], lag: int | None) -> dict[str, float]:
+    """Returns the flips of a step by the name of its lag; none without flips, or without one lag of all rows."""
+    flips = values.get("routing_flips")
+    return {} if flips is None or lag is None else {f"routing_flips_lag_{lag}": flips}
+
+
 def verify_routes(values: Mapping[str, float], step: int) -> None:
     """Checks the metrics of a step with `routing.verify`.
 

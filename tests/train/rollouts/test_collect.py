@@ -8,7 +8,9 @@ import pytest
 from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
+from train.rollouts.collect import judge_drawn
 from train.rollouts.source import Completions, SourceError
+from train.run.routes import flips_by_lag
 
 EXAMPLES = [Example("1+1=", "2", "2")] * 4
 
@@ -38,6 +40,22 @@ def collected(completions: Completions):
 
 def test_fitting_rows_are_accepted_with_any_masked_values() -> None:
     assert collected(completions_of()).metrics["reward"] == 1
+
+
+@pytest.mark.parametrize(("lags", "lag"), [(None, None), ([2, 2, 2, 2], 2), ([0, 0, 1, 1], None)])
+def test_rows_of_one_lag_name_the_flips(lags, lag) -> None:
+    """Flips of rows with several lags have no name, and neither have those of a run without a lag."""
+    rollout = collected(completions_of(lags=None if lags is None else np.array(lags, np.int32)))
+    assert rollout.lag == lag
+    flips = flips_by_lag({"routing_flips": 0.25}, rollout.lag)
+    assert flips == ({} if lag is None else {"routing_flips_lag_2": 0.25})
+    assert flips_by_lag({"reward": 1.0}, rollout.lag) == {}
+
+
+def test_policy_lag_grows_from_zero_to_its_limit() -> None:
+    context = tiny.context_of(tiny.config_of("rollout.samples_per_prompt=2", "rollout.policy_lag=2"))
+    drawn = tiny.rollout_of(context, completions_of(rewards={"reward": np.ones(4, np.float32)}))
+    assert [judge_drawn(context, drawn, step).lag for step in range(4)] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])
