@@ -185,11 +185,6 @@ class Plan:
         return self.old_log_probs or self.exact_reward or self.value_head or self.sum_squared_probs
 
     @property
-    def replays_routes(self) -> bool:
-        """Whether an update uses the experts in the batch: of the sampler, or of the old policy."""
-        return self.config.routing.replay != "none"
-
-    @property
     def treats_tokens_alone(self) -> bool:
         """Whether the loss can be fused with the LM head."""
         return self.scope == "token"

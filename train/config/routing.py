@@ -1,12 +1,14 @@
 """The experts that the update of a mixture of experts uses, and what trains its routers."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from train.config.types import Fraction, NonNegative, Section
 
+Replay: TypeAlias = Literal["rollout", "old_policy", "none"]
+
 
 class Routing(Section):
-    replay: Literal["rollout", "old_policy", "none"] = "rollout"
+    replay: Replay = "rollout"
     """Experts of an update: rollout: of the sampler; old_policy: of scoring; none: the trainer's router chooses."""
     missing: Literal["error", "choose"] = "error"
     """Tokens without routes in a batch that has some: error, or the trainer's router chooses their experts."""

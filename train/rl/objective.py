@@ -247,7 +247,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     ) -> tuple[Array, LossMetrics]:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, plan.layout, packed)
-        replayed = sequences if plan.replays_routes else sequences.without_routes()
+        replayed = sequences.for_policy(config.routing.replay)
         options, routed = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}, None
         if model.config.experts is not None:
             options["hidden"], routed = routed_hidden_states(policy, replayed)

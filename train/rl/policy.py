@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import kljax
 from kljax.checkpoint import named_leaves
 from train.config.plan import ROWS, Layout
+from train.config.routing import Replay
 from train.models import Decoder, Transformer, ValueHead
 from train.models.experts import NO_EXPERT, Routed
 from train.models.kernels import device_kind
@@ -83,8 +84,18 @@ class Sequences:
         """Returns the rows of a batch, whose completions are scored."""
         return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields, packed, layout)
 
+    def for_policy(self, replay: Replay, *, scoring: bool = False) -> "Sequences":
+        """Returns the rows as the trained policy runs them: with their routes, or for routers that choose.
+
+        Args:
+          replay: `routing.replay`; with "old_policy" updates use the choice of the scoring pass.
+          scoring: whether this pass scores the policy before its updates.
+        """
+        replayed = replay == "rollout" or (replay == "old_policy" and not scoring)
+        return self if replayed else self.without_routes()
+
     def without_routes(self) -> "Sequences":
-        """Returns the rows for a policy whose routers choose: the reference, or a trainer that replays none."""
+        """Returns the rows for a policy whose routers choose, such as the reference."""
         fields = {name: x for name, x in self.fields.items() if name != ROUTES}
         return dataclasses.replace(self, fields=fields)
 

@@ -164,8 +164,7 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
         sequences, routed = Sequences.of(batch, plan.layout, packed), None
         if section.balance_coef > 0:
             policy = ScoredPolicy(model, policy_of(trainable, base))
-            replayed = sequences if plan.replays_routes else sequences.without_routes()
-            routed = routed_hidden_states(policy, replayed)[1]
+            routed = routed_hidden_states(policy, sequences.for_policy(section.replay))[1]
         return RouterTotals.of(sequences.token_counts(), routed)
 
     return count

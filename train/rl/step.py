@@ -120,7 +120,7 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
             sequences = Sequences.of(part, layout, packed)
             # The reference chooses its experts for itself.
             ref_sequences = sequences.without_routes()
-            sequences = sequences if replay == "rollout" else ref_sequences
+            sequences = sequences.for_policy(replay, scoring=True)
             if in_one_pass and reference is not None:
                 hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
