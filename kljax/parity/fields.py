@@ -12,7 +12,8 @@ class Field:
     """An array of a dump.
 
     Attributes:
-      axes: its axes: B rows, T tokens, R of the rows whose logits are recorded, V vocabulary, D model width.
+      axes: its axes: B rows, T tokens, R of the rows whose logits are recorded, V vocabulary, D model width, L layers
+        with experts, K experts of a token.
       kind: "input" or "result"; a result is recomputed and compared.
       text: its meaning.
       whole_numbers: whether it holds integers.
@@ -45,6 +46,8 @@ FIELDS: dict[str, Field] = {
     "ref_log_probs": Field("BT", RESULT, "log-probs of the reference"),
     "old_log_probs": Field("BT", INPUT, "log-probs of the policy at the start of the update; log_probs if absent"),
     "rollout_log_probs": Field("BT", INPUT, "log-probs of the sampler"),
+    "routed_experts": Field("BTLK", INPUT, "experts of each token in the sampler; -1: unknown, or padding", True),
+    "used_experts": Field("BTLK", RESULT, "experts of each token in the trainer; -1: unknown", True),
     "values": Field("BT", INPUT, "the value function before each token, for GAE"),
     "entropy": Field("BT", INPUT, "entropy of the policy at each token, for an entropy bonus"),
     "ratio": Field("BT", RESULT, "importance ratio of policy and old policy, before any clip"),

@@ -9,6 +9,7 @@ from kljax.parity.comparison import Finding, ParityReport, compare_field
 from kljax.parity.ranking import preferred
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
+from kljax.parity.routes import compare_routes, uncompared_routes
 from kljax.parity.shape import describe
 from kljax.parity.stages import reason_not_compared, recorded
 
@@ -49,8 +50,13 @@ class Search:
             findings = self._explain(recipe)
         missing = [name for name in recorded(self.replay) if name not in self.candidates.fields]
         reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
+        reasons += uncompared_routes(self.replay.dump)
         unknown = any(not finding.explanations for finding in findings)
         notes = (*self.replay.notes, *self.candidates.notes(unknown))
+        # The experts decide log-probs, and nothing that is replayed decides them.
+        routes, of_routes = compare_routes(self.replay.dump) or (None, None)
+        differences = differences if routes is None else (routes, *differences)
+        findings = findings if of_routes is None else [of_routes, *findings]
         return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, notes)
 
     def _explain(self, recipe: Recipe) -> list[Finding]:
