@@ -189,8 +189,12 @@ $(TRANSFORMERS_VENV)/.ready:
 	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3 gguf==0.19.0
 	touch $(TRANSFORMERS_VENV)/.ready
 
+# Mixtures of random shapes that are compared; 40 before a release.
+SHAPES ?= 4
+
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --count $(SHAPES)
 
 # The newest TRL, whatever it needs, and verl alone: its other dependencies need a GPU.
 $(RECORDERS_VENV)/.ready:
