@@ -45,9 +45,9 @@ def compare_routes(dump: Dump) -> tuple[Difference, Finding | None] | None:
     if counts.first is None:
         return Difference(USED, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, compared), None
     row, token, used, recorded = counts.first
-    away = float(abs(used - recorded))
+    absolute = float(abs(used - recorded))
     difference = Difference(
-        USED, away, away / max(recorded, 1), (row, token), float(used), float(recorded), 0.0, math.inf, compared
+        USED, absolute, absolute / max(recorded, 1), (row, token), float(used), float(recorded), 0.0, math.inf, compared
     )
     return difference, Finding(difference, ((_cause(counts),),))
 
@@ -78,8 +78,8 @@ def _count(dump: Dump) -> _Counts:
             counts.neighbours[name] += np.stack([part.sum(0) for part in pairs])
         if counts.first is None and differs.any():
             token, layer = map(int, np.argwhere(differs)[0])
-            place = int(np.argmax(used[token, layer] != recorded[token, layer]))
-            counts.first = (row, token, int(used[token, layer, place]), int(recorded[token, layer, place]))
+            index = int(np.argmax(used[token, layer] != recorded[token, layer]))
+            counts.first = (row, token, int(used[token, layer, index]), int(recorded[token, layer, index]))
     return counts
 
 
