@@ -5,6 +5,7 @@ to the trainer's without a vLLM.
 """
 
 import copy
+import dataclasses
 import json
 import threading
 
@@ -14,6 +15,7 @@ import pytest
 from tests.goldens.vllm import record, tiny
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
+from train.models import Decoder, ExpertsConfig, LayerKind
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.answers import Requested, read_answers
 from train.rollouts.source import SourceError
@@ -181,6 +183,19 @@ def test_weights_of_a_tied_head_are_refused():
     context = tiny.context_of(tiny.config_of("http://unused"))
     with pytest.raises(UserError, match=r"rollout\.source\.sync: got weights, but the model ties its LM head"):
         ServerSource(context, context.config.rollout.source, client_of("http://unused"))
+
+
+def test_weights_with_a_router_bias_are_refused():
+    from train.rollouts.server.weights import make_sync
+
+    context = tiny.context_of(tiny.config_of("http://unused"))
+    mixture = {"pattern": (LayerKind(mlp="experts"),), "experts": ExpertsConfig(2, 1, 8, choice_bias=True)}
+    shape = dataclasses.replace(context.model.config, tie_embeddings=False, **mixture)
+    context = dataclasses.replace(context, model=Decoder(shape))
+    with pytest.raises(
+        UserError, match=r"got weights with routing\.bias_update_rate > 0, but no server reads the biases"
+    ):
+        make_sync(client_of("http://unused"), context)
 
 
 def test_rows_are_prompts_completions_and_log_probs():
