@@ -205,7 +205,7 @@ $(RECORDERS_VENV)/.ready:
 	  echo "error: pip cannot install torch, trl and verl: test-recorders needs PyPI; see the message above" >&2; exit 1; }
 	touch $(RECORDERS_VENV)/.ready
 
-test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md around the newest TRL and verl, on a CPU
+test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
 	$(BIN)/python -m tests.recorders --torch-env $(RECORDERS_VENV) $(ARGS)
 
 # The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.

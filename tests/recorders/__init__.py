@@ -1,1 +1,1 @@
-"""The recorders of docs/parity.md around the newest packages: `make test-recorders`."""
+"""The recorders of docs/parity.md and docs/replay.md around the newest packages: `make test-recorders`."""

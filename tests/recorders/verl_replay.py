@@ -47,10 +47,9 @@ def nested(rows: Sequence[Any]) -> torch.Tensor:
 
 
 def rollout() -> Rows:
-    """The batch of the preset recordings without its row without tokens, in a balanced, that is another, order."""
-    recorded, order = recordings.load(), np.random.default_rng(0).permutation(recordings.ROWS)
-    rows = [row for row in order.tolist() if row != recordings.EMPTY_ROW]
-    lengths = recorded.mask.sum(1)
+    """The batch of the preset recordings, with a token in its empty row, in the order of a balanced batch: another."""
+    recorded, rows = recordings.load(), np.random.default_rng(0).permutation(recordings.ROWS).tolist()
+    lengths = recorded.mask.sum(1).clip(min=1)
     return Rows(
         uid=np.array([f"prompt-{recorded.groups[row]}" for row in rows], object),
         prompts=nested([recorded.prompts[row][recorded.prompt_mask[row]] for row in rows]),
