@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from train.config.algorithms import UserFunction, choice_of
+from train.config.mesh import Mesh, Parts
 from train.config.model import DType
 from train.config.types import (
     RECORDING,
@@ -81,6 +82,11 @@ class SamplingMesh(Section):
     """Devices that split the rows and replicate the weights."""
     tensor: Count
     """Devices that split the weights, the KV cache by heads, and the vocabulary."""
+
+    def parts(self, mesh: Mesh) -> Parts:
+        """Returns the parts of rows; axis expert is that of the update's mesh, as experts stay on their devices."""
+        fields = ("rollout.mesh.data", *(("mesh.expert",) if mesh.expert > 1 else ()))
+        return Parts(self.data * mesh.expert, fields)
 
 
 def recording_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:

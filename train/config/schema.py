@@ -8,6 +8,7 @@ from train.config.correction import CorrectionSection, default_correction
 from train.config.data import Data, Rewards, task_lengths
 from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
+from train.config.mesh import ROW_AXES, Mesh
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
 from train.config.rollout import RolloutSection, recording_defaults
@@ -29,19 +30,6 @@ from train.config.types import (
     Text,
     tag_defaults_to,
 )
-
-
-class Mesh(Section):
-    data: Count = 1
-    """Devices that split the rows and replicate the parameters."""
-    fsdp: Count = 1
-    """Devices that split rows and parameters."""
-    context: Count = 1
-    """Devices that split the tokens of a row, for long sequences; scoring and updates gather keys and values."""
-    tensor: Count = 1
-    """Devices that split heads, MLP and vocabulary."""
-    slices: Count = 1
-    """Slices of TPUs, or groups of hosts, that only a network connects; each has an equal part of data."""
 
 
 class TileSection(Section):
@@ -265,4 +253,4 @@ class Config(Section):
     def rows_per_micro_batch(self) -> int:
         """Number of rows of a micro-batch that one device has."""
         parts = self.optim.updates_per_batch * self.optim.micro_batches
-        return self.rows_per_batch() // (parts * self.mesh.data * self.mesh.fsdp)
+        return self.rows_per_batch() // (parts * self.mesh.parts(ROW_AXES).count)

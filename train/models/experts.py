@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from train.models.config import DecoderConfig, ExpertsConfig
+from train.models.dispatch import run_experts, run_experts_over
 from train.models.grouped import grouped_dot
 from train.models.layers import InitKey, Int8Kernel, kaiming_uniform, param, projection, residual_scale
 from train.models.mlp import DenseMlp, activate
@@ -182,13 +183,13 @@ class ExpertLinear(nnx.Module):
 
         Axis fsdp splits them between products alone, as it splits rows: they are gathered, in the compute type.
         """
-        expert, *axes = (None if axis == "embed" else axis for axis in self.axes)
+        expert, *axes = (None if axis == "expert_embed" else axis for axis in self.axes)
         split: dict[str, tuple[str | None, ...]] = {"kernel": (expert, *axes), "scale": (expert, axes[1])}
         split |= {"lora_A": (expert, axes[0], None), "lora_B": (expert, None, axes[1])}
         arrays = {"kernel": self.kernel.qvalue[...] if isinstance(self.kernel, Int8Kernel) else self.kernel[...]}
         if isinstance(self.kernel, Int8Kernel):
             arrays["scale"] = self.kernel.scale[...]
-        elif axis_size("embed") > 1:
+        elif axis_size("expert_embed") > 1:
             arrays["kernel"] = arrays["kernel"].astype(dtype)
         if self.lora_scale is not None:
             arrays |= {"lora_A": self.lora_A[...], "lora_B": self.lora_B[...]}
@@ -201,7 +202,7 @@ class ExpertWeights(nnx.Module):
     def __init__(self, config: DecoderConfig, key: InitKey):
         assert config.experts is not None
         self.config = config
-        sizes, axes = (config.width, config.experts.width), ("embed", "mlp")
+        sizes, axes = (config.width, config.experts.width), ("expert_embed", "mlp")
         self.gate_proj = ExpertLinear(config, "gate_proj", sizes, axes, key=key)
         self.up_proj = ExpertLinear(config, "up_proj", sizes, axes, key=key)
         scale = residual_scale(config)
@@ -238,26 +239,32 @@ def _run_experts(
     config: DecoderConfig,
     scales: Mapping[str, float | None],
 ) -> jax.Array:
-    """Computes the experts of the tokens of a device, with its part of their hidden width."""
-    count, active = len(weights["down"]["kernel"]), routes.shape[-1]
-    flat = routes.reshape(-1)
-    order = jnp.argsort(jnp.where(flat >= 0, flat, count), stable=True).astype(jnp.int32)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
-    ids = jnp.take(flat, order, mode="clip")
-    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    """Computes the experts of the tokens of a device, with its part of the experts and of their hidden width."""
+    compute = functools.partial(_expert_rows, config=config, scales=scales)
+    tokens, routes, gates = (array.reshape(-1, array.shape[-1]) for array in (x, routes, gates))
+    split, partial = (mesh_axes(axis) if axis_size(axis) > 1 else () for axis in ("expert", "mlp"))
+    if split:
+        y = run_experts_over(compute, tokens, routes, gates, weights, axes=split, partial=partial)
+    else:
+        y = run_experts(compute, tokens, routes, gates, weights)
+        y = lax.psum(y, partial) if partial else y
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def _expert_rows(
+    rows: jax.Array,
+    ids: jax.Array,
+    sizes: jax.Array,
+    weights: Weights,
+    *,
+    config: DecoderConfig,
+    scales: Mapping[str, float | None],
+) -> jax.Array:
+    """Computes rows [R, D] by their experts, as `train.models.dispatch.ExpertRows` says."""
     product = functools.partial(expert_product, ids=ids, sizes=sizes)
-    copies = jnp.repeat(x.reshape(-1, x.shape[-1]), active, axis=0)
-    rows = _permute(copies, order, back)
     hidden = activate(config, product(rows, weights["gate"], scale=scales["gate"]))
     hidden = hidden * product(rows, weights["up"], scale=scales["up"])
-    output = _permute(product(hidden, weights["down"], scale=scales["down"]), back, order)
-    # Each token sums its parts in the order of its routes, whatever the other tokens are.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    parts = output.reshape(-1, active, x.shape[-1]).astype(wide)
-    y = jnp.sum(parts * gates.reshape(-1, active, 1).astype(wide), axis=1)
-    if mesh_is_set() and axis_size("mlp") > 1:
-        y = lax.psum(y, mesh_axes("mlp"))
-    return y.astype(x.dtype).reshape(x.shape)
+    return product(hidden, weights["down"], scale=scales["down"])
 
 
 def expert_product(
@@ -282,23 +289,3 @@ def expert_product(
         # Rounds once, after the sum, if the base computes in bfloat16.
         y = (y + scale * update).astype(y.dtype)
     return y
-
-
-@jax.custom_vjp
-def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """Takes the rows of an array in another order. The gradient is a gather too, by the inverse order.
-
-    A scatter takes its rows one after another on a CPU, and adds in no fixed order on a GPU.
-    """
-    return jnp.take(x, order, axis=0, mode="clip")
-
-
-def _permute_forward(x: jax.Array, order: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _permute(x, order, back), back
-
-
-def _permute_backward(back: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-    return jnp.take(g, back, axis=0, mode="clip"), None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)

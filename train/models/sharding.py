@@ -2,23 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "context", "tensor")
+from train.config.mesh import AXES, ROW_AXES, WIDTH_AXES, Parts, describe_mesh, usual_sizes
 
-RULES: Mapping[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
+RULES: Rules = {
+    "rows": ROW_AXES,
     "tokens": "context",
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": WIDTH_AXES,
+    "expert_embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "expert": None,
+    "expert": "expert",
     "router": None,
     "norm": None,
     "layers": None,
@@ -32,37 +34,38 @@ def make_mesh(
     tensor: int = 1,
     slices: int = 1,
     *,
+    expert: int = 1,
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over the first `data * fsdp * context * tensor` devices.
+    """A mesh over the first `data * fsdp * expert * context * tensor` devices.
 
     With slices, each has an equal part of axis data, whose collectives alone go over the network between them.
 
     Args:
       data, fsdp, tensor: sizes of the axes.
       slices: a divisor of `data`.
+      expert: size of the axis that splits the experts of a mixture.
       context: size of the axis that splits the tokens of a row.
       devices: the devices to choose from; None: all devices of the run.
 
     Raises:
       ValueError: an axis below 1, fewer devices than the mesh needs, or slices that the devices do not lie in.
     """
-    shape = (data, fsdp, context, tensor)
-    for name, size in zip((*AXES, "slices"), (*shape, slices), strict=True):
+    sizes = dict(zip(AXES, (data, fsdp, expert, context, tensor), strict=True))
+    for name, size in (sizes | {"slices": slices}).items():
         if size < 1:
             raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
     if data % slices:
         raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.data = {data}")
-    needed, devices = math.prod(shape), jax.devices() if devices is None else devices
+    needed, devices = math.prod(sizes.values()), jax.devices() if devices is None else devices
     if needed > len(devices):
-        sizes = " x ".join(
-            f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if name != "context" or size > 1
-        )
-        raise ValueError(f"mesh: {sizes} needs {needed} devices, got {len(devices)} ({devices[0].platform})")
+        got = f"{len(devices)} ({devices[0].platform})"
+        raise ValueError(f"mesh: {describe_mesh(sizes)} needs {needed} devices, got {got}")
     types = (AxisType.Auto,) * len(AXES)
+    shape = tuple((sizes | {"data": data // slices}).values())
     blocks = [
-        jax.make_mesh((data // slices, *shape[1:]), AXES, axis_types=types, devices=block).devices
+        jax.make_mesh(shape, AXES, axis_types=types, devices=block).devices
         for block in split_slices(devices, slices, needed // slices)
     ]
     return Mesh(np.concatenate(blocks), AXES, axis_types=types)
@@ -96,19 +99,22 @@ def split_slices(devices: Sequence[jax.Device], slices: int, size: int) -> list[
 
 
 def reshape_mesh(mesh: Mesh, data: int, tensor: int) -> Mesh:
-    """Arranges the devices of a mesh, in its order, as `data x tensor`; axes fsdp and context have size 1.
+    """Arranges the devices of a mesh, in its order, as `data x expert x tensor`; axes fsdp and context have size 1.
+
+    Axis expert keeps its size.
 
     One program may use both meshes, as its devices have one order.
 
     Raises:
       ValueError: another number of devices.
     """
-    if data * tensor != mesh.size:
+    sizes = {"data": data, "fsdp": 1, "expert": mesh.shape["expert"], "context": 1, "tensor": tensor}
+    if math.prod(sizes.values()) != mesh.size:
         raise ValueError(f"rollout.mesh: got data={data} x tensor={tensor}, expected {mesh.size} devices")
-    return Mesh(mesh.devices.reshape(data, 1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(mesh.devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> tuple[str, ...]:
+def mesh_axes(axis: str | None, rules: Rules = RULES) -> tuple[str, ...]:
     """The mesh axes of one logical axis; none for None.
 
     Raises:
@@ -122,9 +128,7 @@ def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-def partition_spec(
-    axes: tuple[str | None, ...], rules: Mapping[str, str | tuple[str, ...] | None] = RULES
-) -> PartitionSpec:
+def partition_spec(axes: tuple[str | None, ...], rules: Rules = RULES) -> PartitionSpec:
     """Logical axes of one array -> mesh axes.
 
     Raises:
@@ -142,9 +146,7 @@ def partition_spec(
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))
 
 
-def _sharding(
-    path: Any, axes: PartitionSpec, leaf: Any, mesh: Mesh, rules: Mapping[str, str | tuple[str, ...] | None]
-) -> NamedSharding:
+def _sharding(path: Any, axes: PartitionSpec, leaf: Any, mesh: Mesh, rules: Rules) -> NamedSharding:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     if len(axes) not in (0, len(leaf.shape)):
         raise ValueError(f"{name}: logical axes {tuple(axes)} do not fit shape {leaf.shape}")
@@ -153,18 +155,14 @@ def _sharding(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     for size, axis in zip(leaf.shape, axes, strict=False):
-        parts = 1
-        for mesh_axis in mesh_axes(axis, rules):
-            parts *= mesh.shape[mesh_axis]
-        if size % parts:
-            mapped = " x ".join(f"mesh.{item}={mesh.shape[item]}" for item in mesh_axes(axis, rules))
+        parts = usual_sizes({name: mesh.shape[name] for name in mesh_axes(axis, rules)})
+        if size % math.prod(parts.values()):
+            mapped = " x ".join(f"mesh.{name}={count}" for name, count in parts.items())
             raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {mapped} (shape {leaf.shape})")
     return NamedSharding(mesh, spec)
 
 
-def param_shardings(
-    mesh: Mesh, logical_specs: Any, shapes: Any, rules: Mapping[str, str | tuple[str, ...] | None] = RULES
-) -> Any:
+def param_shardings(mesh: Mesh, logical_specs: Any, shapes: Any, rules: Rules = RULES) -> Any:
     """Shardings for a tree of parameters.
 
     Args:
@@ -241,7 +239,13 @@ def whole_sequences(x: jax.Array) -> jax.Array:
     return constrain(x, "rows", None, "kv_heads", None) if axis_size("tokens") > 1 else x
 
 
-def axis_size(axis: str) -> int:
-    """The number of parts that the mesh which is set splits a logical axis into; 1 where none is set."""
-    sizes = jax.sharding.get_abstract_mesh().shape if mesh_is_set() else {}
-    return math.prod(sizes.get(name, 1) for name in mesh_axes(axis))
+def axis_parts(axis: str, mesh: Mesh | None = None) -> Parts:
+    """The parts that a mesh splits a logical axis into; None: the mesh which is set, 1 part where none is."""
+    sizes = mesh.shape if mesh is not None else jax.sharding.get_abstract_mesh().shape if mesh_is_set() else {}
+    split = usual_sizes({name: sizes.get(name, 1) for name in mesh_axes(axis)})
+    return Parts(math.prod(split.values()), tuple(f"mesh.{name}" for name in split))
+
+
+def axis_size(axis: str, mesh: Mesh | None = None) -> int:
+    """The number of `axis_parts`."""
+    return axis_parts(axis, mesh).count

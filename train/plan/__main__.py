@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
+from train.config.mesh import AXES, describe_mesh
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
 from train.process.console import check_output, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
@@ -139,12 +140,12 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
         mesh = loaded.config.mesh
     if mesh.slices != slices:
         raise UserError(f"mesh.slices: got {mesh.slices}, but --slices is {slices}; set both to the same")
-    size = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+    size = mesh.parts().count
     if size != topology.size:
-        context = f" x context={mesh.context}" if mesh.context > 1 else ""
+        sizes = describe_mesh(mesh.model_dump(include=set(AXES)))
         raise UserError(
-            f"mesh: data={mesh.data} x fsdp={mesh.fsdp}{context} x tensor={mesh.tensor} has {size} devices, but "
-            f"{topology} has {topology.size}; set the mesh to as many, or let --search find one"
+            f"mesh: {sizes} has {size} devices, but {topology} has {topology.size}; set the mesh to as many, or let "
+            "--search find one"
         )
     return loaded
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.config.mesh import describe_mesh
 from train.models.devices import GIB
 from train.plan.compiler import hlo
 from train.plan.compiler.buffers import Buffer, largest_buffers
@@ -223,9 +224,6 @@ def tables(hardware: HardwareReport) -> list[Table]:
 def summary(hardware: HardwareReport) -> list[str]:
     """Returns the answer in a few lines: the layout, whether it fits, and the least time."""
     device, peak = hardware.topology.device, hardware.peak
-    mesh = " x ".join(
-        f"{name}={size}" for name, size in hardware.mesh.items() if name not in ("context", "slices") or size > 1
-    )
     needs = f"{peak.name} needs {_gib(peak.total)} GiB of {_gib(hardware.usable)} on a device"
     refused = [program for program in hardware.programs if program.refused]
     verdict = f"fits: {needs}" if hardware.fits else f"does not fit: {needs}"
@@ -236,7 +234,11 @@ def summary(hardware: HardwareReport) -> list[str]:
         ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
         for sizes in (hardware.resident, hardware.host)
     )
-    lines = [f"{hardware.topology}, {hardware.topology.size} devices, mesh {mesh}", hardware.sampling, verdict]
+    lines = [
+        f"{hardware.topology}, {hardware.topology.size} devices, mesh {describe_mesh(hardware.mesh)}",
+        hardware.sampling,
+        verdict,
+    ]
     lines.append(f"from step to step a device holds, in GiB: {resident}")
     if host:
         lines.append(f"the memory of the host holds for each device, in GiB: {host}")

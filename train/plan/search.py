@@ -18,6 +18,8 @@ from train.rollouts.layout import device_bytes
 
 BEST = 3
 REMAT = ("dots", "full")
+KEPT_AXES = ("expert", "context")
+"""Axes that keep the size of the config."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +81,9 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
       topology: every mesh has all of its devices.
     """
     start = load(path, overrides).config
-    most, context = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.context
-    split = f", context: {context}" if context > 1 else ""
-    meshes = _meshes(topology.size // context, topology.slices)
+    most, kept = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.parts(KEPT_AXES)
+    split = "".join(f", {axis}: {getattr(start.mesh, axis)}" for axis in KEPT_AXES)
+    meshes = _meshes(topology.size // kept.count, topology.slices)
     for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
         changed = (
             f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}{split}}}",

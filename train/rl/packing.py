@@ -21,7 +21,7 @@ from train.distributed.global_arrays import to_host
 from train.models import Decoder
 from train.models.kernels import device_kind
 from train.models.packing import PackedRows
-from train.models.sharding import replicated
+from train.models.sharding import axis_size, replicated
 from train.rl.batch import Batch
 
 FINER = 8
@@ -133,7 +133,7 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
     # Splash attention has segments, but no keys that several of them share.
     splash = model.config.attention != "xla" and device_kind().startswith("TPU")
     shared = config.optim.share_prompts and not splash
-    width, shards = prompt + config.data.max_completion_length, mesh.shape["data"] * mesh.shape["fsdp"]
+    width, shards = prompt + config.data.max_completion_length, axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
     measure = jax.jit(lambda mask: _measure(mask, prompt), out_shardings=replicated(mesh))
     sizes: set[tuple[int, ...] | None] = set()

@@ -19,7 +19,16 @@ from train.models.experts import NO_EXPERT, Routed
 from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
 from train.models.packing import PackedRows, pack_rows, packed_counts
-from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
+from train.models.sharding import (
+    RULES,
+    Rules,
+    axis_size,
+    constrain,
+    divides,
+    mesh_is_set,
+    param_shardings,
+    partition_spec,
+)
 from train.rl.batch import Batch
 from train.rl.token_fields import ROUTES, TokenFields
 
@@ -116,9 +125,9 @@ class Sequences:
         return (self.token_mask & completed).astype(jnp.int32)
 
 
-def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
+def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) -> Tree:
     """Adds to `ShapeDtypeStruct`s the shardings that their logical axes get on a mesh."""
-    shardings = param_shardings(mesh, axes, shapes)
+    shardings = param_shardings(mesh, axes, shapes, rules)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
@@ -132,15 +141,15 @@ def _check_has_lora(model: Decoder) -> None:
         raise ValueError("adapter: the model has no lora section; set `model.lora`")
 
 
-def abstract_params(model: Decoder, mesh: Mesh) -> Tree:
+def abstract_params(model: Decoder, mesh: Mesh, rules: Rules = RULES) -> Tree:
     """Describes the base parameters, for restoring them: shapes, dtypes and shardings."""
-    return _with_shardings(model.structure().params, model.structure().param_axes, mesh)
+    return _with_shardings(model.structure().params, model.structure().param_axes, mesh, rules)
 
 
-def abstract_adapter(model: Decoder, mesh: Mesh) -> Tree:
+def abstract_adapter(model: Decoder, mesh: Mesh, rules: Rules = RULES) -> Tree:
     """Describes the adapter, for restoring it. Raises ValueError for a model without lora."""
     _check_has_lora(model)
-    return _with_shardings(model.structure().adapter, model.structure().adapter_axes, mesh)
+    return _with_shardings(model.structure().adapter, model.structure().adapter_axes, mesh, rules)
 
 
 def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:

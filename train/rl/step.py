@@ -20,7 +20,7 @@ from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.packing import PackedRows
-from train.models.sharding import batch_sharding, replicated
+from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
@@ -197,7 +197,7 @@ def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) 
     """
     shared = reference is not None and reference.shares_base and reference.model == policy.model
     shared = shared and policy.model.config.experts is None  # whose routes may differ
-    return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
+    return shared and policy.policy.adapter is not None and axis_size("embed", mesh) > 1
 
 
 def make_prepare(plan: Plan, mesh: Mesh) -> objectives.Preparation:
@@ -241,7 +241,7 @@ def make_update(
 
     def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:
         count = config.optim.micro_batches if packed is None else len(packed.tokens)
-        moved = packed is not None and moves and count * mesh.shape["data"] * mesh.shape["fsdp"] > 1
+        moved = packed is not None and moves and count * axis_size("rows", mesh) > 1
         # An update on all rows ignores their order, so that no row moves between devices.
         numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
         chosen = numbered if len(rows) == row_count(batch) and not moved else take_rows(numbered, rows)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kljax
 from train.models import Decoder
-from train.models.sharding import AXES
+from train.models.sharding import AXES, RULES, axis_size
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import HOST
 from train.rl.tracing import traced_once
 
 Tree = Any
+SAMPLING_RULES = {**RULES, "embed": None}
+"""A decode step gathers no weight: axis expert splits experts alone."""
 
 
 class SamplingLayout:
@@ -43,11 +45,12 @@ class SamplingLayout:
         self.mesh, self.model, self.line = mesh, model, ""
         self._training = training
         self._wide_head = wide_head
+        rules = RULES if mesh is training else SAMPLING_RULES
         # Adapters are small, and stay in the dtype in which they are trained.
-        params = abstract_params(model, mesh)
+        params = abstract_params(model, mesh, rules)
         self._parts = {"params": self._narrowed(params) if narrows else params}
         if model.config.lora is not None:
-            self._parts["adapter"] = abstract_adapter(model, mesh)
+            self._parts["adapter"] = abstract_adapter(model, mesh, rules)
         before = abstract_params(model, training)
         self.in_place = mesh is training and _dtypes(before) == _dtypes(self._parts["params"])
         self._programs: dict[str, Callable[[Tree], Tree]] = {}
@@ -88,7 +91,7 @@ class SamplingLayout:
     @property
     def row_parts(self) -> int:
         """Number of parts that the mesh splits rows into."""
-        return int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+        return axis_size("rows", self.mesh)
 
     def program(self, part: str) -> Callable[[Tree], Tree]:
         """Makes the jitted program that lays out "params" or "adapter"; it compiles on first use.
@@ -98,7 +101,7 @@ class SamplingLayout:
         """
         if part not in self._programs:
             shardings = jax.tree.map(lambda x: x.sharding, self._parts[part])
-            lay_out = traced_once(functools.partial(_move, self._halfway(part), self._parts[part]), f"lay_out_{part}")
+            lay_out = traced_once(functools.partial(_move, self._stages(part), self._parts[part]), f"lay_out_{part}")
             self._programs[part] = jax.jit(lay_out, out_shardings=shardings)
         return self._programs[part]
 
@@ -114,19 +117,20 @@ class SamplingLayout:
         self._laid_out[part] = leaves, result
         return result
 
-    def _halfway(self, part: str) -> Tree:
-        """Makes the shardings that every leaf passes through between the update's and the sampler's.
+    def _stages(self, part: str) -> list[Tree]:
+        """Makes the shardings that every leaf passes through between the update's and the sampler's, and the latter.
 
         Where tensor grows, a part of axis context moves to it first, whose devices hold the same weights, then a part
         of axis fsdp: an all-to-all. Without this step the partitioner of XLA may hold whole leaves on every device
-        ("involuntary full rematerialization").
+        ("involuntary full rematerialization"). With axis expert the rest is gathered on these axes too, so that in the
+        last step parts of equal size change their devices.
         """
-        data, fsdp, context, tensor = (self._training.shape[name] for name in AXES)
+        data, fsdp, expert, context, tensor = (self._training.shape[name] for name in AXES)
         growth = max(self.mesh.shape["tensor"] // tensor, 1)
         near = math.gcd(growth, context)
         split = math.gcd(growth // near, fsdp)
-        devices = self._training.devices.reshape(data, fsdp // split, split, context // near, near, tensor)
-        names = ("data", "fsdp", "split", "context", "near", "tensor")
+        devices = self._training.devices.reshape(data, fsdp // split, split, expert, context // near, near, tensor)
+        names = ("data", "fsdp", "split", "expert", "context", "near", "tensor")
         mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
         describe = abstract_params if part == "params" else abstract_adapter
 
@@ -134,7 +138,9 @@ class SamplingLayout:
             spec = (("split", "near", "tensor") if axis == "tensor" else axis for axis in leaf.sharding.spec)
             return NamedSharding(mesh, PartitionSpec(*spec))
 
-        return jax.tree.map(sharding_of, describe(self.model, self._training))
+        trees = [describe(self.model, self._training), *([self._parts[part]] if expert > 1 else [])]
+        target = jax.tree.map(lambda leaf: leaf.sharding, self._parts[part])
+        return [*(jax.tree.map(sharding_of, tree) for tree in trees), target]
 
     def _narrowed(self, params: Tree) -> Tree:
         """Gives weights that the decoder rounds to its dtype before use this dtype, if theirs is wider."""
@@ -151,11 +157,11 @@ class SamplingLayout:
         return jax.tree_util.tree_map_with_path(narrow, params)
 
 
-def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
-    """Rounds weights to the dtypes of `target` and moves them to its shardings, the stacked layers one by one."""
+def _move(stages: Sequence[Tree], target: Tree, tree: Tree) -> Tree:
+    """Rounds weights to the dtypes of `target` and moves them through shardings, the stacked layers one by one."""
 
-    def move(leaf: jax.Array, between: NamedSharding, like: jax.ShapeDtypeStruct, stacked: bool = False) -> jax.Array:
-        for sharding in (between, like.sharding):
+    def move(leaf: jax.Array, like: jax.ShapeDtypeStruct, *through: NamedSharding, stacked: bool = False) -> jax.Array:
+        for sharding in through:
             spec = PartitionSpec(*sharding.spec[1:]) if stacked else sharding.spec
             leaf = jax.lax.with_sharding_constraint(leaf.astype(like.dtype), NamedSharding(sharding.mesh, spec))
         return leaf
@@ -163,19 +169,20 @@ def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
     def move_stacks(layers: Tree) -> Tree:
         """Moves the layers of all stacks; stacks of equal depth share a loop."""
         leaves, structure = jax.tree.flatten(layers)
-        places: list[Any] = list(zip(*(jax.tree.leaves(part["layers"]) for part in (halfway, target)), strict=True))
+        places: list[Any] = list(zip(*(jax.tree.leaves(part["layers"]) for part in (target, *stages)), strict=True))
         for depth in sorted({len(leaf) for leaf in leaves}):
             chosen = [number for number, leaf in enumerate(leaves) if len(leaf) == depth]
 
             def move_layer(layer: list[jax.Array], chosen: list[int] = chosen) -> list[jax.Array]:
                 moved = zip(chosen, layer, strict=True)
-                return [move(x, places[number][0], places[number][1], stacked=True) for number, x in moved]
+                return [move(x, *places[number], stacked=True) for number, x in moved]
 
             for number, x in zip(chosen, jax.lax.map(move_layer, [leaves[n] for n in chosen]), strict=True):
                 leaves[number] = x
         return jax.tree.unflatten(structure, leaves)
 
-    rest = {name: jax.tree.map(move, tree[name], halfway[name], target[name]) for name in tree if name != "layers"}
+    parts = (tree, target, *stages)
+    rest = {name: jax.tree.map(move, *(part[name] for part in parts)) for name in tree if name != "layers"}
     return rest | {"layers": move_stacks(tree["layers"])}
 
 

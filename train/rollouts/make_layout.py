@@ -8,14 +8,14 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from train.config.checks.layout import SPLIT_BY_TENSOR
+from train.config.checks.layout import SPLIT_BY_TENSOR, named_sizes
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed.exchange import exchange_json
 from train.models import Decoder
 from train.models.blocks import state_bytes
 from train.models.devices import find_device
-from train.models.sharding import replicated, reshape_mesh
+from train.models.sharding import axis_size, replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import abstract_optimizer_state
 from train.rollouts.choose_layout import Choice, Option, choose, describe, tensor_sizes
@@ -38,14 +38,13 @@ def make_layout(
       optimizer: its moments take memory while the sampler runs.
       memory: bytes of a device; None: unknown.
     """
-    config, section, devices = plan.config, plan.config.rollout, mesh.size
+    config, section, devices, expert = plan.config, plan.config.rollout, mesh.size, mesh.shape["expert"]
+    gathers = axis_size("embed", mesh) * mesh.shape["context"] > 1
     sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
 
     def layout_of(tensor: int | None) -> SamplingLayout:
-        if tensor is None or (mesh.shape["fsdp"] * mesh.shape["context"] == 1 and mesh.shape["tensor"] == tensor):
-            target = mesh
-        else:
-            target = reshape_mesh(mesh, devices // tensor, tensor)
+        same = not gathers and mesh.shape["tensor"] == tensor
+        target = mesh if tensor is None or same else reshape_mesh(mesh, devices // tensor // expert, tensor)
         copied = tensor is not None or section.dtype is not None
         return SamplingLayout(mesh, target, sampler, narrows=copied, wide_head=section.dtype is None)
 
@@ -60,13 +59,14 @@ def make_layout(
         choice = Choice(section.mesh.tensor, "rollout.mesh")
     else:
         rows = [config.rows_per_batch(), section.slots or config.rows_per_batch(), config.eval.rows()]
-        sizes = [getattr(model.config, name) for name in SPLIT_BY_TENSOR]
+        shape = named_sizes(dataclasses.asdict(model.config))
+        sizes = [shape[name] for name in SPLIT_BY_TENSOR if name in shape]
         tensors = tensor_sizes(devices, mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["tensor"], sizes, rows)
         choice = choose(
             [option_of(tensor) for tensor in tensors],
             resident=resident,
             memory=memory,
-            gathers=mesh.shape["fsdp"] * mesh.shape["context"] > 1,
+            gathers=gathers,
             narrows=not SamplingLayout(mesh, mesh, sampler).in_place,
         )
     layout = layout_of(choice.tensor)

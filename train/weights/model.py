@@ -50,7 +50,7 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
             f"model.freeze_pad_embedding: got true, but {section.path}/config.json has no pad_token_id; set it to false"
         )
     decoder = dataclasses.replace(decoder, constant_embedding=pad)
-    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config)]
+    lines = [f"{name}: {line}" for name, line, _ in divisions(dataclasses.asdict(decoder), config)]
     if tokenizer.vocab_size > decoder.vocab_size:
         lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
     if lines:

@@ -1,13 +1,15 @@
 """Rows and parameters over the devices."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from train.config.checks.problem import Problem, problem
+from train.config.mesh import ROW_AXES, WIDTH_AXES, Parts, describe_mesh
 from train.config.model import BYTE_VOCABULARY, PRESETS
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
 
-SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size")
+SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size", "experts.width", "experts.shared_width")
 """Sizes of a decoder that the tensor axis of a mesh splits."""
 
 ELEMENTWISE = ("adamw", "adam", "lion", "sgd", "rmsprop")
@@ -15,7 +17,7 @@ ELEMENTWISE = ("adamw", "adam", "lion", "sgd", "rmsprop")
 
 
 def _rows(config: Config) -> Iterator[Problem]:
-    optim, shards = config.optim, config.mesh.data * config.mesh.fsdp
+    optim, shards = config.optim, config.mesh.parts(ROW_AXES)
     rows, parts = config.rows_per_batch(), optim.updates_per_batch * optim.micro_batches
     batch = f"rollout.prompts_per_step x rollout.samples_per_prompt = {rows}"
     rests_on = (
@@ -29,10 +31,9 @@ def _rows(config: Config) -> Iterator[Problem]:
             f"{batch} rows do not divide into optim.updates_per_batch x optim.micro_batches = {parts} equal parts",
             *rests_on,
         )
-    elif (rows // parts) % shards:
+    elif (rows // parts) % shards.count:
         yield problem(
-            f"a micro-batch has {rows // parts} rows ({batch}, in {parts} parts), expected a multiple of "
-            f"mesh.data x mesh.fsdp = {shards}",
+            f"a micro-batch has {rows // parts} rows ({batch}, in {parts} parts), expected a multiple of {shards}",
             *rests_on,
             "mesh",
         )
@@ -64,29 +65,38 @@ def _context(config: Config) -> Iterator[Problem]:
         yield problem(line, "optim.packing", "mesh.context")
 
 
-def divisions(shape: Mapping[str, int], config: Config) -> Iterator[tuple[str, str]]:
-    """Finds sizes of a decoder that do not divide: name and message of each. `vocab_size` is optional."""
-    mesh, sampling = config.mesh, config.rollout.mesh
-    pairs = [("heads", shape["kv_heads"], "model.kv_heads"), ("width", mesh.fsdp, "mesh.fsdp")]
-    pairs += [(name, mesh.tensor, "mesh.tensor") for name in SPLIT_BY_TENSOR]
-    if sampling is not None:
-        pairs += [(name, sampling.tensor, "rollout.mesh.tensor") for name in SPLIT_BY_TENSOR]
-    for name, divisor, by in pairs:
-        if shape.get(name, 0) % divisor:
-            yield name, f"got {shape[name]}, expected a multiple of {by} = {divisor}"
+def named_sizes(shape: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of a decoder by their field, those of a mixture of experts as `experts.count` and so on."""
+    experts = {f"experts.{name}": size for name, size in dict(shape.get("experts") or {}).items()}
+    return {name: size for name, size in (dict(shape) | experts).items() if isinstance(size, int)}
+
+
+def divisions(shape: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Finds sizes of a decoder that do not divide: name, message and fields of each. `vocab_size` is optional."""
+    mesh, sampling, sizes = config.mesh, config.rollout.mesh, named_sizes(shape)
+    tensors = [mesh.parts(("tensor",))]
+    tensors += [] if sampling is None else [Parts(sampling.tensor, ("rollout.mesh.tensor",))]
+    pairs = [("heads", Parts(shape["kv_heads"], ("model.kv_heads",))), ("width", mesh.parts(WIDTH_AXES))]
+    pairs += [(name, parts) for parts in tensors for name in SPLIT_BY_TENSOR]
+    pairs.append(("experts.count", mesh.parts(("expert",))))
+    for name, parts in pairs:
+        if sizes.get(name, 0) % parts.count:
+            yield name, f"got {sizes[name]}, expected a multiple of {parts}", parts.fields
+    if mesh.expert > 1 and "experts.count" not in sizes:
+        line = f"got null, but mesh.expert = {mesh.expert} splits experts; set mesh.fsdp or mesh.data instead"
+        yield "experts", line, ("mesh.expert",)
 
 
 def _divisions(config: Config) -> Iterator[Problem]:
     model, mesh = config.model, config.mesh
-    rows = mesh.data * mesh.fsdp
+    rows = mesh.parts(ROW_AXES)
     for name, size in (("warm_start", config.warm_start.batch_size), ("eval", config.eval.rows())):
-        if size % rows:
-            line = f"got {size}, expected a multiple of mesh.data x mesh.fsdp = {rows}"
-            yield problem(line, f"{name}.batch_size", "mesh.data", "mesh.fsdp")
+        if size % rows.count:
+            yield problem(f"got {size}, expected a multiple of {rows}", f"{name}.batch_size", *rows.fields)
     if model.path is not None:
         return  # whether config.json fits is checked where it is read
-    for name, line in divisions(model.shape(), config):
-        yield problem(line, f"model.{name}", line.rpartition(" of ")[2].partition(" = ")[0])
+    for name, line, fields in divisions(model.shape(), config):
+        yield problem(line, f"model.{name}", *fields)
     tensors = {"mesh.tensor": mesh.tensor}
     if config.rollout.mesh is not None:
         tensors["rollout.mesh.tensor"] = config.rollout.mesh.tensor
@@ -103,14 +113,14 @@ def _sampling_mesh(config: Config) -> Iterator[Problem]:
             yield problem(line, "rollout.in_place", f"rollout.{name}")
     if sampling is None:
         return
-    fields = ("rollout.mesh.data", "rollout.mesh.tensor", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor")
-    devices = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
-    if sampling.data * sampling.tensor != devices:
+    devices, sampling_devices = mesh.parts(), sampling.parts(mesh).count * sampling.tensor
+    if sampling_devices != devices.count:
+        sizes = {"data": sampling.data, "expert": mesh.expert, "tensor": sampling.tensor}
         line = (
-            f"got data={sampling.data} x tensor={sampling.tensor} = {sampling.data * sampling.tensor} devices, "
-            f"expected the {devices} of mesh.data x mesh.fsdp x mesh.context x mesh.tensor"
+            f"got {describe_mesh(sizes)} = {sampling_devices} devices, "
+            f"expected the {devices.count} of {' x '.join(devices.fields)}"
         )
-        yield Problem(fields, f"rollout.mesh: {line}")
+        yield Problem(("rollout.mesh.data", "rollout.mesh.tensor", *devices.fields), f"rollout.mesh: {line}")
         return
     parts = mesh.fsdp * mesh.tensor
     # Otherwise weights could not move in parts, and each would be whole on every device for a moment.
@@ -121,10 +131,11 @@ def _sampling_mesh(config: Config) -> Iterator[Problem]:
         line = f"got {sampling.tensor}, expected a divisor or a multiple of mesh.tensor = {mesh.tensor}"
         yield problem(line, "rollout.mesh.tensor", "mesh.tensor")
     rows = {"rollout.prompts_per_step x rollout.samples_per_prompt": config.rows_per_batch()}
+    row_parts = sampling.parts(mesh)
     for name, size in (rows | {"eval.batch_size": config.eval.rows()}).items():
-        if size % sampling.data:
-            line = f"got {sampling.data}, expected a divisor of {name} = {size}"
-            yield problem(line, "rollout.mesh.data", *name.split(" x "))
+        if size % row_parts.count:
+            line = f"got {row_parts.count}, expected a divisor of {name} = {size}"
+            yield Problem((*row_parts.fields, *name.split(" x ")), f"{' x '.join(row_parts.fields)}: {line}")
 
 
 def _host_memory(config: Config) -> Iterator[Problem]:

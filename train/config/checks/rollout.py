@@ -6,6 +6,7 @@ from pathlib import Path
 from train.config.address import url_problem, without_password
 from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
+from train.config.mesh import ROW_AXES
 from train.config.plan import Plan
 from train.config.schema import Config
 
@@ -84,17 +85,10 @@ def _server(config: Config) -> Iterator[Problem]:
 
 def _slots(config: Config) -> Iterator[Problem]:
     slots, sampling = config.rollout.slots, config.rollout.mesh
-    parts, name = config.mesh.data * config.mesh.fsdp, "mesh.data x mesh.fsdp"
-    if sampling is not None:
-        parts, name = sampling.data, "rollout.mesh.data"
-    if slots is not None and slots % parts:
-        yield problem(
-            f"got {slots}, expected a multiple of {name} = {parts}, over which rows are split",
-            "rollout.slots",
-            "mesh.data",
-            "mesh.fsdp",
-            "rollout.mesh.data",
-        )
+    parts = config.mesh.parts(ROW_AXES) if sampling is None else sampling.parts(config.mesh)
+    if slots is not None and slots % parts.count:
+        line = f"got {slots}, expected a multiple of {parts}, over which rows are split"
+        yield problem(line, "rollout.slots", *parts.fields)
 
 
 def _kept_tokens(config: Config) -> Iterator[Problem]:

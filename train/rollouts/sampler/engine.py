@@ -18,7 +18,7 @@ from train.models import Decoder, RopeTables, Transformer, rope_tables
 from train.models.cache import PromptState
 from train.models.experts import NO_EXPERT
 from train.models.kernels import device_kind
-from train.models.sharding import axis_size, batch_sharding, replicated
+from train.models.sharding import axis_parts, axis_size, batch_sharding, replicated
 from train.rl.policy import bind, make_logits
 from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
@@ -250,7 +250,7 @@ def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:
         raise ValueError(f"slots: got {slots}, expected at least 1")
     if slots % axis_size("rows"):
         name = "slots" if slots < rows else "rows"
-        raise ValueError(f"{name}: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
+        raise ValueError(f"{name}: got {slots}, expected a multiple of {axis_parts('rows')}")
 
 
 def _prefill(

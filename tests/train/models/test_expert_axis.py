@@ -1,0 +1,109 @@
+"""Experts over the devices of axis expert: values and gradients of one device, and no dropped token."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope, dispatch
+from train.models.int8 import quantise_params
+from train.models.sharding import make_mesh
+from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
+
+COUNT = 8
+SHAPE = DecoderConfig(
+    vocab_size=24,
+    layers=2,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    mlp_width=24,
+    rope=Rope(100.0),
+    pattern=(LayerKind(), LayerKind(mlp="experts")),
+    experts=ExpertsConfig(count=COUNT, active=3, width=8, shared_width=4),
+)
+LORA = LoraConfig(2, 4.0, ("q_proj", "gate_proj", "down_proj", "gate"))
+MESHES = (
+    {"expert": 8},
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"expert": 4, "data": 2},
+    {"expert": 2, "fsdp": 2, "context": 2},
+    {"expert": 2, "tensor": 2},
+)
+TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 24)
+MASK = jnp.arange(6) >= jnp.array([0, 3, 1, 2, 0, 5, 0, 4])[:, None]
+TARGET = jax.random.normal(jax.random.key(3), (8, 6, 16))
+ROUTES = {
+    "chosen": None,
+    # Six experts without a row; all rows at the first device, more than a block has room for.
+    "one device": jnp.broadcast_to(jnp.array([0, 1, 2], jnp.int16), (8, 6, 1, 3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks of tokens, of which a device computes several blocks of rows."""
+    monkeypatch.setattr(dispatch, "CHUNK_BYTES", 16 * 4 * 8)
+    monkeypatch.setattr(dispatch, "LEAST_ROWS", 4)
+    jax.clear_caches()
+
+
+@functools.cache
+def weights(shape: DecoderConfig) -> tuple[dict, dict | None]:
+    """Weights with opinions, and an adapter that changes them, on the host."""
+    model = Decoder(dataclasses.replace(shape, quantization=None))
+    params = jax.tree.map(lambda x: 2 * x, init_params(model, jax.random.key(0), make_mesh()))
+    if shape.quantization is not None:
+        params = quantise_params(params)
+    adapter = None if shape.lora is None else init_adapter(Decoder(shape), jax.random.key(2), make_mesh())
+    host, random = jax.device_get((params, adapter)), np.random.default_rng(0)
+    wide = jax.tree.map(lambda x: x if x.dtype == np.int8 else x.astype(np.float64), host)
+    return wide[0], jax.tree.map(lambda x: random.normal(scale=0.3, size=x.shape), wide[1])
+
+
+@functools.cache
+def updated(shape: DecoderConfig, routes: str, **sizes: int):
+    """Hidden states, routes and gradient of what is trained, on a mesh."""
+    model, mesh = Decoder(shape), make_mesh(**sizes)
+    params, adapter = weights(shape)
+
+    def loss(trained: dict, params: dict):
+        base, adapter = (trained, None) if shape.lora is None else (params, trained)
+        hidden, routed = model.bind(base, adapter).routed(TOKENS, MASK, routes=ROUTES[routes])
+        return jnp.where(MASK[..., None], hidden * TARGET, 0).sum(), (hidden, routed.routes)
+
+    with jax.set_mesh(mesh), jax.enable_x64(True):
+        params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
+        if adapter is not None:
+            adapter = jax.device_put(adapter, jax.tree.map(lambda x: x.sharding, abstract_adapter(model, mesh)))
+        trained = params if adapter is None else adapter
+        gradient, (hidden, used) = jax.jit(jax.grad(loss, has_aux=True))(trained, params)
+    return (np.where(MASK[..., None], hidden, 0), jax.device_get(gradient)), np.asarray(used)
+
+
+def assert_close(actual, expected):
+    """In float64, where the order of sums shows at 1e-15: of the largest value of each array."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    far = jax.tree.map(lambda x, y: float(np.abs(x - y).max() / np.abs(y).max()), actual, expected)
+    wrong = {jax.tree_util.keystr(path): part for path, part in jax.tree.leaves_with_path(far) if part > 1e-12}
+    assert not wrong
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_axis_changes_neither_values_nor_gradients(sizes, routes):
+    (expected, used), (actual, same) = (updated(SHAPE, routes, **mesh) for mesh in ({}, sizes))
+    np.testing.assert_array_equal(same, used)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_adapter_of_experts_is_exact(quantization):
+    shape = dataclasses.replace(SHAPE, lora=LORA, quantization=quantization)
+    (expected, _), (actual, _) = (updated(shape, "chosen", **mesh) for mesh in ({}, MESHES[1]))
+    assert_close(actual, expected)

@@ -1,0 +1,261 @@
+"""Tokens to the experts of their routes and back, on one device and over the devices that share the experts.
+
+Shapes: N tokens, D model width, k routes of a token, E experts of a device, R rows of a block: copies of tokens, sorted
+by expert. No token is ever dropped: a block has room for the rows that are expected, and is filled again while there
+are more.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
+
+Tree = Any
+ExpertRows: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+"""`(rows [R, D], ids [R], sizes [E], weights) -> [R, D]`: every row by its expert; rows of id -1 come out as 0."""
+CHUNK_BYTES = 2**26
+"""Bytes of the rows of a block, and of the tokens that the devices of the axis compute at once."""
+ROOM = 2
+"""Rows of a block over the rows that a device has where all experts get as many."""
+LEAST_ROWS = 1024
+"""Rows of the smallest block: few tokens spread unevenly."""
+ROW_BLOCKS = "row_blocks"
+"""Named scope of the loop over blocks."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SortedRoutes:
+    """The routes of tokens in the order of their experts.
+
+    Attributes:
+      order: [blocks R] int32, numbers `n k + j` of the routes: by expert, then the routes of none, then N k.
+      ids: [blocks R] int32, their experts; -1: none.
+      places: [N, k] int32, where each route is in `order`.
+      sizes: [E] int32, routes of each expert.
+    """
+
+    order: jax.Array
+    ids: jax.Array
+    places: jax.Array
+    sizes: jax.Array
+
+    @classmethod
+    def of(cls, routes: jax.Array, experts: int, room: int) -> "SortedRoutes":
+        """Sorts routes [N, k], of which -1 is no expert, for blocks of `room` rows."""
+        flat = routes.reshape(-1)
+        order = jnp.argsort(jnp.where(flat >= 0, flat, experts), stable=True).astype(jnp.int32)
+        places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+        sizes = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+        order = jnp.pad(order, (0, -len(order) % room), constant_values=len(order))
+        ids = jnp.take(flat, order, mode="fill", fill_value=-1)
+        return cls(order, ids, places.reshape(routes.shape), sizes)
+
+    def block(self, start: jax.Array | int, room: int) -> "SortedRoutes":
+        """Returns the rows from `start` on; `places` are those in the block, `room` of routes outside of it."""
+        order, ids = (lax.dynamic_slice_in_dim(x, start, room) for x in (self.order, self.ids))
+        ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, room)
+        places = self.places - start
+        places = jnp.where((places >= 0) & (places < room), places, room)
+        return SortedRoutes(order, ids, places, jnp.diff(ends, prepend=0).astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertAxis:
+    """How devices compute each other's tokens, each with its own experts.
+
+    Attributes:
+      compute: the experts of a device.
+      experts: E.
+      axes: mesh axes that split the experts and, among others, the tokens.
+      partial: mesh axes over which the results of experts are still to be summed.
+      room: R.
+    """
+
+    compute: ExpertRows
+    experts: int
+    axes: tuple[str, ...]
+    partial: tuple[str, ...]
+    room: int
+
+
+def run_experts(compute: ExpertRows, x: jax.Array, routes: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
+    """Computes `sum_j gates[n, j] expert_routes[n, j](x[n])` on this device, [N, D], in float32 at least.
+
+    Args:
+      compute: the experts.
+      x: [N, D].
+      routes: [N, k] int, numbers of experts; -1: none.
+      gates: [N, k].
+      weights: of the experts, a leading axis of each array.
+    """
+    experts = len(jax.tree.leaves(weights)[0])
+    block = SortedRoutes.of(routes, experts, routes.size)
+    return _run_block(compute, block, x, gates, weights)
+
+
+def run_experts_over(
+    compute: ExpertRows,
+    x: jax.Array,
+    routes: jax.Array,
+    gates: jax.Array,
+    weights: Tree,
+    *,
+    axes: tuple[str, ...],
+    partial: tuple[str, ...] = (),
+) -> jax.Array:
+    """Computes `run_experts` inside of `shard_map` where every device has a part of the experts, in the type of x.
+
+    Tokens are gathered over the axes, each device computes the rows of its experts, and sums of results return to the
+    devices of their tokens: by chunks, so that memory does not grow with the number of tokens.
+
+    Args:
+      compute: the experts.
+      x: [N, D], the tokens of this device.
+      routes: [N, k] int, numbers of all experts; -1: none.
+      gates: [N, k].
+      weights: of the experts of this device, in the order of the devices.
+      axes: mesh axes that split the experts and the tokens.
+      partial: mesh axes over which the results are summed.
+
+    Gradient:
+      Of x, gates and float weights; the latter are summed in float32 over chunks. Activations are computed again.
+    """
+    ways, (count, active) = lax.axis_size(axes), routes.shape
+    size = x.shape[-1] * x.dtype.itemsize
+    chunk = min(max(CHUNK_BYTES // (size * max(ROOM * active, ways)), 1), count)
+    chunks = -(-count // chunk)
+    chunk = -(-count // chunks)
+    room = min(max(ROOM * chunk * active, LEAST_ROWS), ways * chunk * active)
+    how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, room)
+
+    def split(array: jax.Array, fill: float) -> jax.Array:
+        padded = jnp.pad(array, ((0, chunks * chunk - count), (0, 0)), constant_values=fill)
+        return padded.reshape(chunks, chunk, -1)
+
+    y = _run_chunks(how, split(x, 0), split(routes, -1), split(gates, 0), weights)
+    return y.reshape(chunks * chunk, -1)[:count]
+
+
+def _run_block(compute: ExpertRows, block: SortedRoutes, x: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
+    """Computes the rows of a block, and adds them up by token, [N, D] in float32 at least."""
+    active, wide = gates.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    tokens = block.order // active
+    rows = compute(_spread(x, tokens, block.places), block.ids, block.sizes, weights)
+    row_gates = _spread(gates.reshape(-1, 1), block.order, block.places.reshape(-1, 1))
+    return _collect(rows.astype(wide) * row_gates.astype(wide), tokens, block.places)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_chunks(how: ExpertAxis, x: jax.Array, routes: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
+    """Computes [chunks, n, D] of the tokens of this device; a chunk of all devices at a time."""
+
+    def run_chunk(part: tuple[jax.Array, ...]) -> jax.Array:
+        tokens, routes, gates = _gather(how, part)
+        ordered, trips = _own_routes(how, routes)
+
+        def add(number: jax.Array, y: jax.Array) -> jax.Array:
+            return y + _run_block(how.compute, ordered.block(number * how.room, how.room), tokens, gates, weights)
+
+        with jax.named_scope(ROW_BLOCKS):
+            y = lax.fori_loop(0, trips, add, jnp.zeros(tokens.shape, _wide(tokens)))
+        y = lax.psum_scatter(y, how.axes, tiled=True)
+        return (lax.psum(y, how.partial) if how.partial else y).astype(tokens.dtype)
+
+    return lax.map(run_chunk, (x, routes, gates))
+
+
+def _run_chunks_forward(how: ExpertAxis, *arguments: Any) -> tuple[jax.Array, Any]:
+    x, routes, gates, weights = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=_is_primal)
+    # What needs no gradient gets None, whose structure the backward pass can read.
+    trained = jax.tree.map(lambda leaf: leaf.value if leaf.perturbed else None, arguments[-1], is_leaf=_is_primal)
+    return _run_chunks(how, x, routes, gates, weights), (x, routes, gates, weights, trained)
+
+
+def _run_chunks_backward(how: ExpertAxis, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x, routes, gates, weights, trained = residuals
+
+    def run_chunk(dw: Tree, part: tuple[jax.Array, ...]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+        dy = lax.psum(part[-1], how.partial) if how.partial else part[-1]
+        tokens, routes, gates, dy = _gather(how, (*part[:-1], dy))
+        ordered, trips = _own_routes(how, routes)
+
+        def add(number: jax.Array, gradients: Tree) -> Tree:
+            block = ordered.block(number * how.room, how.room)
+
+            def run(tokens: jax.Array, gates: jax.Array, trained: Tree) -> jax.Array:
+                return _run_block(how.compute, block, tokens, gates, _merged(trained, weights))
+
+            pull = jax.vjp(run, tokens, gates, trained)[1]
+            return jax.tree.map(
+                lambda total, part: total + part.astype(total.dtype), gradients, pull(dy.astype(_wide(dy)))
+            )
+
+        zeros = [jnp.zeros(array.shape, _wide(array)) for array in (tokens, gates)]
+        with jax.named_scope(ROW_BLOCKS):
+            *moved, dw = lax.fori_loop(0, trips, add, (*zeros, dw))
+        dx, dgates = (lax.psum_scatter(array, how.axes, tiled=True) for array in moved)
+        return dw, (dx.astype(x.dtype), dgates.astype(gates.dtype))
+
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, _wide(array)), trained)
+    dw, (dx, dgates) = lax.scan(run_chunk, zeros, (x, routes, gates, dy))
+    return dx, None, dgates, jax.tree.map(lambda total, array: total.astype(array.dtype), dw, trained)
+
+
+_run_chunks.defvjp(_run_chunks_forward, _run_chunks_backward, symbolic_zeros=True)
+
+
+def _gather(how: ExpertAxis, part: tuple[jax.Array, ...]) -> list[jax.Array]:
+    return [lax.all_gather(array, how.axes, tiled=True) for array in part]
+
+
+def _own_routes(how: ExpertAxis, routes: jax.Array) -> tuple[SortedRoutes, jax.Array]:
+    """Sorts the routes of all devices to the experts of this one, and counts the blocks that they fill."""
+    own = routes - lax.axis_index(how.axes) * how.experts
+    ordered = SortedRoutes.of(jnp.where((own >= 0) & (own < how.experts), own, -1), how.experts, how.room)
+    return ordered, -(-jnp.sum(ordered.sizes) // how.room)
+
+
+def _is_primal(leaf: Any) -> bool:
+    return isinstance(leaf, CustomVJPPrimal)
+
+
+def _merged(trained: Tree, weights: Tree) -> Tree:
+    """Returns the weights, of which the trained ones are read from `trained`."""
+    return jax.tree.map(lambda one, other: other if one is None else one, trained, weights, is_leaf=lambda x: x is None)
+
+
+def _wide(array: jax.Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
+@jax.custom_vjp
+def _spread(x: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
+    """Takes rows [R, D] of x [n, D] at `index`, 0 beyond the last one; `places` [n, c] say where each row went.
+
+    Its transpose is `_collect`. Both gather: a scatter takes its rows one after another on a CPU, and adds in no fixed
+    order on a GPU.
+    """
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _collect(rows: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
+    """Sums the copies [R, D] of each row, [n, D], in the order of `places` [n, c], whatever the other rows are."""
+    copies = (jnp.take(rows, column, axis=0, mode="fill", fill_value=0).astype(_wide(rows)) for column in places.T)
+    return functools.reduce(jnp.add, copies).astype(rows.dtype)
+
+
+_spread.defvjp(
+    lambda x, index, places: (_spread(x, index, places), (index, places)),
+    lambda residuals, g: (_collect(g, *residuals), None, None),
+)
+_collect.defvjp(
+    lambda rows, index, places: (_collect(rows, index, places), (index, places)),
+    lambda residuals, g: (_spread(g, *residuals), None, None),
+)
