@@ -51,10 +51,11 @@ def test_centered_rmsprop_with_undefined_first_update_is_refused():
 
 MESH = "mesh={fsdp: 4, tensor: 2}"
 HEADS = "model={heads: 8, kv_heads: 8}"
+EXPERTS = "model.experts={count: 8, width: 8}"
 SAMPLING_MESHES = [
     (
         (MESH, "rollout.mesh={data: 2, tensor: 2}"),
-        "rollout.mesh: got data=2 x tensor=2 = 4 devices, expected the 8 of mesh.data x mesh.fsdp x mesh.context x ",
+        "rollout.mesh: got data=2 x tensor=2 = 4 devices, expected the 8 of mesh.data x mesh.fsdp x mesh.tensor",
     ),
     (
         (MESH, "rollout.mesh={data: 2, tensor: 4}"),
@@ -80,6 +81,15 @@ SAMPLING_MESHES = [
     (
         ("mesh.tensor=8", HEADS, "rollout.mesh={data: 8, tensor: 1}", "rollout.slots=4"),
         "rollout.slots: got 4, expected a multiple of rollout.mesh.data = 8, over which rows are split",
+    ),
+    (
+        (EXPERTS, "mesh.expert=4", "rollout.mesh={data: 4, tensor: 1}"),
+        "rollout.mesh: got data=4 x expert=4 x tensor=1 = 16 devices, expected the 4 of mesh.data x mesh.fsdp x "
+        "mesh.expert x mesh.tensor",
+    ),
+    (
+        (EXPERTS, "mesh={expert: 4, tensor: 2}", "rollout.mesh={data: 2, tensor: 1}", "eval.batch_size=4"),
+        "rollout.mesh.data x mesh.expert: got 8, expected a divisor of eval.batch_size = 4",
     ),
     (
         (MESH, "rollout.mesh={data: 4, tensor: 2}", "rollout.in_place=true"),
@@ -170,6 +180,26 @@ SAMPLING_MESHES = [
             "mesh.tensor: got 16, expected a divisor of the vocabulary of 264",
         ),
         (("mesh.fsdp=2", "model.width=33"), "model.width: got 33, expected a multiple of mesh.fsdp = 2"),
+        (
+            ("mesh.expert=4", "model.experts={count: 6, width: 8}"),
+            "model.experts.count: got 6, expected a multiple of mesh.expert = 4",
+        ),
+        (
+            ("mesh={fsdp: 2, expert: 4}", EXPERTS, "model.width=36"),
+            "model.width: got 36, expected a multiple of mesh.fsdp x mesh.expert = 8",
+        ),
+        (
+            ("mesh.tensor=2", "model.experts={count: 8, width: 7}"),
+            "model.experts.width: got 7, expected a multiple of mesh.tensor = 2",
+        ),
+        (
+            ("mesh.expert=4",),
+            "model.experts: got null, but mesh.expert = 4 splits experts; set mesh.fsdp or mesh.data instead",
+        ),
+        (
+            ("mesh={data: 2, expert: 4}", EXPERTS, "eval.batch_size=4"),
+            "eval.batch_size: got 4, expected a multiple of mesh.data x mesh.fsdp x mesh.expert = 8",
+        ),
         *SAMPLING_MESHES,
         (
             ("mesh.data=2", "eval.batch_size=3"),

@@ -82,6 +82,11 @@ def test_a_folder_decides_the_shape(folder):
     [
         ({}, ("mesh.tensor=4",), r"kv_heads: got 2, expected a multiple of mesh\.tensor = 4"),
         ({}, ("mesh.fsdp=3", "eval.batch_size=3", "warm_start.batch_size=3"), r"width: got 16.* mesh\.fsdp = 3"),
+        (
+            {},
+            ("mesh.expert=2",),
+            r"experts: got null, but mesh\.expert = 2 splits experts; set mesh\.fsdp or mesh\.data",
+        ),
         ({"vocab_size": 200}, (), "vocab_size: got 200, but the tokenizer has 264 tokens"),
         ({"new_trick": 1}, (), "new_trick: not understood in a config of qwen3"),
     ],

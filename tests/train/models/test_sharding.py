@@ -33,8 +33,8 @@ CONFIG = DecoderConfig(
 
 def test_mesh_takes_the_first_devices_and_auto_axes():
     mesh = make_mesh(2, 1, 2)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
-    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 5
     assert set(mesh.devices.flat) == set(jax.devices()[:4])
 
 
@@ -47,7 +47,7 @@ def test_impossible_mesh_is_explained():
 
 def test_slices_split_the_data_axis_first():
     mesh = make_mesh(4, 1, 2, slices=2)
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
     first, second = jax.devices()[:4], jax.devices()[4:]
     assert set(mesh.devices[:2].flat) == set(first)
     assert set(mesh.devices[2:].flat) == set(second)
@@ -90,8 +90,9 @@ def test_devices_in_other_slices_are_an_error():
 
 
 def test_logical_axes_follow_the_table():
-    assert partition_spec(("layers", "embed", "heads")) == P(None, "fsdp", "tensor")
-    assert partition_spec(("rows", None)) == P(("data", "fsdp"), None)
+    assert partition_spec(("layers", "embed", "heads")) == P(None, ("fsdp", "expert"), "tensor")
+    assert partition_spec(("expert", "expert_embed", "mlp")) == P("expert", "fsdp", "tensor")
+    assert partition_spec(("rows", None)) == P(("data", "fsdp", "expert"), None)
     with pytest.raises(ValueError, match="logical axis: got 'colour', expected one of rows"):
         partition_spec(("colour",))
 
@@ -121,7 +122,7 @@ def test_parameters_are_initialised_sharded_independent_of_the_mesh():
     single, mesh = make_mesh(), make_mesh(2, 2, 2)
     params, adapter = init_params(model, key, mesh), init_adapter(model, key, mesh)
     kernel = params["layers"]["self_attn"]["q_proj"]["kernel"]
-    assert kernel.sharding.spec == P(None, "fsdp", "tensor")
+    assert kernel.sharding.spec == P(None, ("fsdp", "expert"), "tensor")
     assert kernel.addressable_shards[0].data.shape == (2, 8, 8)
     to_host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
     chex.assert_trees_all_equal(to_host(params), to_host(init_params(model, key, single)))

@@ -70,7 +70,7 @@ def layout_of(memory: int | None, **rollout):
 
 def test_run_reports_its_layout_and_the_reason():
     layout = layout_of(GIB)
-    assert dict(layout.mesh.shape) == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
+    assert dict(layout.mesh.shape) == {"data": 8, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     start = "sampling: weights laid out once per step, data=8 x tensor=1, bfloat16 (no decode step gathers weights"
     assert layout.line.startswith(start)
     assert layout.line.endswith(", of 1.00 GiB")
@@ -79,7 +79,7 @@ def test_run_reports_its_layout_and_the_reason():
     assert in_place.line.startswith("sampling: weights in place, bfloat16 (the memory of this device is not known)")
     assert layout_of(GIB, in_place=True).in_place
     named = layout_of(None, mesh={"data": 2, "tensor": 4})
-    assert dict(named.mesh.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 4}
+    assert dict(named.mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 4}
     assert "data=2 x tensor=4, bfloat16 (rollout.mesh)" in named.line
 
 

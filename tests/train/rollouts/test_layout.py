@@ -107,7 +107,13 @@ def test_tokens_equal_one_device(training, sampling, overrides):
     expected, context = on_one_device(*overrides), context_on(training, sampling_mesh(*sampling), *overrides)
     samples = sampled(context)
     assert not context.layout.in_place
-    assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "context": 1, "tensor": sampling[1]}
+    assert dict(context.layout.mesh.shape) == {
+        "data": sampling[0],
+        "fsdp": 1,
+        "expert": 1,
+        "context": 1,
+        "tensor": sampling[1],
+    }
     prompt_length = samples.tokens.shape[1] - LENGTH
     near_ties.assert_same_samples(
         *(samples, expected),
@@ -121,7 +127,7 @@ def test_tokens_equal_one_device(training, sampling, overrides):
     assert same.sum() >= len(same) - 2
     # The update gets rows as its own mesh splits them.
     assert samples.tokens.sharding.mesh.shape == context.mesh.shape
-    assert samples.tokens.sharding.spec[0] == ("data", "fsdp")
+    assert samples.tokens.sharding.spec[0] == ("data", "fsdp", "expert")
 
 
 def test_sampled_token_beyond_a_near_tie_fails():

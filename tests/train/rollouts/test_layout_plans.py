@@ -46,8 +46,8 @@ def test_no_decode_step_moves_a_weight(topology):
 def test_layout_is_chosen_by_device_memory(topology):
     planned = plan(topology)
     expected = {
-        "v5p:4x4x4": {"data": 16, "fsdp": 1, "context": 1, "tensor": 4},
-        "h200:8": {"data": 8, "fsdp": 1, "context": 1, "tensor": 1},
+        "v5p:4x4x4": {"data": 16, "fsdp": 1, "expert": 1, "context": 1, "tensor": 4},
+        "h200:8": {"data": 8, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
     }
     assert planned["mesh"] == expected[topology]
     assert "no decode step gathers weights, and both layouts fit" in planned["line"]
