@@ -162,6 +162,7 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py tests/train/models/test_grouped_plans.py \
+	  tests/train/models/test_expert_axis_plans.py \
 	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.

@@ -49,6 +49,8 @@ COMMON = (
 )
 OWN_MESH = "rollout.mesh"
 """Stands for a mesh for sampling over the devices of the layout, with tensor of size 2; one device has none."""
+EXPERT_AXIS = "mesh.expert"
+"""Stands for axis expert in place of axis fsdp."""
 CONFIGS: dict[str, tuple[str, ...]] = {
     "all weights, EMA reference, KL in the loss": (
         "loss.aggregation=token_mean",
@@ -77,11 +79,19 @@ CONFIGS: dict[str, tuple[str, ...]] = {
         "kl={advantage: {coef: 0.05, estimator: k1}, loss: {coef: 0.1, aggregation: seq_mean_token_sum}}",
         "rollout.policy_lag=1",
     ),
+    "experts over devices, routes replayed": (
+        EXPERT_AXIS,
+        "model.experts={count: 8, active: 2, width: 16}",
+        "routing={verify: true, balance_coef: 0.1, z_coef: 0.01}",
+        "loss.aggregation=token_mean",
+        "kl={loss: {coef: 0.1, estimator: k3}}",
+        "reference={source: ema, decay: 0.9}",
+    ),
 }
 
 
 class ProcessLayout(NamedTuple):
-    """Processes, devices of each, and the sizes of the mesh axes data, fsdp and tensor."""
+    """Processes, devices of each, and the sizes of the mesh axes data, fsdp (or expert) and tensor."""
 
     processes: int
     devices: int
@@ -129,10 +139,11 @@ class Distance:
 
 def run(layout: ProcessLayout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
     """Runs a config; returns the run directory, with the recorded rollouts in `rollouts`."""
-    data, fsdp, tensor = layout.mesh
-    mesh, size = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}", data * fsdp * tensor
+    data, second, tensor = layout.mesh
+    name, size = "expert" if EXPERT_AXIS in changes else "fsdp", data * second * tensor
+    mesh = f"mesh={{data: {data}, {name}: {second}, tensor: {tensor}}}"
     own_mesh = (f"{OWN_MESH}={{data: {size // 2}, tensor: 2}}",) if OWN_MESH in changes and size > 1 else ()
-    changes = tuple(change for change in changes if change != OWN_MESH)
+    changes = tuple(change for change in changes if change not in (OWN_MESH, EXPERT_AXIS))
     arguments = (
         *COMMON,
         *changes,

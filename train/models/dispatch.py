@@ -126,12 +126,8 @@ def run_experts_over(
     Gradient:
       Of x, gates and float weights; the latter are summed in float32 over chunks. Activations are computed again.
     """
-    ways, (count, active) = lax.axis_size(axes), routes.shape
-    size = x.shape[-1] * x.dtype.itemsize
-    chunk = min(max(CHUNK_BYTES // (size * max(ROOM * active, ways)), 1), count)
-    chunks = -(-count // chunk)
-    chunk = -(-count // chunks)
-    room = min(max(ROOM * chunk * active, LEAST_ROWS), ways * chunk * active)
+    count, active = routes.shape
+    chunks, chunk, room = chunk_sizes(count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize)
     how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, room)
 
     def split(array: jax.Array, fill: float) -> jax.Array:
@@ -140,6 +136,21 @@ def run_experts_over(
 
     y = _run_chunks(how, split(x, 0), split(routes, -1), split(gates, 0), weights)
     return y.reshape(chunks * chunk, -1)[:count]
+
+
+def chunk_sizes(tokens: int, active: int, *, ways: int, row_bytes: int) -> tuple[int, int, int]:
+    """Returns the number of chunks, the tokens of a device in one, and the rows of a block.
+
+    Args:
+      tokens: of a device.
+      active: k.
+      ways: devices that split the experts.
+      row_bytes: bytes of a token.
+    """
+    most = max(CHUNK_BYTES // (row_bytes * max(ROOM * active, ways)), 1)
+    chunks = -(-tokens // most)
+    chunk = -(-tokens // chunks)
+    return chunks, chunk, min(max(ROOM * chunk * active, LEAST_ROWS), ways * chunk * active)
 
 
 def _run_block(compute: ExpertRows, block: SortedRoutes, x: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:

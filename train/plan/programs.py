@@ -15,6 +15,7 @@ from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
+from train.models.dispatch import ROW_BLOCKS, chunk_sizes
 from train.models.grouped import expected_trips
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
@@ -193,7 +194,7 @@ class AbstractRun:
         steps = config.data.max_completion_length * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
         parts = {"KV cache": self._sampler_cache(prompts, samples)}
-        loops |= self._expert_tiles(slots)
+        loops |= self._expert_tiles(math.ceil(slots / layout.row_parts))
         return LoweredProgram(name, lowered, self.beside(arguments), parts, 1, loops)
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
@@ -235,8 +236,14 @@ class AbstractRun:
 
     def _expert_tiles(self, tokens: int) -> dict[str, float]:
         """Counts the tiles of the experts of a device for so many tokens, if all experts get as many."""
-        experts = self.context.model.config.experts
-        return {} if experts is None else expected_trips(tokens * experts.active, experts.count)
+        model, ways = self.context.model.config, self.context.config.mesh.expert
+        if model.experts is None:
+            return {}
+        row_bytes = model.width * jnp.dtype(model.dtype).itemsize
+        chunks, _, _ = chunk_sizes(tokens, model.experts.active, ways=ways, row_bytes=row_bytes)
+        # Devices that share the experts compute a chunk at a time, and get as many rows as they have.
+        rows = tokens * model.experts.active / (chunks if ways > 1 else 1)
+        return {ROW_BLOCKS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
