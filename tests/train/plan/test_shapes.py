@@ -24,6 +24,7 @@ BILLIONS = {
     "Qwen3-8B": 8.2,
     "Qwen3-14B": 14.8,
     "Qwen3-32B": 32.8,
+    "Qwen3-30B-A3B": 30.5,
     "Llama-3.1-8B": 8.03,
     "Llama-3.1-70B": 70.6,
     "Llama-3.2-1B": 1.24,

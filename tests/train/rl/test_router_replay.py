@@ -172,6 +172,7 @@ LAYOUTS = {
     "shared prompts": (("optim.micro_batches=2",), {}),
     "packed": (("optim.packing=true", "data.max_completion_length=12", "optim.micro_batches=2"), {"fsdp": 2}),
     "context shards": ((PADDED, "data.max_prompt_length=6"), {"context": 2, "tensor": 2}),
+    "experts over devices": ((PADDED, "data.max_prompt_length=6"), {"expert": 2, "context": 2}),
 }
 
 

@@ -14,14 +14,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import Mesh
 
 import kljax
 from kljax.checkpoint import array_digest, read_metadata, seal
 from tests import tiny
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Checkpoint
-from train.models.sharding import replicated
+from train.models.sharding import make_mesh, replicated
 from train.rl.state import TrainState, initial_state
+from train.run.setup import first_state
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, abstract, restore_base, save_base
 
@@ -201,6 +204,29 @@ def test_complete_checkpoint_of_another_layout_is_an_error(run, caplog, like, me
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
     assert not caplog.records
     chex.assert_trees_all_equal(opened(run).restore_last(state_of(9)), state_of(4))
+
+
+def test_experts_are_restored_over_other_devices(tmp_path):
+    """With their optimizer's moments, as axis expert splits them, and as it does not."""
+    config = tiny.config_of("model.experts={count: 4, active: 2, width: 8}")
+    model, optimizer, plan = tiny.model_of(config), optax.adamw(1e-3), Plan.of(config)
+
+    def state_on(mesh: Mesh, seed: int) -> TrainState:
+        drawn = jax.device_get(tiny.drawn(model, jax.random.key(seed)))
+        return first_state(plan, model, mesh, tiny.placed(kljax.Policy(drawn), model, mesh).params, optimizer)
+
+    meshes = [make_mesh(data=2, expert=4), make_mesh(fsdp=2, expert=2, tensor=2), make_mesh(tensor=2)]
+    for number, mesh in enumerate(meshes):
+        checkpoints, like = RunCheckpoints(tmp_path / str(number), SECTION), state_on(meshes[number - 1], 1)
+        saved = state_on(mesh, 0)
+        checkpoints.save(saved, 0)
+        checkpoints.wait()
+        restored = checkpoints.restore_last(like)
+        checkpoints.close()
+        chex.assert_trees_all_equal(jax.device_get(restored.trainable), jax.device_get(saved.trainable))
+        assert all(
+            jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored.opt_state, like.opt_state))
+        )
 
 
 def test_base_is_restored_in_the_requested_layout(tmp_path):
