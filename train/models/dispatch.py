@@ -1,8 +1,7 @@
 """Tokens to the experts of their routes and back, on one device and over the devices that share the experts.
 
 Shapes: N tokens, D model width, k routes of a token, E experts of a device, R rows of a block: copies of tokens, sorted
-by expert. No token is ever dropped: a block has room for the rows that are expected, and is filled again while there
-are more.
+by expert. No token is dropped: a block holds more rows than are expected, and is filled again while there are more.
 """
 
 import dataclasses
@@ -46,22 +45,22 @@ class SortedRoutes:
     sizes: jax.Array
 
     @classmethod
-    def of(cls, routes: jax.Array, experts: int, room: int) -> "SortedRoutes":
-        """Sorts routes [N, k], of which -1 is no expert, for blocks of `room` rows."""
+    def of(cls, routes: jax.Array, experts: int, block_rows: int) -> "SortedRoutes":
+        """Sorts routes [N, k], of which -1 is no expert, for blocks of `block_rows`."""
         flat = routes.reshape(-1)
         order = jnp.argsort(jnp.where(flat >= 0, flat, experts), stable=True).astype(jnp.int32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
         sizes = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-        order = jnp.pad(order, (0, -len(order) % room), constant_values=len(order))
+        order = jnp.pad(order, (0, -len(order) % block_rows), constant_values=len(order))
         ids = jnp.take(flat, order, mode="fill", fill_value=-1)
         return cls(order, ids, places.reshape(routes.shape), sizes)
 
-    def block(self, start: jax.Array | int, room: int) -> "SortedRoutes":
-        """Returns the rows from `start` on; `places` are those in the block, `room` of routes outside of it."""
-        order, ids = (lax.dynamic_slice_in_dim(x, start, room) for x in (self.order, self.ids))
-        ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, room)
+    def block(self, start: jax.Array | int, block_rows: int) -> "SortedRoutes":
+        """Returns the rows from `start` on; `places` are in the block, `block_rows` of routes outside of it."""
+        order, ids = (lax.dynamic_slice_in_dim(x, start, block_rows) for x in (self.order, self.ids))
+        ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, block_rows)
         places = self.places - start
-        places = jnp.where((places >= 0) & (places < room), places, room)
+        places = jnp.where((places >= 0) & (places < block_rows), places, block_rows)
         return SortedRoutes(order, ids, places, jnp.diff(ends, prepend=0).astype(jnp.int32))
 
 
@@ -74,14 +73,14 @@ class ExpertAxis:
       experts: E.
       axes: mesh axes that split the experts and, among others, the tokens.
       partial: mesh axes over which the results of experts are still to be summed.
-      room: R.
+      block_rows: R.
     """
 
     compute: ExpertRows
     experts: int
     axes: tuple[str, ...]
     partial: tuple[str, ...]
-    room: int
+    block_rows: int
 
 
 def run_experts(compute: ExpertRows, x: jax.Array, routes: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
@@ -127,8 +126,10 @@ def run_experts_over(
       Of x, gates and float weights; the latter are summed in float32 over chunks. Activations are computed again.
     """
     count, active = routes.shape
-    chunks, chunk, room = chunk_sizes(count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize)
-    how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, room)
+    chunks, chunk, block_rows = chunk_sizes(
+        count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize
+    )
+    how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, block_rows)
 
     def split(array: jax.Array, fill: float) -> jax.Array:
         padded = jnp.pad(array, ((0, chunks * chunk - count), (0, 0)), constant_values=fill)
@@ -171,7 +172,9 @@ def _run_chunks(how: ExpertAxis, x: jax.Array, routes: jax.Array, gates: jax.Arr
         ordered, trips = _own_routes(how, routes)
 
         def add(number: jax.Array, y: jax.Array) -> jax.Array:
-            return y + _run_block(how.compute, ordered.block(number * how.room, how.room), tokens, gates, weights)
+            return y + _run_block(
+                how.compute, ordered.block(number * how.block_rows, how.block_rows), tokens, gates, weights
+            )
 
         with jax.named_scope(ROW_BLOCKS):
             y = lax.fori_loop(0, trips, add, jnp.zeros(tokens.shape, _wide(tokens)))
@@ -197,7 +200,7 @@ def _run_chunks_backward(how: ExpertAxis, residuals: Any, dy: jax.Array) -> tupl
         ordered, trips = _own_routes(how, routes)
 
         def add(number: jax.Array, gradients: Tree) -> Tree:
-            block = ordered.block(number * how.room, how.room)
+            block = ordered.block(number * how.block_rows, how.block_rows)
 
             def run(tokens: jax.Array, gates: jax.Array, trained: Tree) -> jax.Array:
                 return _run_block(how.compute, block, tokens, gates, _merged(trained, weights))
@@ -227,9 +230,9 @@ def _gather(how: ExpertAxis, part: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 def _own_routes(how: ExpertAxis, routes: jax.Array) -> tuple[SortedRoutes, jax.Array]:
     """Sorts the routes of all devices to the experts of this one, and counts the blocks that they fill."""
-    own = routes - lax.axis_index(how.axes) * how.experts
-    ordered = SortedRoutes.of(jnp.where((own >= 0) & (own < how.experts), own, -1), how.experts, how.room)
-    return ordered, -(-jnp.sum(ordered.sizes) // how.room)
+    local = routes - lax.axis_index(how.axes) * how.experts
+    ordered = SortedRoutes.of(jnp.where((local >= 0) & (local < how.experts), local, -1), how.experts, how.block_rows)
+    return ordered, -(-jnp.sum(ordered.sizes) // how.block_rows)
 
 
 def _is_primal(leaf: Any) -> bool:

@@ -81,9 +81,9 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
       topology: every mesh has all of its devices.
     """
     start = load(path, overrides).config
-    most, kept = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.parts(KEPT_AXES)
+    most, kept_parts = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.parts(KEPT_AXES)
     split = "".join(f", {axis}: {getattr(start.mesh, axis)}" for axis in KEPT_AXES)
-    meshes = _meshes(topology.size // kept.count, topology.slices)
+    meshes = _meshes(topology.size // kept_parts.count, topology.slices)
     for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
         changed = (
             f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}{split}}}",

@@ -87,7 +87,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3-8B": _qwen3(36, 4096, 32, 12_288),
         "Qwen3-14B": _qwen3(40, 5120, 40, 17_408),
         "Qwen3-32B": _qwen3(64, 5120, 64, 25_600),
-        "Qwen3-30B-A3B": _qwen3(48, 2048, 32, 6144) | QWEN3_30B_EXPERTS,
+        "Qwen3-30B-A3B": {**_qwen3(48, 2048, 32, 6144), **QWEN3_30B_EXPERTS},
         "Llama-3.1-8B": _llama3(32, 4096, 32, 14_336),
         "Llama-3.1-70B": _llama3(80, 8192, 64, 28_672),
         "Llama-3.2-1B": _llama3(16, 2048, 32, 8192, head_dim=64, factor=32.0, tied=True),

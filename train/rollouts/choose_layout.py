@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from train.config.mesh import describe_mesh
+
 USABLE = 0.9
 """The part of a device's memory that both layouts together may fill; the rest is for programs and fragments."""
 
@@ -88,20 +90,23 @@ def choose(options: Sequence[Option], *, resident: int, memory: int | None, gath
     return Choice(None, f"both layouts need {_size(resident + least)} of {_size(memory)}")
 
 
-def describe(choice: Choice, option: Option, *, data: int, dtype: str, resident: int, memory: int | None) -> str:
+def describe(
+    choice: Choice, option: Option, *, data: int, expert: int = 1, dtype: str, resident: int, memory: int | None
+) -> str:
     """Describes a layout in one line.
 
     Args:
       choice: the choice.
       option: bytes of the layout that is used; its weights are 0 where they stay in place.
       data: devices that split the rows.
+      expert: `mesh.expert`.
       dtype: of the sampler.
       resident: see `choose`.
       memory: see `choose`.
     """
     where = "laid out once per step" if option.weights else "in place"
     if choice.tensor is not None:
-        where += f", data={data} x tensor={choice.tensor}"
+        where += f", {describe_mesh({'data': data // expert, 'expert': expert, 'tensor': choice.tensor})}"
     total = "" if memory is None else f", of {_size(memory)}"
     return (
         f"sampling: weights {where}, {dtype} ({choice.reason}); a device holds {_size(resident)} of state, "

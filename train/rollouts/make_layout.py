@@ -76,6 +76,7 @@ def make_layout(
         Option(shape["tensor"], 0 if layout.in_place else layout.bytes,
                _cache_bytes(config, sampler, data=layout.row_parts, tensor=shape["tensor"])),
         data=layout.row_parts,
+        expert=expert,
         dtype=sampler.config.dtype,
         resident=resident,
         memory=memory,

@@ -41,7 +41,7 @@ class ExpertPlan:
     Attributes:
       temp_bytes: temporary memory, without arguments and results.
       collectives: bytes by kind, of all executions.
-      flops: operations over those of the three products of all rows.
+      flops: operations over the operations of the three products of all rows.
       kernels: whether a kernel of Pallas runs.
     """
 
@@ -98,13 +98,13 @@ class ExpertCompiler:
             compiled = jax.jit(step).lower(weights, *arrays).compile()
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
-        chunks, chunk, room = chunk_sizes(TOKENS, active, ways=WAYS, row_bytes=2 * SHAPE.width)
+        chunks, chunk, block_rows = chunk_sizes(TOKENS, active, ways=WAYS, row_bytes=2 * SHAPE.width)
         module, trips = hlo.parse(text), {ROW_BLOCKS: 1.0} | expected_trips(chunk * active, experts.count // WAYS)
         products = 3 * 2 * SHAPE.width * experts.width
         if device == "h100":
             flops = count_flops(module, trips) / (products * chunks * chunk * active)
         else:  # Kernels tell the compiler what all rows of a block cost.
-            flops = (compiled.cost_analysis() or {})["flops"] / (products * room)
+            flops = (compiled.cost_analysis() or {})["flops"] / (products * block_rows)
         plan = ExpertPlan(
             temp_bytes=memory.temp_size_in_bytes,
             collectives={kind: size for kind, (_, size) in bytes_by_kind(collectives(module, trips)).items()},
