@@ -66,7 +66,7 @@ def _context(config: Config) -> Iterator[Problem]:
 
 
 def named_sizes(shape: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the sizes of a decoder by their field, those of a mixture of experts as `experts.count` and so on."""
+    """Returns the sizes of a decoder by their field, of a mixture of experts as `experts.count` and so on."""
     experts = {f"experts.{name}": size for name, size in dict(shape.get("experts") or {}).items()}
     return {name: size for name, size in (dict(shape) | experts).items() if isinstance(size, int)}
 
