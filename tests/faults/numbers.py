@@ -15,6 +15,7 @@ from train.process.console import quiet_orbax
 from train.weights.orbax import save_base
 
 AREA = "NaN and divergence"
+NOT_FINITE = "has numbers that are not finite"
 # A few right answers, so that every term of the loss has a gradient.
 RUN = ("configs/quickstart.yaml", *TINY, "steps=6", "optim.warmup_steps=0", "warm_start.steps=40")
 
@@ -78,18 +79,22 @@ def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
+def save_nonfinite(base: pathlib.Path, target: pathlib.Path, number: float) -> None:
+    """Saves the base of a run once more, with one number that is not finite, and with right digests."""
+    with quiet_orbax():
+        arrays = {name: array.copy() for name, array in saved_arrays(base).items()}
+        next(array for array in arrays.values() if array.size > 8).flat[3] = number
+        save_base(target, _nested(arrays))
+
+
 def _reference(name: str, number: float) -> Fault:
     """Makes a fault of a reference with one number that is not finite."""
 
     def run(place: pathlib.Path) -> str:
-        with quiet_orbax():
-            base = saved_arrays(runs.finished_run().root / "base")
-            arrays = {key: value.copy() for key, value in base.items()}
-            next(array for array in arrays.values() if array.size > 8).flat[3] = number
-            save_base(place / "reference", _nested(arrays))
+        save_nonfinite(runs.finished_run().root / "base", place / "reference", number)
         source = f"reference={{source: checkpoint, path: {place}/reference}}"
         done = run_command(main, *runs.RECIPE, f"output={place}", source)
-        return refused(done, "reference.path", "has numbers that are not finite")
+        return refused(done, "reference.path", NOT_FINITE)
 
     return Fault(AREA, name, run)
 

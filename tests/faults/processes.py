@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests import lost
-from tests.faults import runs
+from tests.faults import numbers, runs
 from tests.faults.case import Fault
 from train.run.lock import locked
 
@@ -84,6 +84,17 @@ def skipped(place: Path) -> str:
     return "refused" if said and all(code == 3 for code, _, _ in done) else "silent"
 
 
+def nonfinite_reference(place: Path) -> str:
+    """Starts a run in two processes from a reference with a NaN: both refuse it."""
+    numbers.save_nonfinite(_whole() / "base", place / "reference", float("nan"))
+    source = f"reference={{source: checkpoint, path: {place}/reference}}"
+    done = lost.go_on(place, source, env=runs.command_environment(), resume=False)
+    if any("Traceback" in errors for _, _, errors in done):
+        return "traceback"
+    said = all("reference.path" in errors and numbers.NOT_FINITE in errors for _, _, errors in done)
+    return "refused" if said and all(code == 2 for code, _, _ in done) else "silent"
+
+
 def _copied(place: Path) -> Path:
     return Path(shutil.copytree(_whole(), place / lost.NAME))
 
@@ -101,6 +112,7 @@ def _faults() -> Iterator[Fault]:
     yield Fault(AREA, "a damaged checkpoint", damaged)
     yield Fault(AREA, "a run that another process writes", two_writers)
     yield Fault(AREA, "a loss that is not finite", skipped)
+    yield Fault(AREA, "a reference with a NaN", nonfinite_reference)
 
 
 FAULTS = list(_faults())
