@@ -9,6 +9,9 @@ from train.distributed.joining import joining_within
 
 HEARTBEAT_SECONDS = 10
 """A process that says nothing for this long is taken for lost."""
+LAST_SECONDS = 86_400
+"""A process that has come to its end waits this long for the others, which may still write files; a lost one is noticed
+by its silence."""
 CLUSTERS = ("gcetpu", "gketpu", "slurm", "ompi")
 
 
@@ -74,7 +77,7 @@ def start(peers: Peers | None, *, join_seconds: float) -> None:
                 # The limit is kept here, with a message in place of an abort.
                 initialization_timeout=int(join_seconds) + 60,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-                shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=LAST_SECONDS,
             )
     except (RuntimeError, ValueError) as error:
         where = "" if peers is None else f" at {peers.coordinator}"

@@ -143,7 +143,7 @@ def test_activities_are_small_json(watches):
     assert json.loads(watches[1]._service.values["kljax/progress/1"]) == [1, 1, 3, "update"]
 
 
-MOMENTS = ("collective", "compilation", "python", "exchange", "save")
+MOMENTS = ("collective", "compilation", "python", "exchange", "save", "end")
 # That the leader is killed is in tests/integration/test_lost_process.py.
 CASES = [
     pytest.param(moment, victim, processes, marks=[] if case == 0 else [pytest.mark.thorough])
@@ -172,8 +172,8 @@ def test_killed_process_is_named_within_fifteen_seconds(moment, victim, processe
                 assert re.search(actual, peer.stderr), peer.stderr
 
 
-@pytest.mark.thorough
-def test_process_with_a_blocked_interpreter_is_not_lost():
-    ended = peers.run("tests.train.distributed.watched", "--at", "interpreter", processes=2, devices=1, env=os.environ)
+@pytest.mark.parametrize("moment", [pytest.param("interpreter", marks=pytest.mark.thorough), "end"])
+def test_slow_process_is_not_lost(moment):
+    ended = peers.run("tests.train.distributed.watched", "--at", moment, processes=2, devices=1, env=os.environ)
     for code, out, err in ended:
         assert (code, out.splitlines()[-1]) == (0, "all alive"), err
