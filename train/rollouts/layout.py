@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kljax
 from train.models import Decoder
-from train.models.sharding import AXES, RULES, axis_size
+from train.models.sharding import AXES, RULES, Rules, axis_size
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import HOST
 from train.rl.tracing import traced_once
@@ -37,22 +37,31 @@ class SamplingLayout:
       model: the decoder with the sampler's dtype.
       narrows: whether weights that the decoder rounds before use are rounded once, when they are laid out.
       wide_head: leaves the LM head in its dtype, as the update reads it.
+      rules: mesh axes of weights; None: the update's on its own mesh, `SAMPLING_RULES` on another.
     """
 
     def __init__(
-        self, training: Mesh, mesh: Mesh, model: Decoder, *, narrows: bool = True, wide_head: bool = True
+        self,
+        training: Mesh,
+        mesh: Mesh,
+        model: Decoder,
+        *,
+        narrows: bool = True,
+        wide_head: bool = True,
+        rules: Rules | None = None,
     ) -> None:
         self.mesh, self.model, self.line = mesh, model, ""
         self._training = training
         self._wide_head = wide_head
-        rules = RULES if mesh is training else SAMPLING_RULES
+        if rules is None:
+            rules = RULES if mesh is training else SAMPLING_RULES
         # Adapters are small, and stay in the dtype in which they are trained.
         params = abstract_params(model, mesh, rules)
         self._parts = {"params": self._narrowed(params) if narrows else params}
         if model.config.lora is not None:
             self._parts["adapter"] = abstract_adapter(model, mesh, rules)
         before = abstract_params(model, training)
-        self.in_place = mesh is training and _dtypes(before) == _dtypes(self._parts["params"])
+        self.in_place = mesh is training and rules is RULES and _dtypes(before) == _dtypes(self._parts["params"])
         self._programs: dict[str, Callable[[Tree], Tree]] = {}
         self._laid_out: dict[str, tuple[list[Any], Tree]] = {}
 

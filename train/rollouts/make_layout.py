@@ -19,7 +19,7 @@ from train.models.sharding import axis_size, replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import abstract_optimizer_state
 from train.rollouts.choose_layout import Choice, Option, choose, describe, tensor_sizes
-from train.rollouts.layout import SamplingLayout, device_bytes
+from train.rollouts.layout import SAMPLING_RULES, SamplingLayout, device_bytes
 
 Tree = Any
 LOGITS = 4
@@ -46,7 +46,9 @@ def make_layout(
         same = not gathers and mesh.shape["tensor"] == tensor
         target = mesh if tensor is None or same else reshape_mesh(mesh, devices // tensor // expert, tensor)
         copied = tensor is not None or section.dtype is not None
-        return SamplingLayout(mesh, target, sampler, narrows=copied, wide_head=section.dtype is None)
+        # With axis expert the sampler may have the mesh of the update, which splits more than experts over it.
+        rules = None if tensor is None or same else SAMPLING_RULES
+        return SamplingLayout(mesh, target, sampler, narrows=copied, wide_head=section.dtype is None, rules=rules)
 
     def option_of(tensor: int) -> Option:
         cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)

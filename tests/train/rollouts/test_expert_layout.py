@@ -58,6 +58,7 @@ def on_one_device() -> Samples:
     ("mesh", "overrides"),
     [
         ({"expert": 4, "tensor": 2}, ()),
+        ({"expert": 4, "tensor": 2}, ("rollout.mesh={data: 1, tensor: 2}",)),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, ("rollout.mesh={data: 2, tensor: 2}",)),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, ("rollout.mesh={data: 1, tensor: 4}",)),
     ],
