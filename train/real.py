@@ -115,7 +115,7 @@ def _rewards(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     rows = {
         "right, sampled": [record["accuracy"] for record in (before, after)],
         "right, greedy": [record.get("accuracy_greedy") for record in (before, after)],
-        "reply ends, sampled": [100 * record["finished"] for record in (before, after)],
+        "reply ends, sampled": [100 * record["ended"] for record in (before, after)],
         "answer anywhere, sampled": [100 * record["anywhere"] for record in (before, after)],
     }
     head = f"{'held-out replies, %':<26}{'before':>8}{'after':>8}"

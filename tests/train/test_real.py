@@ -7,17 +7,19 @@ import pytest
 
 from train import real
 from train.config.errors import UserError
+from train.config.load import load
+from train.data.tasks import load_task
 
 
 def write_run(root, replies):
     """Writes the evaluations of a run, with one reply in each."""
     (root / "samples").mkdir(parents=True)
-    lines = []
+    lines, rewards = [], load_task(load(real.ROOT / real.CONFIG, ["model=tiny"]).config).rewards
     for step, (reply, correct) in enumerate(replies):
         sample = {"prompt": "How many?", "answer": "7", "completion": reply, "correct": correct, "finished": True}
         (root / "samples" / f"{8 * step}.jsonl").write_text(json.dumps(sample) + "\n")
         record = {"phase": "eval", "step": 8 * step, "accuracy": 100 * correct, "accuracy_greedy": 50.0}
-        lines.append(json.dumps({**record, "finished": 0.25, "anywhere": 0.5}))
+        lines.append(json.dumps({**record, **dict.fromkeys(rewards, 0.25)}))
     (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return root
 
@@ -27,6 +29,7 @@ def test_comparison_shows_success_and_replies_side_by_side(tmp_path):
     lines = text.splitlines()
     assert lines[1].split() == ["right,", "sampled", "0.0", "100.0"]
     assert lines[2].split() == ["right,", "greedy", "50.0", "50.0"]
+    assert lines[3].split() == ["reply", "ends,", "sampled", "25.0", "25.0"]
     assert "How many? (7)" in lines
     row = next(line for line in lines if "There are 7." in line)
     assert row.startswith("  - It is 8, It is 8,")

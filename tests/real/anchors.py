@@ -1,0 +1,84 @@
+"""The KL estimators on a trained SmolLM2-135M-Instruct: both anchors at lags of 0, 1, 4 and 16 updates.
+
+    python -m train.real checkpoint.every=1 checkpoint.keep=24      # a run that keeps every step
+    python -m tests.real.anchors runs/real --out audit/real         # writes anchors.txt and anchors.json
+
+The policy of the last step replies to held-out problems. At every position of these replies each estimator is compared
+with the exact KL over the 49,152 tokens, of logits divided by the temperature, as replies are drawn.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from train.config.errors import UserError
+from train.data.prompts import encode_prompts
+from train.process.console import run_command
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, make_logits
+from train.rollouts.jax_source import make_sampler
+from train.run.saved_run import SavedRun
+from train.run.setup import make_context
+
+LAGS = (0, 1, 4, 16)
+PROMPTS = 16
+
+
+def reply_logits(scored: ScoredPolicy, sequences: Sequences, first: int, temperature: float) -> jax.Array:
+    """Computes the logits `[N, T, V]` of the tokens from position `first` on, divided by the temperature."""
+    hidden = hidden_states(scored, sequences)[:, first - 1 : -1]
+    return make_logits(scored.model, scored.policy.params)(hidden, jnp.float32) / temperature
+
+
+def audit(run: Path, step: int | None, lags: Sequence[int]) -> kljax.audit.AnchorAudit:
+    """Audits the estimators on replies of a step of a run.
+
+    Raises:
+      UserError: the run has not kept a step.
+    """
+    saved = SavedRun.at(run)
+    last = saved.step(step)
+    context = make_context(saved.config)
+    temperature = saved.config.temperature
+    with jax.set_mesh(context.mesh):
+        policies = {lag: saved.policy(context.model, context.mesh, saved.step(last - lag)) for lag in lags}
+        ids, mask = encode_prompts(context.held_out[:PROMPTS], context.tokenizer, saved.config.data.max_prompt_length)
+        draw = make_sampler(context, name="replies")
+        samples = draw(policies[0], jnp.asarray(ids), jnp.asarray(mask), jax.random.key(saved.config.seed))
+        sequences = Sequences(samples.tokens, samples.token_mask, samples.completion_mask)
+        first = ids.shape[1]
+        compute = jax.jit(
+            lambda policy: reply_logits(ScoredPolicy(context.model, policy), sequences, first, temperature)
+        )
+        logits = {lag: np.asarray(compute(policy)) for lag, policy in policies.items()}
+        reference = np.asarray(compute(kljax.Policy(policies[0].params)))
+        replies = np.asarray(samples.completion_mask)[:, first:]
+    return kljax.audit.audit_anchors(logits[0], reference, logits, replies, bootstrap=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code is 0, or 2 for an error that the user can fix."""
+    command = argparse.ArgumentParser(prog="python -m tests.real.anchors", description=str(__doc__).partition("\n")[0])
+    command.add_argument("run", metavar="RUN", type=Path, help="directory of a run of configs/real.yaml")
+    command.add_argument("--step", metavar="N", type=int, help="step of the policy; the last one saved if left out")
+    command.add_argument("--lags", metavar="LAG", type=int, nargs="+", default=LAGS, help="lags of the sampler")
+    command.add_argument("--out", metavar="DIR", type=Path, default=Path("audit/real"), help="folder for the report")
+    options = command.parse_args(arguments)
+
+    def run() -> None:
+        if 0 not in options.lags:
+            raise UserError(f"--lags: got {options.lags}, expected 0 among them, the policy itself")
+        measured: Any = audit(options.run, options.step, sorted(options.lags))
+        measured.write(options.out)
+        print(measured.table())
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
