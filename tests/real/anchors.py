@@ -1,6 +1,6 @@
 """The KL estimators on a trained SmolLM2-135M-Instruct: both anchors at lags of 0, 1, 4 and 16 updates.
 
-    python -m train.real checkpoint.every=1 checkpoint.keep=24      # a run that keeps every step
+    python -m train.real steps=20 checkpoint.every=1 checkpoint.keep=20     # a run that keeps every step
     python -m tests.real.anchors runs/real --out audit/real         # writes anchors.txt and anchors.json
 
 The policy of the last step replies to held-out problems. At every position of these replies each estimator is compared

@@ -1,4 +1,4 @@
-"""What PEFT and transformers compute from an export: `python exports_side.py adapter|merged DIRECTORY`.
+"""Scores an export with PEFT or transformers: `python exports_side.py adapter|merged DIRECTORY`.
 
 The directory has the export under its name and `replies.npz`, and gets the log-probs of the tokens, the largest logit
 and the greedy continuation of the prompts in a file with the name of the export.
