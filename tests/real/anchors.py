@@ -32,7 +32,8 @@ PROMPTS = 16
 def reply_logits(scored: ScoredPolicy, sequences: Sequences, first: int, temperature: float) -> jax.Array:
     """Computes the logits `[N, T, V]` of the tokens from position `first` on, divided by the temperature."""
     hidden = hidden_states(scored, sequences)[:, first - 1 : -1]
-    return make_logits(scored.model, scored.policy.params)(hidden, jnp.float32) / temperature
+    logits = jax.vmap(make_logits(scored.model, scored.policy.params), (0, None))(hidden, jnp.float32)
+    return logits / temperature
 
 
 def audit(run: Path, step: int | None, lags: Sequence[int]) -> kljax.audit.AnchorAudit:
