@@ -1,6 +1,7 @@
 """The stage of the advantages: from rewards and groups, with a KL in the reward or in the advantage."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,19 +47,27 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
         arrays["rewards"] = shaped["token_rewards"]
     keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
-    if step.center != "group" or step.divisor != "std":
+
+    # The recorded rewards stand under these arguments; GAE has those of its tokens.
+    names = () if call.function == "gae" else ("rewards", *(name for name in renamed if renamed[name] == "rewards"))
+    replaced = step.center != "group" or step.divisor != "std"
+
+    def compute(rewards: np.ndarray) -> np.ndarray:
+        if not replaced:
+            inputs = arrays | dict.fromkeys(names, rewards)
+            return np.asarray(replay.run("advantage", step, inputs, **keywords), np.float64)
         # Each row is a group of its own, so that the function returns the row as it is.
-        arrays |= {"rewards": _compared(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
-        keywords["num_groups"] = len(ids)
+        compared = {"rewards": _compared(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
         identity = {"scale": "none", "singleton": "reward"}
-        call = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
-        value = np.asarray(run_call("advantage", call, arrays, **keywords), np.float64)
-    else:
-        value = np.asarray(replay.run("advantage", step, arrays, **keywords), np.float64)
-    if call.function in ("gae", "reinforce_plus_plus_returns"):
+        plain = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
+        alone = keywords | {"num_groups": len(ids)}
+        return np.asarray(run_call("advantage", plain, arrays | compared, **alone), np.float64)
+
+    value = compute(rewards)
+    if not replaced and call.function in ("gae", "reinforce_plus_plus_returns"):
         bound = _bound_of_returns(call, arrays, value, unit, used)
     else:
-        bound = _bound(rewards, ids, value, unit, kl)
+        bound = _bound(compute, rewards, ids, value, unit=unit, kl=kl)
     if step.root:
         factor = _root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
@@ -246,12 +255,21 @@ def _bound_of_returns(
     return np.broadcast_to(bound, value.shape)
 
 
-def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float, kl: np.ndarray) -> np.ndarray:
+def _bound(
+    compute: Callable[[np.ndarray], np.ndarray],
+    rewards: np.ndarray,
+    ids: np.ndarray,
+    value: np.ndarray,
+    *,
+    unit: float,
+    kl: np.ndarray,
+) -> np.ndarray:
     """Carries the rounding of the mean through a centred, scaled advantage, and that of a KL taken off after it.
 
     A distance to the mean of `n` rewards of at most `R` has an error of `u R (n + 2)`; the advantage multiplies it by
     its own ratio to the distance, and divides by a standard deviation whose relative error is at most twice the
-    distance's error over it. Sums of the KL from the end have the error of a sum.
+    distance's error over it. Sums of the KL from the end have the error of a sum. Where the rewards of a group differ
+    by no more than the error, `compute` tells how large it makes their advantages.
     """
     per_row = np.abs(value if value.ndim == 1 else np.abs(value).max(1))
     sizes = np.bincount(ids)
@@ -264,7 +282,39 @@ def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float,
     # A group of equal rewards has advantages of 0.
     relative = np.where(spread > error, np.minimum(2 * error / np.maximum(spread, 1e-30), 1), 0)
     bound = error * max(gain, 1) + per_row * (relative + unit * (PRODUCTS + sizes[ids]))
+    tied = (spread <= 2 * error) & ~_exact_means(rewards, ids, unit)
+    if tied.any():
+        bound = bound + _noise(compute, rewards, ids, value, np.where(tied, error, 0))
     if value.ndim == 1:
         return bound
     sums = np.abs(kl).sum(1) * unit * (PRODUCTS + tree_height(kl.shape[1]))
     return np.broadcast_to((bound + sums)[:, None], value.shape)
+
+
+def _exact_means(rewards: np.ndarray, ids: np.ndarray, unit: float) -> np.ndarray:
+    """Tells of which rows the group has equal rewards whose sums need no rounding, `[B]` bool."""
+    scale = 1 / accumulator(unit)
+    exact = np.zeros(len(rewards), bool)
+    for group in np.unique(ids):
+        rows = ids == group
+        sums = rewards[rows][0] * np.arange(1, rows.sum() + 1)
+        exact[rows] = np.ptp(rewards[rows]) == 0 and bool((np.frexp(sums)[0] * scale % 1 == 0).all())
+    return exact
+
+
+def _noise(
+    compute: Callable[[np.ndarray], np.ndarray],
+    rewards: np.ndarray,
+    ids: np.ndarray,
+    value: np.ndarray,
+    error: np.ndarray,
+) -> np.ndarray:
+    """Returns how far errors of the rewards move the advantages of their groups, `[B]`; 0 in groups without one."""
+    _, first = np.unique(ids, return_index=True)
+    moved = rewards.copy()
+    moved[first] += error[first]
+    change = np.abs(compute(moved) - value)
+    largest = np.zeros(int(ids.max()) + 1)
+    np.maximum.at(largest, ids, change if change.ndim == 1 else change.max(1))
+    # The moved reward keeps at least half of its error, as the mean of its group moves along.
+    return np.where(error > 0, 2 * largest[ids], 0)

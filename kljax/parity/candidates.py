@@ -8,7 +8,7 @@ import numpy as np
 
 from kljax.parity.causes import Cause, rounding_causes
 from kljax.parity.choices import causes_of
-from kljax.parity.comparison import differing, residual_of
+from kljax.parity.comparison import differing, is_determined, residual_of
 from kljax.parity.fields import ORDER
 from kljax.parity.fitting import PEELED, fields_of, fit_number, value_of
 from kljax.parity.numbers import UnknownNumber, note_on_factor, numbers_of
@@ -102,6 +102,8 @@ class Candidates:
         """Whether a field and all before it agree once the causes are applied."""
         changed = applied(causes, recipe)
         if changed == recipe or not self.agrees(name, changed) or self._drops(name, recipe, changed):
+            return False
+        if not is_determined(self.replay, name, changed):
             return False
         before = self.fields[: self.fields.index(name)]
         return all(self.agrees(field, changed) for field in before if field not in skipped)

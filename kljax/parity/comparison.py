@@ -10,6 +10,9 @@ from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
 from kljax.parity.solvers import Residual
 
+# A number says more than rounding if it is so many times as large as its bound.
+CLEAR = 4.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -131,6 +134,21 @@ def differing(replay: Replay, name: str, recipe: Recipe) -> np.ndarray:
         same = (recorded == prediction.value) | (np.isnan(recorded) & np.isnan(prediction.value))
         inside = same | (np.abs(recorded - prediction.value) <= prediction.bound)
     return np.asarray(np.broadcast_to(prediction.at, recorded.shape) & ~inside)
+
+
+def is_determined(replay: Replay, name: str, recipe: Recipe) -> bool:
+    """Tells whether a result says more than rounding: some of its numbers are clearly larger than their bounds.
+
+    Equal rewards, for one, have advantages of 0, which a whitening turns into noise of size 1.
+
+    Returns:
+      False if the bounds hide all recorded numbers. One number alone may be 0 by cancellation, and numbers that are
+      all exactly 0 show it: both are determined.
+    """
+    prediction, recorded = replay.predict(name, recipe), np.abs(np.asarray(replay.arrays[name], np.float64))
+    at = np.broadcast_to(prediction.at, recorded.shape) & np.isfinite(recorded) & (recorded > 0)
+    bound = np.broadcast_to(np.asarray(prediction.bound, np.float64), recorded.shape)
+    return recorded.size == 1 or not at.any() or bool((recorded > CLEAR * bound)[at].any())
 
 
 def residual_of(replay: Replay, names: Iterable[str], recipe: Recipe) -> Residual:

@@ -11,7 +11,7 @@ import kljax
 from kljax.parity.advantages import token_advantages
 from kljax.parity.calls import check_call, per_token, pull_call, remembered, run_call
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, policy_pair
+from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, log_ratio, policy_pair
 from kljax.parity.positions import apply_rule, over_tokens, value_and_change
 from kljax.parity.recipe import Kl, MaskRule, Recipe, RecipeStep, ReductionRecipe
 from kljax.parity.replay import Prediction, Replay
@@ -305,8 +305,8 @@ def _mean_of(name: str) -> Callable[[Replay, Recipe], Prediction]:
     def metric(replay: Replay, recipe: Recipe) -> Prediction:
         unit, used = replay.unit(METRIC + name, recipe), replay.used_mask(recipe)
         if name == "ppo_kl":
-            policy, old = policy_pair(replay, recipe)
-            values, errors = old - policy, unit * np.abs(old - policy)
+            values = -log_ratio(replay, recipe)
+            errors = unit * np.abs(values)
         else:
             values, errors = replay.input(name, recipe)
         selected, count = np.where(used, values, 0), max(int(used.sum()), 1)

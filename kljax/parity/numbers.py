@@ -10,6 +10,7 @@ import numpy as np
 import kljax
 from kljax.parity.calls import scalar_parameters
 from kljax.parity.causes import Cause
+from kljax.parity.policies import declared_log_ratio_clip
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
 from kljax.systems import Call
@@ -127,7 +128,8 @@ def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
 def _of_ratio(replay: Replay) -> Iterator[UnknownNumber]:
     # Of the loss alone, it is an argument of the loss.
     if "ratio" in replay.arrays:
-        yield UnknownNumber("ratio", "log_ratio_clip", None, GRIDS["log_ratio_clip"])
+        declared = declared_log_ratio_clip(replay.plan)
+        yield UnknownNumber("ratio", "log_ratio_clip", declared, GRIDS["log_ratio_clip"])
 
 
 def _of_correction(replay: Replay) -> Iterator[UnknownNumber]:

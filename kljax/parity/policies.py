@@ -9,6 +9,7 @@ import numpy as np
 import kljax
 from kljax.parity import scoring
 from kljax.parity.calls import per_token, remembered
+from kljax.parity.header import RecipeCalls
 from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep
 from kljax.parity.replay import Prediction, Replay
@@ -96,15 +97,32 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
     return policy, old
 
 
+def log_ratio(replay: Replay, recipe: Recipe) -> np.ndarray:
+    """Returns the logarithm of the importance ratio, within the bound that the loss of the header has for a token.
+
+    Returns:
+      `[B, T]` in nats.
+    """
+    policy, old = policy_pair(replay, recipe)
+    bound = declared_log_ratio_clip(replay.plan)
+    clipped = recipe.ratio.log_ratio_clip is None and bound is not None
+    return np.clip(policy - old, -bound, bound) if clipped else policy - old
+
+
+def declared_log_ratio_clip(plan: RecipeCalls) -> float | None:
+    """Returns the bound of a token's log-ratio in the loss of the header; None without one, and for ratios of rows."""
+    arguments = plan.calls["loss"].arguments if "loss" in plan.calls else {}
+    return arguments.get("log_ratio_clip") if arguments.get("level", "token") == "token" else None
+
+
 def ratio(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the importance ratio of policy and old policy, before any clip.
 
     Returns:
       A `Prediction`, `[B, T]`, compared at unmasked tokens.
     """
-    policy, old = policy_pair(replay, recipe)
     with np.errstate(all="ignore"):
-        difference = policy - old
+        difference = log_ratio(replay, recipe)
         value = np.exp(difference)
         bound = value * replay.unit("ratio", recipe) * (np.abs(difference) + EXP)
     return Prediction(value, bound, replay.arrays["mask"])

@@ -1,11 +1,11 @@
 """Finds the causes of the differences of a dump: the smallest set of choices and numbers under which all agrees."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kljax.parity.candidates import Candidates, Causes, Skipped, applied
-from kljax.parity.comparison import Finding, ParityReport, compare_field
+from kljax.parity.comparison import Finding, ParityReport, compare_field, is_determined
 from kljax.parity.ranking import preferred
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
@@ -52,12 +52,18 @@ class Search:
         reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
         reasons += uncompared_routes(self.replay.dump)
         unknown = any(not finding.explanations for finding in findings)
-        notes = (*self.replay.notes, *self.candidates.notes(unknown))
+        notes = (*self.replay.notes, *self._undetermined(recipe), *self.candidates.notes(unknown))
         # The experts decide log-probs, and nothing that is replayed decides them.
         routes, of_routes = compare_routes(self.replay.dump) or (None, None)
         differences = differences if routes is None else (routes, *differences)
         findings = findings if of_routes is None else [of_routes, *findings]
         return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, notes)
+
+    def _undetermined(self, recipe: Recipe) -> Iterator[str]:
+        """Yields a remark for each field that agrees only because rounding may make its numbers as large."""
+        for name in self.candidates.fields:
+            if self.candidates.agrees(name, recipe) and not is_determined(self.replay, name, recipe):
+                yield f"{name}: undetermined by rounding, whose bounds are as large as the recorded numbers"
 
     def _explain(self, recipe: Recipe) -> list[Finding]:
         """Returns the smallest explanation of everything, or else of each field in turn as far as it goes."""
