@@ -34,6 +34,7 @@ def advantage_causes(replay: Replay) -> Iterator[Cause]:
     yield make("advantage", "groups interleaved", text, groups="interleaved")
     yield make("advantage", "groups moved by one", "the groups are those of the row above", groups="moved")
     yield make("advantage", "rows moved by one", "advantages are those of the row above", rows=1)
+    yield make("advantage", "rows moved by one (up)", "advantages are those of the row below", rows=-1)
     yield from _comparison_causes(call, names)
     yield make("advantage", "one group", "the whole batch is one group", groups="batch")
     text = "advantages are spread over the tokens: divided by the length of their row"

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
+from kljax.kl import LOW_VAR_VALUE_CLIP
 from kljax.parity.causes import Cause, make
 from kljax.parity.recipe import Kl
 from kljax.parity.replay import Replay
@@ -40,6 +43,7 @@ def kl_causes(replay: Replay) -> Iterator[Cause]:
     flag = "importance ratio left out" if kl.corrected else "importance ratio multiplied"
     if replay.plan.recipe.ratio.old in replay.arrays:
         yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
+        yield from _ratio_after_clip(replay, kl)
     for policy in ("log_probs", "old_log_probs", "rollout_log_probs"):
         if policy in replay.arrays:
             yield make("kl", f"of {policy}", f"the KL is that of {policy}", policy=policy)
@@ -53,6 +57,21 @@ def kl_causes(replay: Replay) -> Iterator[Cause]:
     ):
         yield make("kl", f"gradient {gradient}", text, gradient=gradient)
     yield from _coefficient_causes(replay, kl)
+
+
+def _ratio_after_clip(replay: Replay, kl: Kl) -> Iterator[Cause]:
+    """Yields a ratio that multiplies the clipped estimate, where that is another number than a clip of the product."""
+    clip = LOW_VAR_VALUE_CLIP if kl.value_clip is None and kl.estimator == "low_var_kl" else kl.value_clip
+    if kl.corrected or clip is None or kl.reference not in replay.arrays:
+        return
+    text = "the KL has its importance ratio multiplied after its clip"
+    after = make("kl", "importance ratio multiplied after the clip", text, corrected=True, bound=clip)
+    recipe = replay.plan.recipe
+    clipped, multiplied = (
+        replay.predict("kl", each).value for each in (recipe.changed("kl", corrected=True), after.apply(recipe))
+    )
+    if not np.allclose(clipped, multiplied, equal_nan=True):
+        yield after
 
 
 def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
