@@ -78,6 +78,7 @@ MASKS = {
     "first token left out": "no first token",
     "rows cut at the limit left out": "no truncated rows",
     "last row left out": "no last row",
+    "prompt and pad tokens": "all",
     "all tokens": "all",
 }
 # The kind and the value of a choice, by its key.
@@ -91,6 +92,7 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "reference: of old_log_probs": ("wrong_reference", "old"),
     "reference: of log_probs": ("wrong_reference", "policy"),
     "reference: of rollout_log_probs": ("wrong_reference", "rollout"),
+    "reference: adapter on": ("wrong_reference", "policy"),
     "reference: rows moved by one": ("reference_rows", "moved by one"),
     "ratio: old log-probs off by one (left)": ("old_shift", -1),
     "ratio: old log-probs off by one (right)": ("old_shift", 1),
@@ -104,6 +106,8 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "correction: direction swapped": ("correction_inverse", True),
     "correction: no cap": ("correction_cap", None),
     "correction: mode mask": ("correction_mode", "mask"),
+    "correction: mode clip": ("correction_mode", "clip"),
+    "loss: weights left out": ("correction_mode", None),
     "correction: level sequence": ("correction_level", "sequence"),
     "correction: level geometric": ("correction_level", "geometric"),
     "correction: of log_probs": ("correction_policy", "policy"),
@@ -122,10 +126,12 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "kl: against old_log_probs": ("kl_against", "old"),
     "kl: importance ratio left out": ("kl_importance_ratio", False),
     "kl: importance ratio multiplied": ("kl_importance_ratio", True),
+    "kl: importance ratio multiplied after the clip": ("kl_importance_ratio", True),
     "kl: importance ratio detached": ("kl_ratio_gradient", True),
     "kl: gradient value": ("kl_gradient", "value"),
     "kl: gradient k2": ("kl_gradient", "k2"),
     "kl: gradient none": ("kl_gradient", "none"),
+    "gradient: policy detached": ("ratio_gradient", "none"),
     "gradient: KL detached": ("kl_gradient", "none"),
     "kl: not centered": ("kl_centering", False),
     "kl: taken off before the comparison": ("kl_reward_order", "early"),
@@ -146,8 +152,10 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "advantage: groups moved by one": ("group_ids", "moved by one"),
     "advantage: one group": ("group_ids", "batch"),
     "advantage: rows moved by one": ("field_rows", 1),
+    "advantage: rows moved by one (up)": ("field_rows", -1),
     "advantage: divided by the length": ("advantage_spread", True),
     "advantage: whitened again over the tokens": ("whitening", 1),
+    "advantage: whitened again over the rows": ("row_whitening", True),
     "advantage: not whitened": ("whitening", 0),
     "advantage: masked tokens none": ("gae_mask", "count"),
     "advantage: masked tokens zero": ("gae_mask", "count"),
@@ -201,6 +209,7 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         # The other sign is the factor -1 of the header's.
         "gradient: sign flipped": [("gradient_factor", settings.get("scale"))],
         "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
+        "loss: gspo_loss": [("ratio_level", "sequence")],
         "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],
         "loss: clips exchanged": [
             ("clip_lower", dict(cause.arguments).get("clip_low")),
@@ -227,6 +236,8 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
     if name == "Dr. GRPO over the padded length":
         # The mean over rows of sums over a length is the sum over rows times length: the padded batch.
         translated.append(("reduction", "padded_mean"))
+    if settings.get("micro_batches") == 1:
+        translated.append(("micro_batches", False))
     if "sequence mean" in name:
         translated.append(("empty_rows", settings.get("empty_rows")))
     if cause.stage == "kl_reduction":
@@ -284,10 +295,19 @@ def judge(report: ParityReport, case: dict[str, Any]) -> Score:
 
 
 def _complete(entry: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Adds the second field of a temperature that all models share: the report names it once for each field."""
-    if entry["cause_kind"] == "temperature" and "temperature" in case["plant"]:
-        return {**entry, "also": [*entry.get("also", ()), {**entry, "cause_kind": "reference_temperature"}]}
-    return entry
+    """Adds the second name of a fault that the report names by two causes.
+
+    A temperature that all models share is named for each field. A lower bound of weights that had none is another mode
+    and its number. A sum over the two micro-batches is twice their mean.
+    """
+    kind, others = entry["cause_kind"], []
+    if kind == "temperature" and "temperature" in case["plant"]:
+        others = [{**entry, "cause_kind": "reference_temperature"}]
+    if kind == "correction_floor" and entry["declared"] is None:
+        others = [{**entry, "cause_kind": "correction_mode", "true": "clip"}]
+    if kind == "micro_batches" and entry["true"] == "sum":
+        others = [{**entry, "true": True}, {**entry, "cause_kind": "loss_factor", "true": 2.0}]
+    return {**entry, "also": [*entry.get("also", ()), *others]} if others else entry
 
 
 def _planted(causes: tuple[Cause, ...], answer: list[dict[str, Any]]) -> bool:

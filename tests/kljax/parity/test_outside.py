@@ -18,8 +18,28 @@ NAMED = (
 )
 # Of the second list: a row that moved, and a search whose candidates overflow, where a warning is an error.
 NAMED_LATER = ("reference-rows-moved-verl_ppo", "center-others-trl_dr_grpo")
+# Of the third list: advantages of other rows, a bound that the system's loss has, and causes with names of their own.
+NAMED_LAST = (
+    "advantages-rows-trl_gspo",
+    "log-ratio-clip-verl_tis",
+    "reference-is-policy-trl_dr_grpo",
+    "mask-all-trl_dapo",
+    "ratio-of-row-trl_dapo",
+    "ratio-constant-trinity_ppo",
+    "micro-batches-not-verl_ppo",
+    "kl-ratio-slime_tis",
+    "pair-correction-off+kl-verl_tis",
+)
+# Advantages that rounding alone makes, and ratios beyond the bound of a system.
+CLEAN = (
+    "clean-equal-rewards-skyrl_cispo",
+    "clean-bfloat16-near-rewards-trinity_ppo",
+    "clean-far-off-policy-verl_tis",
+)
 CASES = {case["id"]: case for case in read_cases()}
 LATER_CASES = {case["id"]: case for case in read_cases(ROOT / "more_cases.json")}
+
+LAST_CASES = {case["id"]: case for case in read_cases(ROOT / "third_cases.json")}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -30,6 +50,11 @@ def test_fault_from_outside_is_named(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", NAMED_LATER)
 def test_fault_of_the_second_list_is_named(name: str, tmp_path: pathlib.Path) -> None:
     assert score(LATER_CASES[name], tmp_path).verdict == "right"
+
+
+@pytest.mark.parametrize("name", [*NAMED_LAST, *CLEAN])
+def test_dump_of_the_third_list_is_right(name: str, tmp_path: pathlib.Path) -> None:
+    assert score(LAST_CASES[name], tmp_path).verdict == "right"
 
 
 def test_stale_reference_is_unknown(tmp_path: pathlib.Path) -> None:
