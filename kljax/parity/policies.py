@@ -105,8 +105,9 @@ def log_ratio(replay: Replay, recipe: Recipe) -> np.ndarray:
     """
     policy, old = policy_pair(replay, recipe)
     bound = declared_log_ratio_clip(replay.plan)
-    clipped = recipe.ratio.log_ratio_clip is None and bound is not None
-    return np.clip(policy - old, -bound, bound) if clipped else policy - old
+    if recipe.ratio.log_ratio_clip is not None or bound is None:
+        return policy - old
+    return np.clip(policy - old, -bound, bound)
 
 
 def declared_log_ratio_clip(plan: RecipeCalls) -> float | None:
