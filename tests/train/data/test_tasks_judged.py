@@ -206,7 +206,7 @@ def test_records_by_the_name_of_a_data_set(monkeypatch):
 def test_missing_library_error_tells_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"data\.train: 'datasets:a/b' is read by the library datasets, which is not"):
-        read_records("datasets:a/b", "data.train", task="gsm8k", expected="'question'")
+        read_records("datasets:a/b", "data.train", expected="'question'")
 
 
 # ---- countdown

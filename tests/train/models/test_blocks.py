@@ -44,10 +44,10 @@ class Mixture(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: InitKey):
         shape = (EXPERTS, config.width, config.mlp_width)
-        self.gate = param(jax.random.normal(key.child("gate").draw(0, 1), (config.width, EXPERTS)), ("embed", "expert"))
-        self.up = param(0.2 * jax.random.normal(key.child("up").draw(0, 1), shape), ("expert", "embed", "mlp"))
+        self.gate = param(jax.random.normal(key.child("gate").draw(0, 1), (config.width, EXPERTS)), ("embed", "router"))
+        self.up = param(0.2 * jax.random.normal(key.child("up").draw(0, 1), shape), ("expert", "expert_embed", "mlp"))
         down = 0.2 * jax.random.normal(key.child("down").draw(0, 1), (EXPERTS, *shape[:0:-1]))
-        self.down = param(down, ("expert", "mlp", "embed"))
+        self.down = param(down, ("expert", "mlp", "expert_embed"))
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, None]:
         hidden = jax.nn.silu(jnp.einsum("...D,EDF->...EF", x, self.up[...]))

@@ -37,7 +37,7 @@ RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "router_losses.js
 EXPERTS = "model.experts={count: 6, active: 2, width: 8}"
 LOSSES = ("routing.balance_coef=0.7", "routing.z_coef=0.3")
 BIASED = ("routing.bias_update_rate=0.25",)
-BIAS = np.array([[0.2, 0.0, -0.2, 0.1, 0.0], [0.0, 0.0, 0.3, 0.0, 0.0], [0.0] * 5], np.float32)
+BIAS = np.array([[0.2, 0.0, -0.2, 0.1, 0.0, 0.0], [0.0, 0.0, 0.3, 0.0, 0.0, 0.0], [0.0] * 6], np.float32)
 DECAY = ("optim.optimizer.weight_decay=0.1", "optim.learning_rate=0.01")
 ALONE = "optim.share_prompts=false"
 

@@ -171,7 +171,7 @@ class RecordedRun:
 def recorded(monkeypatch):
     def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
         batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={})
-        return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0)
+        return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0, lag=None)
 
     monkeypatch.setattr(loop, "draw", draw)
     monkeypatch.setattr(loop, "judge_drawn", lambda context, drawn, step: drawn)

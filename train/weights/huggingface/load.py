@@ -7,7 +7,7 @@ of `CHUNK_BYTES`, for tensors of any size.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,6 @@ def _fill(
     spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
     lead = len(mapping.lead)
     layer_spec = spec[lead:]
-    if any(axis is not None for axis in spec[:lead]):
-        raise ValueError(
-            f"{'.'.join(mapping.path)}: got the axes of layers and experts sharded over {spec[:lead]}, expected them "
-            "replicated"
-        )
     rows = PartitionSpec(*(layer_spec[::-1] if mapping.transposed else layer_spec))
     parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
     if dtype is None:
@@ -167,12 +162,26 @@ def _writer(
             block = lax.bitcast_convert_type(block, leaf.dtype)
         first = [jnp.zeros((), jnp.int32)] * block.ndim
         first[-1 if transposed else 0] = start
-        block, first = block.reshape(*(1,) * lead, *block.shape), [*index, *first]
-        return lax.dynamic_update_slice(leaf, block, first)
+        return _update(leaf, block.reshape(*(1,) * lead, *block.shape), index, first, spec)
 
     replicated = PartitionSpec()
     mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, rows, replicated, replicated), out_specs=spec)
     return jax.jit(mapped, donate_argnums=0)
+
+
+def _update(
+    leaf: jax.Array, block: jax.Array, index: jax.Array, first: Sequence[jax.Array], spec: PartitionSpec
+) -> jax.Array:
+    """Writes a block into a device's shard, which keeps its values if a leading axis has the index on another device."""
+    local, is_here = list(index), True
+    for axis, names in enumerate(spec[: len(local)]):
+        if names is not None:
+            local[axis] = local[axis] - lax.axis_index(names) * leaf.shape[axis]
+            is_here &= (local[axis] >= 0) & (local[axis] < leaf.shape[axis])
+    if is_here is not True:
+        # Out of the shard both slices are moved to its edge alike.
+        block = jnp.where(is_here, block, lax.dynamic_slice(leaf, (*local, *first), block.shape))
+    return lax.dynamic_update_slice(leaf, block, (*local, *first))
 
 
 @functools.cache
@@ -186,8 +195,8 @@ def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callab
         qvalue, scale = (x.reshape(*(1,) * lead, *x.shape) for x in (block["qvalue"], block["scale"]))
         first = jnp.zeros((), jnp.int32)
         return {
-            "qvalue": lax.dynamic_update_slice(leaf["qvalue"], qvalue, (*index, first, start)),
-            "scale": lax.dynamic_update_slice(leaf["scale"], scale, (*index, start)),
+            "qvalue": _update(leaf["qvalue"], qvalue, index, [first, start], spec),
+            "scale": _update(leaf["scale"], scale, index, [start], spec),
         }
 
     specs, replicated = {"qvalue": spec, "scale": PartitionSpec(*spec[:-2], spec[-1])}, PartitionSpec()
