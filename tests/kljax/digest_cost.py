@@ -8,13 +8,13 @@ the digests, in one round: the noise between two saves is larger than what diges
 compile a program, which the rounds do not count.
 """
 
+import argparse
 import functools
 import logging
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,8 +91,18 @@ def report(seconds: dict[str, list[Seconds]]) -> Iterator[str]:
     yield f"The first digests of the process, with the compilation: {seconds[FIRST][0].cpu:.3f} CPU s."
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    command = argparse.ArgumentParser(
+        prog="python -m tests.kljax.digest_cost", description=str(__doc__).splitlines()[0]
+    )
+    command.add_argument("megabytes", type=float, nargs="?", default=100.0, help="size of the weights (%(default)s)")
+    command.add_argument("rounds", type=int, nargs="?", default=9, help="saves and restores (%(default)s)")
+    options = command.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
-    sizes = [*sys.argv[1:], *("100", "9")[len(sys.argv) - 1 :]]
-    for line in report(measure(float(sizes[0]), int(sizes[1]))):
+    for line in report(measure(options.megabytes, options.rounds)):
         print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from tests import xla
-
-# Each shape compiles two programs and runs them once.
-os.environ["XLA_FLAGS"] = xla.flags(devices=1)
-
 from tests.train.models import test_parity as parity
 
 DRAW = Path(__file__).with_name("draw_shapes.py")
@@ -61,6 +57,8 @@ def main() -> int:
     command.add_argument("--count", type=int, default=4, help="number of shapes")
     command.add_argument("--output", type=Path, help="where the models are kept; else they are removed")
     options = command.parse_args()
+    # Each shape compiles two programs and runs them once.
+    os.environ["XLA_FLAGS"] = xla.flags(devices=1)
     worst: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         output = options.output or Path(temporary)

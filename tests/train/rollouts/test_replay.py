@@ -1,5 +1,6 @@
 """A recording with rewards is all that a run needs: no task, no data, no reward function, no evaluation."""
 
+import copy
 import json
 
 import numpy as np
@@ -32,7 +33,7 @@ def source_of(path):
 
 def replayed(path, *overrides):
     """The context of a config that names a recording and no task."""
-    raw = {name: section for name, section in tiny.RAW.items() if name not in ("task", "warm_start", "eval")}
+    raw = copy.deepcopy({name: x for name, x in tiny.RAW.items() if name not in ("task", "warm_start", "eval")})
     return tiny.context_of(build(source_of(path), *overrides, **raw)[0])
 
 

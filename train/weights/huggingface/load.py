@@ -172,7 +172,7 @@ def _writer(
 def _update(
     leaf: jax.Array, block: jax.Array, index: jax.Array, first: Sequence[jax.Array], spec: PartitionSpec
 ) -> jax.Array:
-    """Writes a block into a device's shard, which keeps its values if a leading axis has the index on another device."""
+    """Writes a block into a device's shard, which keeps its values if the index is on another device."""
     local, is_here = list(index), True
     for axis, names in enumerate(spec[: len(local)]):
         if names is not None:

@@ -101,6 +101,17 @@ def test_switched_off_window_may_be_zero():
     assert {kind.attention for kind in decoder_config(mixtral).kinds} == {"sliding"}
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_are_loaded_onto_their_devices(quantization):
+    folder = GOLDENS / "qwen3_moe"
+    model = Decoder(dataclasses.replace(decoder_config(folder), quantization=quantization))
+    expected, split = (load_params(folder, model, mesh) for mesh in (make_mesh(), make_mesh(fsdp=2, expert=2)))
+    jax.tree.map(np.testing.assert_array_equal, split, expected)
+    specs = [x.sharding.spec for path, x in jax.tree_util.tree_leaves_with_path(split) if "'experts'" in str(path)]
+    assert specs
+    assert all("expert" in spec for spec in specs)
+
+
 def test_fused_experts_are_read_as_separate_ones(tmp_path):
     """As transformers 5 has them in memory."""
     folder, model = GOLDENS / "qwen3_moe", Decoder(decoder_config(GOLDENS / "qwen3_moe"))
