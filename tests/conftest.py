@@ -26,9 +26,9 @@ programs.write_whole_files()
 programs.compress_quickly()
 programs.keep_in_memory()
 
-# Three quarters of what Linux allows a process by default: a hundred tests leave most of the last quarter. To drop the
-# programs takes seconds, and to compile them again as many.
-MOST_MAPS = 50_000
+# Half of what Linux allows a process by default: beyond it XLA crashes, and 25 tests may compile thousands of programs. To
+# drop the programs takes seconds, and to compile them again as many.
+MOST_MAPS = 32_000
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
@@ -65,7 +65,7 @@ class ForgetPrograms:
     def pytest_runtest_teardown(self) -> None:
         self.tests += 1
         # Counting takes milliseconds.
-        if self.tests % 100 == 0:
+        if self.tests % 25 == 0:
             programs.forget_beyond(MOST_MAPS)
 
 
