@@ -26,7 +26,7 @@ programs.write_whole_files()
 programs.compress_quickly()
 programs.keep_in_memory()
 
-# Half of what Linux allows a process by default: beyond it XLA crashes, and 25 tests may compile thousands of programs. To
+# Half of what Linux allows a process by default: beyond it XLA crashes, and 25 tests compile many programs. To
 # drop the programs takes seconds, and to compile them again as many.
 MOST_MAPS = 32_000
 
