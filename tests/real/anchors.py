@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from tests.real.replies import draw_replies
 from train.config.errors import UserError
-from train.data.prompts import encode_prompts
 from train.process.console import run_command
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, make_logits
-from train.rollouts.jax_source import make_sampler
 from train.run.saved_run import SavedRun
 from train.run.setup import make_context
 
@@ -48,17 +47,13 @@ def audit(run: Path, step: int | None, lags: Sequence[int]) -> kljax.audit.Ancho
     temperature = saved.config.temperature
     with jax.set_mesh(context.mesh):
         policies = {lag: saved.policy(context.model, context.mesh, saved.step(last - lag)) for lag in lags}
-        ids, mask = encode_prompts(context.held_out[:PROMPTS], context.tokenizer, saved.config.data.max_prompt_length)
-        draw = make_sampler(context, name="replies")
-        samples = draw(policies[0], jnp.asarray(ids), jnp.asarray(mask), jax.random.key(saved.config.seed))
-        sequences = Sequences(samples.tokens, samples.token_mask, samples.completion_mask)
-        first = ids.shape[1]
+        sequences, first = draw_replies(context, policies[0], PROMPTS), saved.config.data.max_prompt_length
         compute = jax.jit(
             lambda policy: reply_logits(ScoredPolicy(context.model, policy), sequences, first, temperature)
         )
         logits = {lag: np.asarray(compute(policy)) for lag, policy in policies.items()}
         reference = np.asarray(compute(kljax.Policy(policies[0].params)))
-        replies = np.asarray(samples.completion_mask)[:, first:]
+        replies = np.asarray(sequences.completion_mask)[:, first:]
     return kljax.audit.audit_anchors(logits[0], reference, logits, replies, bootstrap=0)
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from safetensors import safe_open
 
 from kljax import Policy
+from tests.real.replies import score
 from tests.real.texts import texts
 from train.data.tasks import Example
 from train.data.tokenizers.files import load_folder
 from train.models.decoder import Decoder
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, token_stats
+from train.rl.policy import Sequences
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 
@@ -77,11 +78,4 @@ def log_probs(folder: Path, tokens: np.ndarray) -> np.ndarray:
     model = Decoder(decoder_config(folder))
     params = load_params(folder, model, mesh)
     with jax.set_mesh(mesh):
-        score = jax.jit(
-            lambda p: (
-                token_stats(
-                    ScoredPolicy(model, Policy(p)), Sequences(tokens, np.ones(tokens.shape, bool)), temperature=1.0
-                )[0].log_prob
-            )
-        )
-        return np.asarray(score(params))
+        return score(model, Policy(params), Sequences(tokens, np.ones(tokens.shape, bool)))

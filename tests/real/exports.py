@@ -17,10 +17,8 @@ import jax
 import numpy as np
 
 from tests.real.compare import TOLERANCE
-from train.data.prompts import encode_prompts
+from tests.real.replies import draw_replies, score
 from train.process.console import run_command
-from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.rollouts.jax_source import make_sampler
 from train.run.saved_run import SavedRun
 from train.run.setup import make_context
 
@@ -50,14 +48,9 @@ def reply_arrays(run: Path) -> dict[str, np.ndarray]:
     context = make_context(saved.config)
     with jax.set_mesh(context.mesh):
         policy = saved.policy(context.model, context.mesh, saved.step(None))
-        prompts = encode_prompts(context.held_out[:PROMPTS], context.tokenizer, saved.config.data.max_prompt_length)
-        greedy = make_sampler(context, name="greedy", greedy=True)
-        samples = greedy(policy, *map(jax.numpy.asarray, prompts), jax.random.key(0))
-        sequences = Sequences(samples.tokens, samples.token_mask, samples.completion_mask)
-        scored = jax.jit(
-            lambda policy: token_stats(ScoredPolicy(context.model, policy), sequences, temperature=1.0)[0].log_prob
-        )(policy)
-    arrays = {"tokens": samples.tokens, "token_mask": samples.token_mask, "replies": samples.completion_mask}
+        replies = draw_replies(context, policy, PROMPTS, greedy=True)
+        scored = score(context.model, policy, replies)
+    arrays = {"tokens": replies.tokens, "token_mask": replies.token_mask, "replies": replies.completion_mask}
     return {name: np.asarray(value) for name, value in {**arrays, "log_probs": scored}.items()}
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from tests.real.replies import score
 from train import real
 from train.config.load import load
 from train.data.tasks import load_task
@@ -23,7 +24,7 @@ from train.models import Decoder
 from train.models.int8 import quantise_params
 from train.models.merge import merge
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, init_adapter, token_stats
+from train.rl.policy import Sequences, init_adapter
 from train.rollouts.sampler import Sampling, sample
 from train.weights.huggingface import load_params
 from train.weights.model import make_model
@@ -91,11 +92,9 @@ def compare(sampler: Side, trainer: Side, ids: jax.Array, mask: jax.Array, eos_i
 
     drawn = jax.jit(draw)(sampler.policy)
     sequences = Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask)
-    scored = jax.jit(
-        lambda policy: token_stats(ScoredPolicy(trainer.model, policy), sequences, temperature=TEMPERATURE)[0].log_prob
-    )(trainer.policy)
+    scored = score(trainer.model, trainer.policy, sequences, temperature=TEMPERATURE)
     where = np.asarray(drawn.completion_mask)
-    ratio = (np.asarray(scored, np.float64) - np.asarray(drawn.fields["log_probs"], np.float64))[where]
+    ratio = (scored.astype(np.float64) - np.asarray(drawn.fields["log_probs"], np.float64))[where]
     weights = np.exp(ratio)
     k3 = np.mean(np.expm1(ratio) - ratio)
     differing = np.mean(np.abs(ratio) > 1e-3)

@@ -173,15 +173,15 @@ def _update(
     leaf: jax.Array, block: jax.Array, index: jax.Array, first: Sequence[jax.Array], spec: PartitionSpec
 ) -> jax.Array:
     """Writes a block into a device's shard, which keeps its values if the index is on another device."""
-    local, is_here = list(index), True
-    for axis, names in enumerate(spec[: len(local)]):
-        if names is not None:
-            local[axis] = local[axis] - lax.axis_index(names) * leaf.shape[axis]
-            is_here &= (local[axis] >= 0) & (local[axis] < leaf.shape[axis])
-    if is_here is not True:
+    start = [*index, *first]
+    split = [axis for axis, names in enumerate(spec[: len(index)]) if names is not None]
+    for axis in split:
+        start[axis] -= lax.axis_index(spec[axis]) * leaf.shape[axis]
+    for axis in split:
+        is_here = (start[axis] >= 0) & (start[axis] < leaf.shape[axis])
         # Out of the shard both slices are moved to its edge alike.
-        block = jnp.where(is_here, block, lax.dynamic_slice(leaf, (*local, *first), block.shape))
-    return lax.dynamic_update_slice(leaf, block, (*local, *first))
+        block = jnp.where(is_here, block, lax.dynamic_slice(leaf, start, block.shape))
+    return lax.dynamic_update_slice(leaf, block, start)
 
 
 @functools.cache
