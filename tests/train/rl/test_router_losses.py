@@ -226,7 +226,8 @@ def test_optimizer_leaves_the_bias_alone(nonfinite):
     after, metrics = update(state, None, batch, np.arange(tiny.ROWS), objectives.coefficients(config))
     bias = np.asarray(after.trainable["params"]["layers"]["mlp"]["choice_bias"])
     assert metrics["skipped_updates"].value() == nonfinite
-    assert set(bias.ravel().tolist()) == ({0.5} if nonfinite else {0.25, 0.75})
+    assert set(bias.ravel().tolist()) <= {0.25, 0.5, 0.75}  # 0.5 where an expert has exactly its share
+    assert (bias == 0.5).all() == nonfinite
 
 
 def test_router_losses_reach_routers_with_their_coefficients(together):
