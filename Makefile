@@ -52,6 +52,10 @@ RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
   test_resume.py::test_killed_at_some_moments_supervised_and_interrupted)
 
+# Plans of the compilers of TPUs and GPUs: `make test-aot` makes the environment that they need, and runs them.
+AOT := $(addprefix tests/,benchmarks/test_head_aot_plans.py train/models/test_grouped_plans.py \
+  train/models/test_expert_axis_plans.py train/rollouts/test_layout_plans.py train/plan/test_plans_aot.py)
+
 # What the rounding of a CPU can change: the numbers of the library, the compute core, models and sampler of the trainer,
 # and the smallest run. Recorded results of systems, and rules of the source, are the same everywhere.
 ISA ?= AVX2
@@ -68,7 +72,8 @@ CORE := $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py 
   losses ratios advantages)
 # One run of all tests, with a seed: $(1) the flags of XLA, $(2) the seed, $(3) threads of XLA.
 define run-on-another-cpu
-	XLA_FLAGS="$(1)" KLJAX_TEST_SEED=$(2) NPROC=$(3) $(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
+	XLA_FLAGS="$(1)" KLJAX_TEST_SEED=$(2) NPROC=$(3) $(BIN)/python $(PYTEST) -m "not thorough" \
+	  $(addprefix --deselect=,$(AOT)) $(ARGS)
 endef
 # The core on one device, with a pool of $(1) threads; eight devices always have eight threads or more.
 define run-with-threads
@@ -90,8 +95,8 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
 	$(BIN)/python -m train.real $(ARGS)
 
-test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
-	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
+test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml) and those of test-aot, counted as deselected
+	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(AOT)) $(ARGS)
 
 test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "not thorough" \
@@ -161,9 +166,7 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group train --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
-	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py tests/train/models/test_grouped_plans.py \
-	  tests/train/models/test_expert_axis_plans.py \
-	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" $(AOT) $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.
 test-accelerator: ## the recorded results, the attention kernel and a run of the trainer, on the device of this machine
