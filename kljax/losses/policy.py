@@ -159,6 +159,7 @@ def cispo_loss(
     mask_low: Scalar | None = None,
     mask_high: Scalar | None = None,
     level: SurrogateLevel = "token",
+    log_ratio_clip: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 
@@ -178,6 +179,7 @@ def cispo_loss(
         of PPO, as Trinity-RFT's `enable_mask_clip`.
       mask_high: tokens of `A > 0` with `r > 1 + mask_high` are left out; None leaves none out.
       level: whose ratio `r` is, as in `ppo_clip_loss`.
+      log_ratio_clip: as in `ppo_clip_loss`. verl and SkyRL use 20.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -201,7 +203,8 @@ def cispo_loss(
     check_at_least("clip_low", clip_low, 0)
     check_at_least("clip_high", clip_high, -1)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratios_of(log_probs, old_log_probs, mask, level=level)))
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip)
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
     weight = clip(ratio, low, high)
     if mask_low is not None:

@@ -15,8 +15,9 @@ OUTCOMES = {
     "identical": "not needed, or put right: the results are those without the fault",
     "silent": "other results without a word",
     "traceback": "an error that is not meant for users",
+    "unfinished": "the check itself did not end, or ended in an error: nothing is known",
 }
-BAD = ("silent", "traceback")
+BAD = ("silent", "traceback", "unfinished")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Fault:
     name: str
     run: Callable[[pathlib.Path], str]
     harmless: str = ""
+
+    def fails(self, outcome: str) -> bool:
+        """Whether an outcome is a failure; that of an unfinished check always is."""
+        return outcome in BAD and (not self.harmless or outcome == "unfinished")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +120,16 @@ def damaged(
 
 
 def count(faults: Sequence[Fault], directory: pathlib.Path) -> Iterator[tuple[Fault, str]]:
-    """Runs the faults one after the other and yields the outcome of each."""
+    """Runs the faults one after the other and yields the outcome of each.
+
+    A check that times out or fails is printed and counts as "unfinished": the others still have their outcomes.
+    """
     for number, fault in enumerate(faults):
         folder = directory / f"fault-{number}"
         folder.mkdir()
-        yield fault, fault.run(folder)
+        try:
+            outcome = fault.run(folder)
+        except Exception:
+            traceback.print_exc()
+            outcome = "unfinished"
+        yield fault, outcome

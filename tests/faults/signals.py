@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults import runs
 from tests.faults.case import Fault
-from tests.integration.command import ROOT, TIMEOUT, lines_written, start, wait_for
+from tests.integration.command import ROOT, TIMEOUT, finish, lines_written, start, wait_for
 
 MOMENTS = {"in the warm start": "warm_start", "in RL": "train"}
 SIGNALS = {
@@ -34,10 +34,10 @@ def signalled(place: Path, moment: str, numbers: Sequence[int]) -> str:
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.05)
-    _, errors = process.communicate(timeout=TIMEOUT)
-    if "Traceback" in errors:
+    ended = finish(process)
+    if "Traceback" in ended.stderr:
         return "traceback"
-    if process.returncode != 130 or "interrupted" not in errors:
+    if ended.returncode != 130 or "interrupted" not in ended.stderr:
         return "silent"
     done = runs.started_run(*runs.RECIPE, f"output={place}", f"steps={max(1, _saved(root))}", "--resume")
     return "refused" if done.returncode == 0 and "Traceback" not in done.stderr else "silent"

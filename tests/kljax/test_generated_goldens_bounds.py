@@ -14,10 +14,10 @@ from tests.goldens import cases, compare
 from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
 from tests.kljax.systems import EXERCISES, matches
 
-LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo")
+LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo")
 ROW_MEAN, TOKEN_MEAN = compare.VERL["seq-mean-token-mean"], compare.VERL["token-mean"]
 # The argument of each row that the cases of its bound reach.
-CLAMP = {"gspo": "max_log_ratio", **dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl", "sapo"), "log_ratio_clip")}
+CLAMP = {**dict.fromkeys(LOSSES, "log_ratio_clip"), "gspo": "max_log_ratio"}
 
 
 def arrays_of(case: cases.Case) -> dict[str, jax.Array]:
@@ -26,7 +26,7 @@ def arrays_of(case: cases.Case) -> dict[str, jax.Array]:
 
 
 @cases.parametrize(
-    *(("verl", f"compute_policy_loss_{name}") for name in (*LOSSES, "geo_mean", "cispo")),
+    *(("verl", f"compute_policy_loss_{name}") for name in (*LOSSES, "geo_mean")),
     note=RELEASE_DEFAULTS,
 )
 def test_releases_have_these_defaults(case: cases.Case) -> None:
@@ -66,9 +66,9 @@ def test_default_args_of_trinity(case: cases.Case) -> None:
 @cases.parametrize(*(("verl", f"compute_policy_loss_{name}") for name in LOSSES), note=REACHES_BOUND)
 def test_clamps_of_the_policy_losses(case: cases.Case) -> None:
     name, arrays = case.params["name"], arrays_of(case)
-    far = case.params.get("clip_ratio_c")
-    options = {"vanilla": {"dual_clip": far}, "dppo_tv": {"max_ratio": far}, "dppo_kl": {"max_ratio": far}}
-    loss, mask, arguments = kljax.systems.get(f"verl/{name}"), arrays["mask"], options.get(name, {})
+    far = case.params.get("clip_ratio_c", case.params.get("clip_ratio_high"))
+    argument = {"vanilla": "dual_clip", "dppo_tv": "max_ratio", "dppo_kl": "max_ratio", "cispo": "clip_high"}.get(name)
+    loss, mask, arguments = kljax.systems.get(f"verl/{name}"), arrays["mask"], {argument: far} if argument else {}
 
     def per_token(log_probs: jax.Array, **changed: float | None) -> jax.Array:
         return loss({**arrays, "log_probs": log_probs}, **arguments, **changed)
@@ -112,6 +112,7 @@ BOUNDED = (
     ("verl", "compute_rollout_rejection_mask"),
     ("skyrl", "ppo_policy_loss"),
     ("skyrl", "gspo_policy_loss"),
+    ("skyrl", "compute_policy_loss_cispo"),
     ("skyrl", "dppo_policy_loss"),
     ("skyrl", "compute_off_policy_correction"),
     ("trl", "add_tail_bucket"),

@@ -129,6 +129,7 @@ FAR_LOSSES: list[tuple[str, str, dict[str, Any]]] = [
     ("regular", "huge", CLIP),
     ("dual_clip", "huge", {**CLIP, "clip_ratio_c": FAR_AWAY}),
     ("gspo", "far_rows", CLIP),
+    ("cispo", "huge", {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": FAR_AWAY}),
     *[
         ("dppo", "huge", {"dppo_type": kind, "delta_low": 0.2, "delta_high": 0.2, "anchor": "old"})
         for kind in ("binary_tv", "binary_kl")

@@ -222,6 +222,12 @@ BOUNDS = [
         for name in ("vanilla", "dppo_tv", "dppo_kl", "sapo")
     ],
     RecordingPlan("compute_policy_loss_gspo", {**TOKEN_MEAN, "name": "gspo"}, ("far_rows",), note=REACHES_BOUND),
+    RecordingPlan(
+        "compute_policy_loss_cispo",
+        {**TOKEN_MEAN, "clip_ratio_high": FAR_AWAY, "name": "cispo"},
+        ("huge",),
+        note=REACHES_BOUND,
+    ),
     *[
         RecordingPlan(
             "compute_rollout_correction_weights",

@@ -120,6 +120,14 @@ def test_levels_and_masks_of_cispo(level: str) -> None:
         )
 
 
+def test_cispo_log_ratio_clip_bounds_the_weight() -> None:
+    weight = np.exp(np.clip(LP - OLD, -0.1, 0.1))
+    assert (weight != R)[MASK].any()
+    check_pointwise(
+        lambda lp, old, adv: kljax.cispo_loss(lp, old, adv, MASK, log_ratio_clip=0.1), -ADV * weight * LP, -ADV * weight
+    )
+
+
 def test_trl_bound_of_cispo_is_absolute() -> None:
     loss = kljax.cispo_loss(LP, OLD, ADV, MASK, clip_low=1.0, clip_high=0.2 - 1)
     np.testing.assert_allclose(loss, np.where(MASK, -ADV * np.minimum(R, 0.2) * LP, 0), 1e-12)

@@ -80,7 +80,7 @@ ENTRIES = (
     policy_loss("dro", call("dro_loss"),
         "-(A log pi - beta d^2 / 2)", sources={"coef": "actor.policy_loss.dro_beta"}, gradient="-A + beta d",
         defaults="no beta: it has to be given", goldens=recorded("compute_policy_loss_dro")),
-    policy_loss("cispo", call("cispo_loss", clip_low=0.2, clip_high=0.2),
+    policy_loss("cispo", call("cispo_loss", clip_low=0.2, clip_high=0.2, log_ratio_clip=20.0),
         "-A sg(clip(r)) log pi", sources=CLIP_OPTIONS, clamps="d to [-20, 20]", gradient="-A clip(r)",
         defaults="0.2, 0.2: r in [0.8, 1.2]; [0, 5] in ART, [0, 1.28] in Trinity, at most 0.2 in TRL",
         goldens=recorded("compute_policy_loss_cispo")),
