@@ -14,6 +14,7 @@ import numpy as np
 from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.context import RunContext
+from train.data.tokenizers import Tokenizer
 from train.distributed.exchange import run_together, send_to_leader
 from train.distributed.global_arrays import place_whole
 from train.distributed.peers import is_leader
@@ -123,7 +124,7 @@ class RolloutRecorder:
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
-        return TokenTexts(self._tokenizer.token_bytes())
+        return token_texts(self._tokenizer)
 
     def record(self, step: int, rollout: Rollout, batch: Batch, updates: Sequence[TokenValues]) -> None:
         """Records rows of a step, which counts from 1, with the values that the updates on its batch computed."""
@@ -149,6 +150,15 @@ class RolloutRecorder:
         """Waits for the last file."""
         if self._files is not None:
             self._files.close()
+
+
+def token_texts(tokenizer: Tokenizer) -> TokenTexts:
+    """Returns the texts of tokens; those of a decoder that is not supported are the texts of ids alone."""
+    try:
+        pieces = tokenizer.token_bytes()
+    except UserError:
+        pieces = [tokenizer.decode([token]).encode() for token in range(tokenizer.vocab_size)]
+    return TokenTexts(pieces)
 
 
 def chosen_rows(config: Config, step: int) -> list[int]:

@@ -13,11 +13,12 @@ import kljax
 from tests import tiny
 from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
+from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rollouts.jax_source import JaxSource
 from train.run.loop import Programs, rl_step
-from train.run.recorder import RolloutFiles, RolloutRecorder, chosen_rows, recorded_steps
+from train.run.recorder import RolloutFiles, RolloutRecorder, chosen_rows, recorded_steps, token_texts
 
 CONFIG = tiny.config_of(
     *("kl.loss.coef=0.1", "kl.rollout.coef=0.1", "rollout.policy_lag=1"),
@@ -122,3 +123,12 @@ def test_unwritable_directory_is_a_user_error(tmp_path):
     (tmp_path / "rollouts").touch()
     with pytest.raises(UserError, match=r"report\.rollouts: cannot write to"):
         RolloutFiles(tmp_path / "rollouts", max_bytes=100, done=0)
+
+
+def test_tokens_of_another_decoder_have_the_texts_of_ids_alone():
+    class Pieces(ByteTokenizer):
+        def token_bytes(self) -> list[bytes]:
+            raise UserError("model.path: decoder of tokenizer.json: got WordPiece")
+
+    ids = np.array([72, 105, ByteTokenizer().eos_id])
+    assert token_texts(Pieces()).of(ids) == token_texts(ByteTokenizer()).of(ids) == ["H", "i", ""]
