@@ -115,6 +115,9 @@ class TokenIds:
     def decode(self, ids: Iterable[int]) -> str:
         raise NotImplementedError
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        raise NotImplementedError
+
     def prompt_ids(self, example: "Example") -> list[int]:
         raise NotImplementedError
 

@@ -26,6 +26,7 @@ class RecordedRollout:
       step, row, group, policy_version: of the recording; None if it does not say.
       reward, rewards, finished: the scalar reward, rewards by name, whether the completion ended by itself.
       prompt, answer: of the example.
+      completion: text of the sampled tokens, without EOS where the recording knows it.
       ids: prompt and completion.
       token_texts: a text for each id.
       prompt_length: number of ids that were not sampled.
@@ -42,6 +43,7 @@ class RecordedRollout:
     finished: bool | None
     prompt: str
     answer: str
+    completion: str
     ids: Sequence[int]
     token_texts: Sequence[str]
     prompt_length: int
@@ -52,11 +54,6 @@ class RecordedRollout:
     def length(self) -> int:
         """Number of sampled tokens."""
         return len(self.ids) - self.prompt_length
-
-    @property
-    def completion(self) -> str:
-        """Text of the sampled tokens."""
-        return "".join(self.token_texts[self.prompt_length :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +163,7 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
             finished=record.get("finished"),
             prompt=record["prompt"],
             answer=record["answer"],
+            completion=record["completion"],
             ids=prompt_ids + completion_ids,
             token_texts=record["token_texts"],
             prompt_length=len(prompt_ids),
@@ -199,7 +197,7 @@ def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
     """Makes a rollout of a sequence of the export: what its loss mask leaves out at the start is the prompt."""
     ids, mask = record["token_ids"], record["loss_mask"]
     start = mask.index(True) if True in mask else len(mask)
-    columns = {}
+    columns, texts = {}, [f"{number} " for number in ids]
     for name, values in record.items():
         if isinstance(values, list) and name not in ("token_ids", "position_ids", "losses") and len(values) == len(ids):
             numbers = np.array([np.nan if value is None else value for value in values[start:]], np.float32)
@@ -216,8 +214,9 @@ def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
         finished=None,
         prompt=record.get("env_name") or "",
         answer="",
+        completion="".join(texts[start:]),
         ids=ids,
-        token_texts=[f"{number} " for number in ids],
+        token_texts=texts,
         prompt_length=start,
         columns=columns,
         others={},

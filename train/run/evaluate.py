@@ -10,6 +10,7 @@ import kljax
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tasks.rewards import judge
+from train.data.tokenizers import Tokenizer
 from train.distributed.exchange import exchange_json
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
@@ -64,22 +65,32 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
         chunk = examples[start : start + size]
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         if len(shown) < SHOWN:
-            shown += _shown(chunk[: SHOWN - len(shown)], completions, rows.own, judged)
+            shown += _shown(context.tokenizer, chunk[: SHOWN - len(shown)], completions, rows, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
     return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
 
 
 def _shown(
-    examples: list[Example], completions: Completions, rows: np.ndarray, judged: dict[str, np.ndarray]
+    tokenizer: Tokenizer,
+    examples: list[Example],
+    completions: Completions,
+    rows: RowSplit,
+    judged: dict[str, np.ndarray],
 ) -> list[dict[str, Any]]:
-    """Lists the first examples with their completions and rewards."""
-    every = zip(rows.tolist(), completions.texts, completions.finished.tolist(), strict=True)
-    local_entries = [entry for entry in every if entry[0] < len(examples)]
+    """Lists the first examples with their completions and rewards, and the text of all tokens of the row."""
+    tokens, masks = rows.select_own(completions.tokens), rows.select_own(completions.token_mask)
+    every = zip(rows.own.tolist(), completions.texts, completions.finished.tolist(), tokens, masks, strict=True)
+    local_entries = [
+        (row, text, flag, tokenizer.decode_all(ids[mask].tolist()))
+        for row, text, flag, ids, mask in every
+        if row < len(examples)
+    ]
     entries = sorted(entry for part in exchange_json("samples", local_entries) for entry in part)
     return [
         {
             **{"prompt": examples[row].prompt, "completion": text, "answer": examples[row].answer, "finished": flag},
+            "conversation": conversation,
             **{name: float(values[row]) for name, values in judged.items()},
         }
-        for row, text, flag in entries
+        for row, text, flag, conversation in entries
     ]

@@ -153,11 +153,17 @@ class RolloutRecorder:
 
 
 def token_texts(tokenizer: Tokenizer) -> TokenTexts:
-    """Returns the texts of tokens; those of a decoder that is not supported are the texts of ids alone."""
+    """Returns the texts of tokens, special ones as the model sees them.
+
+    Those of a decoder that is not supported are the texts of ids alone.
+    """
     try:
-        pieces = tokenizer.token_bytes()
+        pieces = list(tokenizer.token_bytes())
     except UserError:
         pieces = [tokenizer.decode([token]).encode() for token in range(tokenizer.vocab_size)]
+    for special in (tokenizer.bos_id, tokenizer.pad_id, *tokenizer.eos_ids):
+        if special is not None:
+            pieces[special] = tokenizer.decode_all([special]).encode()
     return TokenTexts(pieces)
 
 

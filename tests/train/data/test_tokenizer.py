@@ -29,6 +29,11 @@ def test_eos_is_omitted_and_other_special_ids_show():
         assert TOKENIZER.decode([56, token, 53]) == f"8{UNKNOWN}5"
 
 
+def test_every_special_id_shows_in_the_text_for_people():
+    ids = [TOKENIZER.bos_id, 56, TOKENIZER.eos_id, TOKENIZER.pad_id, TOKENIZER.vocab_size - 1]
+    assert TOKENIZER.decode_all(ids) == f"<bos>8<eos><pad>{UNKNOWN}"
+
+
 def test_invalid_bytes_and_surrogates_do_not_raise():
     assert TOKENIZER.decode([0xC3]) == UNKNOWN
     assert TOKENIZER.decode([0xC3, TOKENIZER.bos_id, 0xA9]) == UNKNOWN * 3

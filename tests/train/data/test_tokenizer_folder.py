@@ -74,6 +74,16 @@ def test_texts_are_encoded_like_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_text_as_the_model_sees_it_is_the_rendered_template(kind):
+    tokenizer = load_folder(FOLDERS / kind)
+    for case in (case for case in expected(kind)["chats"] if "ids" in case):
+        seen = tokenizer.decode_all(case["ids"])
+        # The pieces of sentencepiece begin a text after a special token with a space.
+        assert seen.replace(" ", "") == case["text"].replace(" ", "")
+        assert kind == "gemma" or seen == case["text"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_tokens_join_to_the_text(kind):
     tokenizer = load_folder(FOLDERS / kind)
     pieces = tokenizer.token_bytes()

@@ -12,6 +12,7 @@ WORDS += ["(", ")", "=", ""]
 PROMPT = 64
 IDS = 264
 SAMPLES = 8
+TEXTS = TokenTexts([f" {WORDS[number % len(WORDS)]}".encode() for number in range(IDS)])
 
 
 def make_run(root: pathlib.Path, *, rollouts: int, tokens: int, per_step: int = 16, seed: int = 0) -> pathlib.Path:
@@ -30,10 +31,9 @@ def make_run(root: pathlib.Path, *, rollouts: int, tokens: int, per_step: int = 
                 file.write(json.dumps({"phase": "eval", "step": step, "accuracy": accuracy}) + "\n")
             if step:
                 file.write(json.dumps({"phase": "train", "step": step, **_metrics(rng, step / steps)}) + "\n")
-    texts = TokenTexts([f" {WORDS[number % len(WORDS)]}".encode() for number in range(IDS)])
     for step in range(1, steps + 1):
         write_table(
-            root / "rollouts" / f"{step:08d}.parquet", _rows(rng, step, per_step, tokens), texts, {"step": step}
+            root / "rollouts" / f"{step:08d}.parquet", _rows(rng, step, per_step, tokens), TEXTS, {"step": step}
         )
     return root
 
@@ -81,6 +81,7 @@ def _rows(rng: np.random.Generator, step: int, count: int, tokens: int) -> Token
             "group": row // SAMPLES,
             "policy_version": step - 1,
             "prompt": f"question {row // SAMPLES} of step {step}",
+            "completion": "".join(TEXTS.of(ids[row, PROMPT:])),
             "answer": "42",
             "finished": bool(rng.random() < 0.9),
             "reward": float(rewards[row]),

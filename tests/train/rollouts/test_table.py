@@ -10,6 +10,7 @@ from train.data.tokenizers import ByteTokenizer
 from train.rl.token_fields import TOKEN_FIELDS, TokenField
 from train.rollouts.recorded.files import open_files
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
+from train.run.recorder import token_texts
 
 PROMPTS, COMPLETIONS = (2, 3, 0), (3, 1, 0)
 WIDTH = 7
@@ -58,12 +59,13 @@ def test_columns_of_every_shape_come_back(declared, tmp_path):
         assert record["kept_ids"] == [ids[ids >= 0].tolist() for ids in arrays["kept_ids"][index][drawn]]
 
 
-def test_texts_of_tokens_join_to_the_text():
+def test_texts_of_tokens_join_to_all_that_the_model_sees():
     tokenizer = ByteTokenizer()
-    texts = TokenTexts(tokenizer.token_bytes())
-    ids = np.array([*tokenizer.encode("a€b"), tokenizer.eos_id])
-    assert texts.of(ids) == ["a", "", "", "€", "b", ""]
-    assert texts.of(ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+    texts = token_texts(tokenizer)
+    ids = np.array([tokenizer.bos_id, *tokenizer.encode("a€b"), tokenizer.eos_id])
+    assert texts.of(ids) == ["<bos>", "a", "", "", "€", "b", "<eos>"]
+    assert "".join(texts.of(ids)) == tokenizer.decode_all(ids.tolist())
+    assert texts.of(ids[1:4]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
     assert texts.of(ids[:0]) == []
 
 

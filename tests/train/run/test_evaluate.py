@@ -27,9 +27,10 @@ def knows(digits: set[int], seen: list[int]):
         answers = [ord(str(digit + 1)) if digit in digits else ord("?") for digit in first.tolist()]
         tokens = np.array([[answer, TOKENIZER.eos_id] for answer in answers], np.int32)
         mask = np.concatenate([np.zeros(prompts.shape, bool), np.ones(tokens.shape, bool)], axis=1)
+        real = np.concatenate([np.asarray(prompt_mask), np.ones(tokens.shape, bool)], axis=1)
         return Samples(
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
-            token_mask=jax.numpy.asarray(mask),
+            token_mask=jax.numpy.asarray(real),
             completion_mask=jax.numpy.asarray(mask),
             fields={"log_probs": jax.numpy.zeros(mask.shape)},
             finished=jax.numpy.ones(len(answers), bool),
@@ -60,6 +61,9 @@ def test_each_example_counts_once(right, batch_size):
     np.testing.assert_allclose(metrics["accuracy"], 20 * len(right), rtol=1e-12)
     np.testing.assert_allclose(metrics["correct"], len(right) / 5, rtol=1e-6)
     assert [sample["prompt"] for sample in samples] == [example.prompt for example in EXAMPLES]
+    answers = [digit + 1 if digit in right else "?" for digit in range(5)]
+    seen_texts = [f"<bos>{digit}+1={answer}<eos>" for digit, answer in enumerate(answers)]
+    assert [sample["conversation"] for sample in samples] == seen_texts, "the text that the model sees"
     assert [sample["correct"] for sample in samples] == [float(digit in right) for digit in range(5)]
     assert seen == [batch_size] * -(-5 // batch_size), "one program serves every batch"
 

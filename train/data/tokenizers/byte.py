@@ -58,6 +58,12 @@ class ByteTokenizer:
                 run.clear()
         return "".join(pieces) + run.decode("utf-8", errors="replace")
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Decodes `ids` with a name for each special id, such as `<bos>`."""
+        names = {self.bos_id: b"<bos>", self.eos_id: b"<eos>", self.pad_id: b"<pad>"}
+        pieces = (bytes([token]) if 0 <= token < BYTES else names.get(token, UNKNOWN.encode()) for token in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
     def prompt_ids(self, example: "Example") -> list[int]:
         """Returns BOS and the bytes of the prompt, so that even an empty prompt has a token."""
         return [self.bos_id, *self.encode(example.prompt)]

@@ -81,11 +81,15 @@ class FolderTokenizer:
         Other special tokens keep their text, and ids without a token become U+FFFD: every sampled token must stay
         visible to the verifier.
         """
+        return self.decode_all(token for token in ids if token not in self.eos_ids)
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Decodes `ids` with the text of every special token; ids without a token become U+FFFD."""
         texts: list[str] = []
         run: list[int] = []
         for token in ids:
             if token in self._pieces:
-                run += [token] if token not in self.eos_ids else []
+                run.append(token)
             else:
                 texts += [self._tokenizer.decode(run, skip_special_tokens=False), UNKNOWN]
                 run = []

@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes `ids` without EOS ids; an id without a text becomes U+FFFD."""
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Decodes `ids` with the text of every special token, EOS included: the text as the model sees it."""
+
     def prompt_ids(self, example: "Example") -> list[int]:
         """Encodes the prompt with the chat template, or as BOS (if there is one) and the prompt."""
 

@@ -28,7 +28,7 @@ class TokenTexts:
         self._texts = np.array([_text_or_none(piece) for piece in self._bytes], object)
 
     def of(self, ids: np.ndarray) -> list[str]:
-        """Returns a text for each id; joined, they are the text of the sequence. EOS ids have an empty text."""
+        """Returns a text for each id; joined, they are the text of the sequence."""
         ids = np.minimum(ids, len(self._bytes) - 1)
         texts = self._texts[ids].tolist()
         if None not in texts:
