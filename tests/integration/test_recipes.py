@@ -1,4 +1,4 @@
-"""The recipes of pretrained models load as they are, and go to their end with a tiny model on data of the same form."""
+"""The recipes of text load as they are, and go to their end with a tiny model on data of the same form."""
 
 import json
 
@@ -17,6 +17,7 @@ RECIPES = {
     "gsm8k_qwen3_0_6b_lora": (GSM8K, {"kl_loss", "format", "overlong", "correct"}, ("lora.rank=2",)),
     "gsm8k_qwen3_8b_v5p64": (GSM8K, {"kl_loss", "format", "overlong"}, ()),
     "math_llama3_8b_h100x8": (MATH, {"kl_loss", "format", "overlong"}, ()),
+    "word_problems": (None, {"kl_loss", "correct", "anywhere", "finished"}, ("data.max_prompt_length=128",)),
     "real": (None, {"kl_loss", "correct", "anywhere", "finished"}, ("lora.rank=2", "data.max_prompt_length=128")),
     "distill_qwen3": (GSM8K, {"kl_loss", "kl_reference_exact"}, ("reference={source: base}",)),
 }
@@ -38,8 +39,8 @@ SMALL = (
 )
 
 
-# With the tiny model its loss and data are those of the recipe with LoRA, and it trains all weights as that of Llama 3.
-REPEATS = ("gsm8k_qwen3_8b_v5p64",)
+# With the tiny model, their losses and data are those of other recipes.
+REPEATS = ("gsm8k_qwen3_8b_v5p64", "real")
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,11 @@ def test_a_recipe_loads_as_it_is(name, tmp_path, monkeypatch):
     config = loaded.config
     assert loaded.warnings == ()
     assert config.name == name
-    assert config.warm_start.steps == 0
+    assert (config.warm_start.steps == 0) == (config.model.path is not None)
     devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "real": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(name, 8)
+    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "real": 1, "word_problems": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(
+        name, 8
+    )
 
 
 @pytest.mark.slow

@@ -5,8 +5,13 @@ import re
 import sys
 from pathlib import Path
 
+from train.config.interpreter import python_command
+
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 DOWNLOAD = re.compile(r"hf download (\S+) --local-dir (\S+)")
+FETCH = re.compile(r"path: (\S+) # python -m (train\.real --fetch)")
+OFFLINE = "configs/word_problems.yaml"
+"""A recipe of text that starts from no folder."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -14,7 +19,11 @@ def download_hint(folder: Path) -> str:
     """Returns the end of an error: the command that downloads the folder, or nothing for a path of no known model."""
     for recipe in sorted(RECIPES.glob("*.yaml")):
         # A recipe of a pretrained model names the command for its path in a comment.
-        for name, path in DOWNLOAD.findall(recipe.read_text(encoding="utf-8")):
+        text = recipe.read_text(encoding="utf-8")
+        for path, module in FETCH.findall(text):
+            if Path(path) == folder:
+                return f"; fetch it: {python_command()} -m {module}"
+        for name, path in DOWNLOAD.findall(text):
             if Path(path) == folder:
                 return f"; download it: {hub_program()} download {name} --local-dir {path}"
     if not HUB_NAME.fullmatch(str(folder)) or folder.parent.is_dir() or folder.parts[0] == "checkpoints":

@@ -11,9 +11,10 @@ from kljax.__main__ import main as library
 from tests.integration.command import ROOT
 from train import eval as evaluation
 from train.__main__ import main
-from train.config.download import DOWNLOAD, hub_program
+from train.config.download import DOWNLOAD, OFFLINE, hub_program
 from train.config.fields import known_fields
 from train.config.interpreter import python_command
+from train.config.load import load
 from train.config.usual_names import USUAL_NAMES
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -28,6 +29,15 @@ def test_recipe_without_its_model_names_the_download(path, tmp_path, monkeypatch
     commands = re.findall(r"download it: \S*hf download (\S+) --local-dir (\S+)$", error, re.MULTILINE)
     assert commands, error
     assert set(commands) <= set(DOWNLOAD.findall(path.read_text()))
+
+
+def test_recipe_on_a_laptop_names_its_fetch_and_one_without_a_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(ROOT / "configs/real.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"; fetch it: {python_command()} -m train.real --fetch\n")
+    assert f"{python_command()} -m train {OFFLINE} needs none" in error
+    assert load(ROOT / OFFLINE).config.model.path is None
 
 
 def test_hub_name_as_model_is_downloaded_first(tmp_path, monkeypatch, capsys):

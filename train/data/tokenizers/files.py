@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from train.config.download import download_hint
+from train.config.download import OFFLINE, download_hint
 from train.config.errors import UserError
 from train.config.interpreter import python_command
 from train.config.json_text import parse_json
@@ -45,7 +45,8 @@ def check_folder_exists(folder: Path) -> None:
             f"run {python_command()} -m train.import {folder} --to FOLDER, and set model.path to the folder"
         )
     if not is_folder:
-        kind = "it is a file" if exists else "there is no such directory"
+        without = f"{python_command()} -m train {OFFLINE} needs none"
+        kind = "it is a file" if exists else f"there is no such directory ({without})"
         raise UserError(
             f"model.path: got {str(folder)!r}, expected a Hugging Face folder, but {kind}{download_hint(folder)}"
         )
