@@ -53,6 +53,6 @@ def test_outputs_agree_to_their_last_digit(printed, expected):
     assert agrees(printed, "kl 0.4 nats") is expected
 
 
-def test_readme_links_to_every_notebook():
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"(colab/{path.name})" in readme for path in NOTEBOOKS)
+def test_readme_and_landing_page_name_every_notebook():
+    readme, landing = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    assert all(f"(colab/{path.name})" in readme and f"`colab/{path.name}`" in landing for path in NOTEBOOKS)

@@ -31,7 +31,7 @@ def test_recipe_without_its_model_names_the_download(path, tmp_path, monkeypatch
     assert set(commands) <= set(DOWNLOAD.findall(path.read_text()))
 
 
-def test_recipe_on_a_laptop_names_its_fetch_and_one_without_a_model(tmp_path, monkeypatch, capsys):
+def test_missing_real_model_names_fetch_and_offline_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([str(ROOT / "configs/real.yaml")]) == 2
     error = capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_eos_is_omitted_and_other_special_ids_show():
         assert TOKENIZER.decode([56, token, 53]) == f"8{UNKNOWN}5"
 
 
-def test_every_special_id_shows_in_the_text_for_people():
+def test_decode_all_names_every_special_id():
     ids = [TOKENIZER.bos_id, 56, TOKENIZER.eos_id, TOKENIZER.pad_id, TOKENIZER.vocab_size - 1]
     assert TOKENIZER.decode_all(ids) == f"<bos>8<eos><pad>{UNKNOWN}"
 

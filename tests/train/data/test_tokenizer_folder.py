@@ -74,7 +74,7 @@ def test_texts_are_encoded_like_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_as_the_model_sees_it_is_the_rendered_template(kind):
+def test_decode_all_of_prompt_gives_rendered_template(kind):
     tokenizer = load_folder(FOLDERS / kind)
     for case in (case for case in expected(kind)["chats"] if "ids" in case):
         seen = tokenizer.decode_all(case["ids"])

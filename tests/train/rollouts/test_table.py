@@ -59,7 +59,7 @@ def test_columns_of_every_shape_come_back(declared, tmp_path):
         assert record["kept_ids"] == [ids[ids >= 0].tolist() for ids in arrays["kept_ids"][index][drawn]]
 
 
-def test_texts_of_tokens_join_to_all_that_the_model_sees():
+def test_token_texts_join_with_special_tokens():
     tokenizer = ByteTokenizer()
     texts = token_texts(tokenizer)
     ids = np.array([tokenizer.bos_id, *tokenizer.encode("a€b"), tokenizer.eos_id])
