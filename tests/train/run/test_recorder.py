@@ -131,4 +131,4 @@ def test_tokens_of_another_decoder_have_the_texts_of_ids_alone():
             raise UserError("model.path: decoder of tokenizer.json: got WordPiece")
 
     ids = np.array([72, 105, ByteTokenizer().eos_id])
-    assert token_texts(Pieces()).of(ids) == token_texts(ByteTokenizer()).of(ids) == ["H", "i", ""]
+    assert token_texts(Pieces()).of(ids) == token_texts(ByteTokenizer()).of(ids) == ["H", "i", "<eos>"]
