@@ -125,7 +125,7 @@ def test_unwritable_directory_is_a_user_error(tmp_path):
         RolloutFiles(tmp_path / "rollouts", max_bytes=100, done=0)
 
 
-def test_tokens_of_another_decoder_have_the_texts_of_ids_alone():
+def test_unsupported_decoder_gives_texts_of_ids():
     class Pieces(ByteTokenizer):
         def token_bytes(self) -> list[bytes]:
             raise UserError("model.path: decoder of tokenizer.json: got WordPiece")
