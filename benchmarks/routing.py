@@ -3,11 +3,11 @@
     python -m benchmarks.routing
     python -m benchmarks.routing --seeds 4 --json PATH --markdown PATH
 
-Both have the same weights, which bfloat16 holds exactly, so that only the arithmetic differs. A tiny mixture of experts
-and a dense model of the same active width sample completions; the trainer scores them with the routes of its own router
-and with the recorded ones, and with faults that are planted: a layer without routes, routes of the token before, a
-weights one update away. Numbers are means over seeds, the largest error that of
-all. A missed target does not fail the command.
+Both have the same weights, which bfloat16 holds exactly, so that only the arithmetic differs. A tiny mixture, the same
+with a sharper router, and a dense model of the same active width sample completions. The trainer scores them with the
+routes of its own router and with the recorded ones, and with planted faults: a layer without routes, routes of the
+token before, weights one update away. Numbers are means over seeds, the largest error that of all. A missed target does
+not fail the command.
 """
 
 import argparse
@@ -36,6 +36,8 @@ LIMIT = 1.1
 OUTLIER = 0.1
 UPDATE = 2e-3
 """The size of an update, relative to the weights."""
+SHARPNESS = 3
+"""Factor of the logits of the sharp router."""
 ROWS = {
     "dense": "dense, the same active width",
     "chosen": "the trainer's router chooses",
@@ -44,8 +46,10 @@ ROWS = {
     "shifted": "routes of the token before",
     "lag": "one update away, it chooses",
     "lag_replayed": "one update away, replayed",
+    "sharp": "sharp router, it chooses",
+    "sharp_replayed": "sharp router, replayed",
 }
-COLUMNS = (("", ""), ("largest error", ".3f"), ("mean error", ".4f"), ("k3", ".1e"), ("exact KL", ".1e"),
+COLUMNS = (("", ""), ("largest error", ".3f"), ("mean error", ".4f"), ("k1", ".1e"), ("k3", ".1e"), ("exact KL", ".1e"),
            ("ratio off by 10 %", ".2%"), ("ESS", ".3f"), ("flips", ".2%"))  # fmt: skip
 
 
@@ -84,14 +88,18 @@ QUICK = RoutingSizes(prompts=2, tokens=4, layers=2, width=16, experts=4, active=
 def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
     """Samples once for each model, and scores the completions in each way."""
     measured: dict[str, dict[str, Any]] = {}
-    for dense in (True, False):
+    for kind in ("dense", "mixture", "sharp"):
+        dense = kind == "dense"
         sampler, trainer = _models(size, dense)
-        params = _weights(trainer, jax.random.key(seed))
+        params = _weights(trainer, jax.random.key(seed), SHARPNESS if kind == "sharp" else 1)
         sequences, log_probs = _draw(sampler, params, size, seed)
+        routes = sequences.fields.get(ROUTES)
         # The weights of the trainer, and the routes that it replays.
-        ways: dict[str, tuple[Any, Array | None]] = {"dense" if dense else "chosen": (params, None)}
-        if not dense:
-            routes, updated = sequences.fields[ROUTES], _moved(params, jax.random.key(seed + 1))
+        ways: dict[str, tuple[Any, Array | None]] = {"chosen" if kind == "mixture" else kind: (params, None)}
+        if kind == "sharp":
+            ways["sharp_replayed"] = (params, routes)
+        elif routes is not None:
+            updated = _moved(params, jax.random.key(seed + 1))
             ways |= {"replayed": (params, routes), "lost": (params, routes.at[:, :, 0].set(-1))}
             ways |= {"shifted": (params, jnp.roll(routes, 1, axis=1))}
             ways |= {"lag": (updated, None), "lag_replayed": (updated, routes)}
@@ -101,11 +109,11 @@ def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
     return measured
 
 
-def _weights(model: Decoder, key: Array) -> Any:
-    """Draws weights that bfloat16 holds exactly."""
+def _weights(model: Decoder, key: Array, sharpness: float) -> Any:
+    """Draws weights that bfloat16 holds exactly, those of routers times `sharpness`."""
 
     def scaled(path: Any, x: Array) -> Array:
-        scale = {"embed_tokens": 50.0, "lm_head": 2.0}.get(path[0].key, 1)
+        scale = {"embed_tokens": 50.0, "lm_head": 2.0}.get(path[0].key, sharpness if path[-2].key == "gate" else 1)
         return (x * scale).astype(jnp.bfloat16).astype(jnp.float32)
 
     return jax.tree_util.tree_map_with_path(scaled, init_params(model, key, make_mesh()))
@@ -169,6 +177,7 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
         results = {
             "largest": jnp.abs(error).max(),
             "mean": jnp.abs(error).sum() / count,
+            "k1": jnp.where(mask, error, 0).sum() / count,
             "k3": jnp.where(mask, jnp.expm1(-error) + error, 0).sum() / count,
             "exact": jnp.where(mask[:, 1:], exact, 0).sum() / count,
             "outliers": (mask & (jnp.abs(jnp.expm1(-error)) > OUTLIER)).sum() / count,
@@ -179,6 +188,7 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
             known = recorded[..., 0] >= 0
             flips = jnp.any(recorded != routed.chosen, axis=-1) & known
             results["flips"] = flips.sum() / known.sum()
+            results["layer_flips"] = flips.sum((0, 1)) / known.sum((0, 1))
         return results
 
     return run
@@ -187,12 +197,14 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes the table, means over seeds but for the largest error."""
     size, seeds = RoutingSizes(**fields["work"]), fields["seeds"]
-    rows = []
+    rows, layers = [], []
     for name, title in ROWS.items():
         of_seeds = [seed[name] for seed in seeds]
-        values = [mean(seed[key] for seed in of_seeds) for key in ("mean", "k3", "exact", "outliers", "ess")]
+        values = [mean(seed[key] for seed in of_seeds) for key in ("mean", "k1", "k3", "exact", "outliers", "ess")]
         values = [max(seed["largest"] for seed in of_seeds), *values]
-        rows.append([title, *values, mean(seed["flips"] for seed in of_seeds) if name != "dense" else None])
+        flips = [mean(part) for part in zip(*(seed.get("layer_flips", ()) for seed in of_seeds), strict=True)]
+        rows.append([title, *values, mean(seed["flips"] for seed in of_seeds) if flips else None])
+        layers += [[title, *flips]] if flips else []
     replayed, dense = (max(seed[name]["largest"] for seed in seeds) for name in ("replayed", "dense"))
     checks = [Check("largest error replayed, over dense", LIMIT, ratio(replayed, dense))]
     how = [
@@ -200,7 +212,8 @@ def report(fields: Mapping[str, Any]) -> Report:
         f"{size.layers} layers of {size.experts} experts, {size.active} active",
         "errors in nats",
     ]
-    return Report([table(COLUMNS, rows)], checks, fields=fields, how=how)
+    of_layers = (("flips by layer", ""), *((str(layer), ".2%") for layer in range(size.layers)))
+    return Report([table(COLUMNS, rows), table(of_layers, layers)], checks, fields=fields, how=how)
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
