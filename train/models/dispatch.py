@@ -6,8 +6,9 @@ by expert. No token is dropped: a block holds more rows than are expected, and i
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,14 @@ ROOM = 2
 """Rows of a block over the rows that a device has where all experts get as many."""
 LEAST_ROWS = 1024
 """Rows of the smallest block: few tokens spread unevenly."""
-ROW_BLOCKS = "row_blocks"
-"""Named scope of the loop over blocks."""
+SPARE = 1.25
+"""Tokens that a device sends to another in a round over those that it has for it where experts are chosen equally."""
+DEVIATIONS = 4
+"""Standard deviations of that number, for which a round has room too."""
+MOST_SENT = 0.75
+"""Tokens are exchanged, and not gathered, where a round sends at most this part of them to each device."""
+ROW_BLOCKS, ROUNDS = "row_blocks", "rounds"
+"""Named scopes of the loops over blocks, and over the rounds of an exchange."""
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +71,43 @@ class SortedRoutes:
         return SortedRoutes(order, ids, places, jnp.diff(ends, prepend=0).astype(jnp.int32))
 
 
+class ChunkSizes(NamedTuple):
+    """How the tokens of a device are cut.
+
+    Attributes:
+      chunks: their number.
+      tokens: of a device in a chunk.
+      block_rows: R.
+      sent: tokens that a device sends to each other one in a round of an exchange; None: all are gathered.
+    """
+
+    chunks: int
+    tokens: int
+    block_rows: int
+    sent: int | None
+
+    @classmethod
+    def of(cls, tokens: int, active: int, *, ways: int, row_bytes: int) -> "ChunkSizes":
+        """Cuts tokens of `row_bytes` with `active` routes each, whose experts `ways` devices share.
+
+        An exchange sends a token once to each device that has experts of it. Tokens are gathered where it would send
+        nearly all of them: to few devices, or few of them at once, whose routes spread unevenly.
+        """
+        mean = 1 - (1 - 1 / ways) ** active
+        for share in (SPARE * mean, 1.0):
+            most = max(int(CHUNK_BYTES / (row_bytes * max(ROOM * active, ways * share))), 1)
+            chunks = -(-tokens // most)
+            chunk = -(-tokens // chunks)
+            sent = math.ceil(max(share * chunk, mean * chunk + DEVIATIONS * math.sqrt(mean * chunk)))
+            if sent <= MOST_SENT * chunk:
+                return cls(chunks, chunk, _block_rows(chunk * active, ways * sent * active), sent)
+        return cls(chunks, chunk, _block_rows(chunk * active, ways * chunk * active), None)
+
+
+def _block_rows(expected: int, most: int) -> int:
+    return min(max(ROOM * expected, LEAST_ROWS), most)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertAxis:
     """How devices compute each other's tokens, each with its own experts.
@@ -74,6 +118,7 @@ class ExpertAxis:
       axes: mesh axes that split the experts and, among others, the tokens.
       partial: mesh axes over which the results of experts are still to be summed.
       block_rows: R.
+      sent: tokens that a device sends to each other one in a round of an exchange; None: tokens are gathered.
     """
 
     compute: ExpertRows
@@ -81,6 +126,91 @@ class ExpertAxis:
     axes: tuple[str, ...]
     partial: tuple[str, ...]
     block_rows: int
+    sent: int | None
+
+
+class Gather(NamedTuple):
+    """Every device gets the tokens of all devices of the axes."""
+
+    axes: tuple[str, ...]
+
+    def send(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Gathers arrays [n, c] of all devices."""
+        return [lax.all_gather(array, self.axes, tiled=True) for array in arrays]
+
+    def give_back(self, array: jax.Array) -> jax.Array:
+        """Sums the results of all devices for the tokens of this one, [n, c]."""
+        return lax.psum_scatter(array, self.axes, tiled=True)
+
+
+class Exchange(NamedTuple):
+    """Every device gets the tokens that its experts compute.
+
+    Attributes:
+      axes: mesh axes of the W devices.
+      index: [W C] int32, the tokens that go to each device; n: none.
+      places: [n, k] int32, where each token is in `index`, once for each device; W C: nowhere.
+    """
+
+    axes: tuple[str, ...]
+    index: jax.Array
+    places: jax.Array
+
+    def send(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Sends rows of arrays [n, c]; rows of no token have routes of -1, and 0 elsewhere."""
+        return [self._move(_filled(array, self.index)) for array in arrays]
+
+    def give_back(self, array: jax.Array) -> jax.Array:
+        """Sums the results of other devices [W C, c] by token, [n, c]."""
+        return _collect(self._move(array), self.index, self.places)
+
+    def _move(self, array: jax.Array) -> jax.Array:
+        return lax.all_to_all(array, self.axes, 0, 0, tiled=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SendQueues:
+    """The tokens of a chunk for each of W devices; a round sends the next C of each.
+
+    Attributes:
+      order: [n + C, W] int32, numbers of tokens, those of the device first; n: none.
+      devices: [n, k] int32, the device of each route.
+      ranks: [n, k] int32, the number of the token in the queue of that device; below 0: no route, or not the first one
+        of the token to this device.
+      rounds: int32, of the longest queue of all devices of the mesh, so that none waits for a collective of another.
+    """
+
+    order: jax.Array
+    devices: jax.Array
+    ranks: jax.Array
+    rounds: jax.Array
+
+    @classmethod
+    def of(cls, how: ExpertAxis, routes: jax.Array) -> "SendQueues":
+        """Queues tokens by their routes [n, k], of which -1 is no expert."""
+        assert how.sent is not None
+        count, ways = len(routes), lax.axis_size(how.axes)
+        devices = jnp.where(routes >= 0, routes // how.experts, ways)
+        is_for = jnp.any(devices[..., None] == jnp.arange(ways), axis=1)
+        order = jnp.argsort(~is_for, axis=0, stable=True).astype(jnp.int32)
+        lengths = jnp.sum(is_for, axis=0, dtype=jnp.int32)
+        order = jnp.where(jnp.arange(count)[:, None] < lengths, order, count)
+        ranks = jnp.take_along_axis(jnp.cumsum(is_for, axis=0, dtype=jnp.int32) - 1, jnp.minimum(devices, ways - 1), 1)
+        earlier = jnp.tril(jnp.ones((routes.shape[1],) * 2, bool), -1)
+        repeated = jnp.any((devices[:, :, None] == devices[:, None, :]) & earlier, axis=2)
+        ranks = jnp.where(repeated | (devices == ways), -1, ranks)
+        rounds = lax.pmax(-(-jnp.max(lengths) // how.sent), jax.sharding.get_abstract_mesh().axis_names)
+        return cls(jnp.pad(order, ((0, how.sent), (0, 0)), constant_values=count), devices, ranks, rounds)
+
+    def round(self, how: ExpertAxis, number: jax.Array) -> Exchange:
+        """Returns the exchange of a round."""
+        assert how.sent is not None
+        slots, ways = how.sent, self.order.shape[1]
+        index = lax.dynamic_slice_in_dim(self.order, number * slots, slots).T.reshape(-1)
+        ranks = self.ranks - number * slots
+        places = jnp.where((ranks >= 0) & (ranks < slots), self.devices * slots + ranks, ways * slots)
+        return Exchange(how.axes, index, places)
 
 
 def run_experts(compute: ExpertRows, x: jax.Array, routes: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
@@ -110,8 +240,9 @@ def run_experts_over(
 ) -> jax.Array:
     """Computes `run_experts` inside of `shard_map` where every device has a part of the experts, in the type of x.
 
-    Tokens are gathered over the axes, each device computes the rows of its experts, and sums of results return to the
-    devices of their tokens: by chunks, so that memory does not grow with the number of tokens.
+    Tokens are gathered over the axes, or sent to the devices of their experts, each device computes the rows of its
+    experts, and sums of results return to the devices of their tokens: by chunks, so that memory does not grow with the
+    number of tokens.
 
     Args:
       compute: the experts.
@@ -126,10 +257,9 @@ def run_experts_over(
       Of x, gates and float weights; the latter are summed in float32 over chunks. Activations are computed again.
     """
     count, active = routes.shape
-    chunks, chunk, block_rows = chunk_sizes(
-        count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize
-    )
-    how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, block_rows)
+    sizes = ChunkSizes.of(count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize)
+    chunks, chunk = sizes.chunks, sizes.tokens
+    how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, sizes.block_rows, sizes.sent)
 
     def split(array: jax.Array, fill: float) -> jax.Array:
         padded = jnp.pad(array, ((0, chunks * chunk - count), (0, 0)), constant_values=fill)
@@ -137,21 +267,6 @@ def run_experts_over(
 
     y = _run_chunks(how, split(x, 0), split(routes, -1), split(gates, 0), weights)
     return y.reshape(chunks * chunk, -1)[:count]
-
-
-def chunk_sizes(tokens: int, active: int, *, ways: int, row_bytes: int) -> tuple[int, int, int]:
-    """Returns the number of chunks, the tokens of a device in one, and the rows of a block.
-
-    Args:
-      tokens: of a device.
-      active: k.
-      ways: devices that split the experts.
-      row_bytes: bytes of a token.
-    """
-    most = max(CHUNK_BYTES // (row_bytes * max(ROOM * active, ways)), 1)
-    chunks = -(-tokens // most)
-    chunk = -(-tokens // chunks)
-    return chunks, chunk, min(max(ROOM * chunk * active, LEAST_ROWS), ways * chunk * active)
 
 
 def _run_block(compute: ExpertRows, block: SortedRoutes, x: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
@@ -168,18 +283,21 @@ def _run_chunks(how: ExpertAxis, x: jax.Array, routes: jax.Array, gates: jax.Arr
     """Computes [chunks, n, D] of the tokens of this device; a chunk of all devices at a time."""
 
     def run_chunk(part: tuple[jax.Array, ...]) -> jax.Array:
-        tokens, routes, gates = _gather(how, part)
-        ordered, trips = _own_routes(how, routes)
+        def run_round(transfer: Gather | Exchange, total: jax.Array) -> jax.Array:
+            tokens, routes, gates = transfer.send(part)
+            ordered, trips = _own_routes(how, routes)
 
-        def add(number: jax.Array, y: jax.Array) -> jax.Array:
-            return y + _run_block(
-                how.compute, ordered.block(number * how.block_rows, how.block_rows), tokens, gates, weights
-            )
+            def add(number: jax.Array, y: jax.Array) -> jax.Array:
+                block = ordered.block(number * how.block_rows, how.block_rows)
+                return y + _run_block(how.compute, block, tokens, gates, weights)
 
-        with jax.named_scope(ROW_BLOCKS):
-            y = lax.fori_loop(0, trips, add, jnp.zeros(tokens.shape, _wide(tokens)))
-        y = lax.psum_scatter(y, how.axes, tiled=True)
-        return (lax.psum(y, how.partial) if how.partial else y).astype(tokens.dtype)
+            with jax.named_scope(ROW_BLOCKS):
+                y = lax.fori_loop(0, trips, add, jnp.zeros(tokens.shape, _wide(tokens)))
+            return total + transfer.give_back(y)
+
+        x, routes, _ = part
+        y = _each_round(how, routes, run_round, jnp.zeros(x.shape, _wide(x)))
+        return (lax.psum(y, how.partial) if how.partial else y).astype(x.dtype)
 
     return lax.map(run_chunk, (x, routes, gates))
 
@@ -195,25 +313,32 @@ def _run_chunks_backward(how: ExpertAxis, residuals: Any, dy: jax.Array) -> tupl
     x, routes, gates, weights, trained = residuals
 
     def run_chunk(dw: Tree, part: tuple[jax.Array, ...]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
-        dy = lax.psum(part[-1], how.partial) if how.partial else part[-1]
-        tokens, routes, gates, dy = _gather(how, (*part[:-1], dy))
-        ordered, trips = _own_routes(how, routes)
+        x, routes, gates, dy = part
+        part = (x, routes, gates, lax.psum(dy, how.partial) if how.partial else dy)
 
-        def add(number: jax.Array, gradients: Tree) -> Tree:
-            block = ordered.block(number * how.block_rows, how.block_rows)
+        def run_round(transfer: Gather | Exchange, totals: Tree) -> Tree:
+            tokens, routes, gates, dy = transfer.send(part)
+            ordered, trips = _own_routes(how, routes)
 
-            def run(tokens: jax.Array, gates: jax.Array, trained: Tree) -> jax.Array:
-                return _run_block(how.compute, block, tokens, gates, _merged(trained, weights))
+            def add(number: jax.Array, gradients: Tree) -> Tree:
+                block = ordered.block(number * how.block_rows, how.block_rows)
 
-            pull = jax.vjp(run, tokens, gates, trained)[1]
-            return jax.tree.map(
-                lambda total, part: total + part.astype(total.dtype), gradients, pull(dy.astype(_wide(dy)))
-            )
+                def run(tokens: jax.Array, gates: jax.Array, trained: Tree) -> jax.Array:
+                    return _run_block(how.compute, block, tokens, gates, _merged(trained, weights))
 
-        zeros = [jnp.zeros(array.shape, _wide(array)) for array in (tokens, gates)]
-        with jax.named_scope(ROW_BLOCKS):
-            *moved, dw = lax.fori_loop(0, trips, add, (*zeros, dw))
-        dx, dgates = (lax.psum_scatter(array, how.axes, tiled=True) for array in moved)
+                pull = jax.vjp(run, tokens, gates, trained)[1]
+                return jax.tree.map(
+                    lambda total, part: total + part.astype(total.dtype), gradients, pull(dy.astype(_wide(dy)))
+                )
+
+            *totals, dw = totals
+            zeros = [jnp.zeros(array.shape, _wide(array)) for array in (tokens, gates)]
+            with jax.named_scope(ROW_BLOCKS):
+                *moved, dw = lax.fori_loop(0, trips, add, (*zeros, dw))
+            return *(total + transfer.give_back(array) for total, array in zip(totals, moved, strict=True)), dw
+
+        zeros = [jnp.zeros(array.shape, _wide(array)) for array in (x, gates)]
+        dx, dgates, dw = _each_round(how, routes, run_round, (*zeros, dw))
         return dw, (dx.astype(x.dtype), dgates.astype(gates.dtype))
 
     zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, _wide(array)), trained)
@@ -224,8 +349,13 @@ def _run_chunks_backward(how: ExpertAxis, residuals: Any, dy: jax.Array) -> tupl
 _run_chunks.defvjp(_run_chunks_forward, _run_chunks_backward, symbolic_zeros=True)
 
 
-def _gather(how: ExpertAxis, part: tuple[jax.Array, ...]) -> list[jax.Array]:
-    return [lax.all_gather(array, how.axes, tiled=True) for array in part]
+def _each_round(how: ExpertAxis, routes: jax.Array, add: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Calls `add(transfer, carry)` until all tokens of a chunk, routes [n, k], were where their experts are."""
+    if how.sent is None:
+        return add(Gather(how.axes), carry)
+    queues = SendQueues.of(how, routes)
+    with jax.named_scope(ROUNDS):
+        return lax.fori_loop(0, queues.rounds, lambda number, carry: add(queues.round(how, number), carry), carry)
 
 
 def _own_routes(how: ExpertAxis, routes: jax.Array) -> tuple[SortedRoutes, jax.Array]:
@@ -248,6 +378,12 @@ def _wide(array: jax.Array) -> Any:
     return jnp.promote_types(array.dtype, jnp.float32)
 
 
+def _filled(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes rows of an array; beyond the last one, -1 in integers and 0 elsewhere."""
+    fill = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
+    return jnp.take(array, index, axis=0, mode="fill", fill_value=fill)
+
+
 @jax.custom_vjp
 def _spread(x: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
     """Takes rows [R, D] of x [n, D] at `index`, 0 beyond the last one; `places` [n, c] say where each row went.
@@ -255,7 +391,7 @@ def _spread(x: jax.Array, index: jax.Array, places: jax.Array) -> jax.Array:
     Its transpose is `_collect`. Both gather: a scatter takes its rows one after another on a CPU, and adds in no fixed
     order on a GPU.
     """
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return _filled(x, index)
 
 
 @jax.custom_vjp

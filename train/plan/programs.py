@@ -15,7 +15,7 @@ from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
-from train.models.dispatch import ROW_BLOCKS, chunk_sizes
+from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import expected_trips
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
@@ -240,10 +240,10 @@ class AbstractRun:
         if model.experts is None:
             return {}
         row_bytes = model.width * jnp.dtype(model.dtype).itemsize
-        chunks, _, _ = chunk_sizes(tokens, model.experts.active, ways=ways, row_bytes=row_bytes)
+        chunks = ChunkSizes.of(tokens, model.experts.active, ways=ways, row_bytes=row_bytes).chunks
         # Devices that share the experts compute a chunk at a time, and get as many rows as they have.
         rows = tokens * model.experts.active / (chunks if ways > 1 else 1)
-        return {ROW_BLOCKS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
+        return {ROW_BLOCKS: 1.0, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""

@@ -1,9 +1,11 @@
-"""Plans of the compilers of TPUs and GPUs for the experts of a layer of Qwen3-30B-A3B over eight devices.
+"""Plans of the compilers of TPUs and GPUs for the experts of a layer of Qwen3-30B-A3B over devices.
 
-`compile_in` asks `ExpertCompiler` in a process of an environment with the compilers.
+`compile_in` asks `ExpertCompiler` in a process of an environment with the compilers, which `make test-aot` makes.
+`python -m tests.train.models.plan_expert_axis` prints a table of gathered and of exchanged tokens for docs/moe.md.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -14,8 +16,10 @@ from jax.sharding import NamedSharding
 
 from benchmarks.harness import environments
 from benchmarks.harness.process import start
+from benchmarks.suites import compiler
+from train.models import dispatch
 from train.models.config import DecoderConfig, ExpertsConfig, LayerKind
-from train.models.dispatch import ROW_BLOCKS, chunk_sizes
+from train.models.dispatch import MOST_SENT, ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.experts import ExpertWeights
 from train.models.grouped import expected_trips
 from train.models.layers import InitKey
@@ -23,11 +27,17 @@ from train.models.sharding import make_mesh, param_shardings, partition_spec
 from train.plan.compiler import hlo
 from train.plan.compiler.collectives import bytes_by_kind, collectives
 from train.plan.compiler.flops import count_flops
+from train.plan.compiler.lowering import LEAST_EFFORT
 from train.plan.compiler.topology import QUIET, parse_topology, topology_devices
+from train.plan.compiler.traffic import count_traffic
 
-TOPOLOGIES = {"v5p": "v5p:2x2x2", "h100": "h100:8"}
-TOKENS, WAYS = 4096, 8
-"""Tokens of a device, and devices of axis expert."""
+TOPOLOGIES = {
+    "v5p": {8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"},
+    "h100": {8: "h100:8", 16: "h100:2x8"},
+}
+"""By device and size of axis expert."""
+TOKENS = 4096
+"""Of a device."""
 SHAPE = DecoderConfig(
     vocab_size=64, layers=1, width=2048, heads=32, kv_heads=4, head_dim=128, mlp_width=6144,
     pattern=(LayerKind(mlp="experts"),), experts=ExpertsConfig(count=128, active=8, width=768), dtype="bfloat16",
@@ -43,29 +53,32 @@ class ExpertPlan:
       collectives: bytes by kind, of all executions.
       flops: operations over the operations of the three products of all rows.
       kernels: whether a kernel of Pallas runs.
+      traffic: bytes read from and written to the memory of a device.
     """
 
     temp_bytes: int
     collectives: dict[str, float]
     flops: float
     kernels: bool
+    traffic: float
 
 
-def compile_in(directory: pathlib.Path, device: str) -> ExpertPlan:
-    """Compiles the layer in a process of an environment."""
+def compile_in(directory: pathlib.Path, device: str, ways: int, **options: Any) -> ExpertPlan:
+    """Compiles the layer in a process of an environment; `options` are of `ExpertCompiler.plan`."""
     python = environments.interpreter(directory)
     with start("tests.train.models.plan_expert_axis", python=python, settings=QUIET, quiet=True) as remote:
         remote.ask(do="load")
-        return ExpertPlan(**remote.ask(do="plan", device=device))
+        return ExpertPlan(**remote.ask(do="plan", device=device, ways=ways, **options))
 
 
 class ExpertCompiler:
     """Compiles in the process of an environment."""
 
-    def plan(self, device: str) -> dict[str, Any]:
-        """Returns the fields of an `ExpertPlan`."""
-        topology = parse_topology(TOPOLOGIES[device])
-        mesh = make_mesh(expert=WAYS, devices=topology_devices(topology))
+    def plan(self, device: str, ways: int, most_sent: float = MOST_SENT, effort: float | None = None) -> dict[str, Any]:
+        """Returns the fields of an `ExpertPlan`; with a `most_sent` of 0 tokens are gathered."""
+        dispatch.MOST_SENT = most_sent
+        topology = parse_topology(TOPOLOGIES[device][ways])
+        mesh = make_mesh(expert=ways, devices=topology_devices(topology))
         experts = SHAPE.experts
         assert experts is not None
         graph, state = nnx.split(nnx.eval_shape(lambda: ExpertWeights(SHAPE, InitKey(jax.random.key(0)))))
@@ -78,7 +91,7 @@ class ExpertCompiler:
 
         def array(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(mesh, partition_spec(("rows", None, None)))
-            return jax.ShapeDtypeStruct((WAYS, TOKENS, width), dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct((ways, TOKENS, width), dtype, sharding=sharding)
 
         def step(weights: Any, x: jax.Array, gates: jax.Array, routes: jax.Array, g: jax.Array) -> Any:
             def layer(weights: Any, x: jax.Array, gates: jax.Array) -> jax.Array:
@@ -95,24 +108,42 @@ class ExpertCompiler:
             array(SHAPE.width, narrow),
         )
         with jax.set_mesh(mesh):
-            compiled = jax.jit(step).lower(weights, *arrays).compile()
+            options = {} if effort is None else {"exec_time_optimization_effort": effort}
+            compiled = jax.jit(step).lower(weights, *arrays).compile(options)
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
-        chunks, chunk, block_rows = chunk_sizes(TOKENS, active, ways=WAYS, row_bytes=2 * SHAPE.width)
-        module, trips = hlo.parse(text), {ROW_BLOCKS: 1.0} | expected_trips(chunk * active, experts.count // WAYS)
+        sizes = ChunkSizes.of(TOKENS, active, ways=ways, row_bytes=2 * SHAPE.width)
+        tiles = expected_trips(sizes.tokens * active, experts.count // ways)
+        module, trips = hlo.parse(text), {ROW_BLOCKS: 1.0, ROUNDS: 1.0} | tiles
         products = 3 * 2 * SHAPE.width * experts.width
         if device == "h100":
-            flops = count_flops(module, trips) / (products * chunks * chunk * active)
+            flops = count_flops(module, trips) / (products * sizes.chunks * sizes.tokens * active)
         else:  # Kernels tell the compiler what all rows of a block cost.
-            flops = (compiled.cost_analysis() or {})["flops"] / (products * block_rows)
+            flops = (compiled.cost_analysis() or {})["flops"] / (products * sizes.block_rows)
         plan = ExpertPlan(
             temp_bytes=memory.temp_size_in_bytes,
             collectives={kind: size for kind, (_, size) in bytes_by_kind(collectives(module, trips)).items()},
             flops=flops,
             kernels="tpu_custom_call" in text,
+            traffic=count_traffic(module, trips),
         )
         return dataclasses.asdict(plan)
 
 
 # The worker of `compile_in` calls it.
 load = ExpertCompiler
+
+
+def main() -> None:
+    """Prints the table."""
+    print("| ways | tokens are | temporaries | memory traffic | collectives |\n|--:|---|--:|--:|--:|")
+    for ways, (name, most_sent) in itertools.product((16, 64), {"gathered": 0, "exchanged": MOST_SENT}.items()):
+        plan = compile_in(compiler.DEFAULT, "v5p", ways, most_sent=most_sent, effort=LEAST_EFFORT)
+        moved = sum(plan.collectives.values()) / 1e9
+        print(
+            f"| {ways} | {name} | {plan.temp_bytes / 2**20:,.0f} MiB | {plan.traffic / 1e9:.1f} GB | {moved:.1f} GB |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,7 @@ MESHES = (
     {"expert": 2, "fsdp": 2, "tensor": 2},
     {"expert": 4, "data": 2},
     {"expert": 2, "fsdp": 2, "context": 2},
-    {"expert": 2, "tensor": 2},
+    {"expert": 4, "tensor": 2},
 )
 TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 24)
 MASK = jnp.arange(6) >= jnp.array([0, 3, 1, 2, 0, 5, 0, 4])[:, None]
@@ -47,9 +47,10 @@ ROUTES = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks of tokens, of which a device computes several blocks of rows."""
-    monkeypatch.setattr(dispatch, "CHUNK_BYTES", 16 * 4 * 8)
+    """Several chunks of tokens, which the first and the last mesh exchange, and several blocks of rows."""
+    monkeypatch.setattr(dispatch, "CHUNK_BYTES", 4 * 6 * 16 * 8)
     monkeypatch.setattr(dispatch, "LEAST_ROWS", 4)
+    monkeypatch.setattr(dispatch, "DEVIATIONS", 0)
     jax.clear_caches()
 
 
@@ -93,6 +94,17 @@ def assert_close(actual, expected):
     far = jax.tree.map(lambda x, y: float(np.abs(x - y).max() / (np.abs(y).max() or 1)), actual, expected)
     wrong = {jax.tree_util.keystr(path): part for path, part in jax.tree.leaves_with_path(far) if part > 1e-12}
     assert not wrong
+
+
+def test_tokens_are_exchanged_where_few_of_them_are_sent(monkeypatch):
+    cut = functools.partial(dispatch.ChunkSizes.of, active=3, row_bytes=16 * 8)
+    # The tokens of a device on the first, third and last mesh.
+    assert [cut(tokens, ways=ways)[::3] for tokens, ways in ((6, 8), (6, 4), (12, 4))] == [(2, 2), (2, None), (3, 3)]
+    monkeypatch.undo()
+    # Of Qwen3-30B-A3B: a micro-batch over more and more devices, and a decode step.
+    cut = functools.partial(dispatch.ChunkSizes.of, active=8, row_bytes=4096)
+    assert [cut(4096, ways=ways).sent for ways in (2, 8, 16, 64)] == [None, None, 517, 166]
+    assert cut(16, ways=16).sent is None
 
 
 @pytest.mark.parametrize("routes", ROUTES)
