@@ -1,7 +1,8 @@
 """Tokens to the experts of their routes and back, on one device and over the devices that share the experts.
 
 Shapes: N tokens, D model width, k routes of a token, E experts of a device, R rows of a block: copies of tokens, sorted
-by expert. No token is dropped: a block holds more rows than are expected, and is filled again while there are more.
+by expert. n tokens of a device are computed at once, by W devices; C of them go to each in a round of an exchange. No
+token is dropped: blocks and rounds hold more than is expected, and are filled again while there are more.
 """
 
 import dataclasses
@@ -76,9 +77,9 @@ class ChunkSizes(NamedTuple):
 
     Attributes:
       chunks: their number.
-      tokens: of a device in a chunk.
+      tokens: n.
       block_rows: R.
-      sent: tokens that a device sends to each other one in a round of an exchange; None: all are gathered.
+      sent: C; None: all tokens are gathered.
     """
 
     chunks: int
@@ -118,7 +119,7 @@ class ExpertAxis:
       axes: mesh axes that split the experts and, among others, the tokens.
       partial: mesh axes over which the results of experts are still to be summed.
       block_rows: R.
-      sent: tokens that a device sends to each other one in a round of an exchange; None: tokens are gathered.
+      sent: C; None: all tokens are gathered.
     """
 
     compute: ExpertRows
@@ -147,7 +148,7 @@ class Exchange(NamedTuple):
     """Every device gets the tokens that its experts compute.
 
     Attributes:
-      axes: mesh axes of the W devices.
+      axes: mesh axes of the devices.
       index: [W C] int32, the tokens that go to each device; n: none.
       places: [n, k] int32, where each token is in `index`, once for each device; W C: nowhere.
     """
@@ -171,7 +172,7 @@ class Exchange(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SendQueues:
-    """The tokens of a chunk for each of W devices; a round sends the next C of each.
+    """The tokens of a chunk for each device, of which a round sends the next C.
 
     Attributes:
       order: [n + C, W] int32, numbers of tokens, those of the device first; n: none.

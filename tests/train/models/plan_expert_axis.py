@@ -109,7 +109,7 @@ class ExpertCompiler:
         )
         with jax.set_mesh(mesh):
             options = {} if effort is None else {"exec_time_optimization_effort": effort}
-            compiled = jax.jit(step).lower(weights, *arrays).compile(options)
+            compiled = jax.jit(step).lower(weights, *arrays).compile(compiler_options=options)
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
         sizes = ChunkSizes.of(TOKENS, active, ways=ways, row_bytes=2 * SHAPE.width)
