@@ -149,21 +149,21 @@ class Exchange(NamedTuple):
 
     Attributes:
       axes: mesh axes of the devices.
-      index: [W C] int32, the tokens that go to each device; n: none.
-      places: [n, k] int32, where each token is in `index`, once for each device; W C: nowhere.
+      tokens: [W C] int32, those that go to each device; n: none.
+      places: [n, k] int32, where each token is among them, once for each device; W C: nowhere.
     """
 
     axes: tuple[str, ...]
-    index: jax.Array
+    tokens: jax.Array
     places: jax.Array
 
     def send(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Sends rows of arrays [n, c]; rows of no token have routes of -1, and 0 elsewhere."""
-        return [self._move(_filled(array, self.index)) for array in arrays]
+        return [self._move(_filled(array, self.tokens)) for array in arrays]
 
     def give_back(self, array: jax.Array) -> jax.Array:
         """Sums the results of other devices [W C, c] by token, [n, c]."""
-        return _collect(self._move(array), self.index, self.places)
+        return _collect(self._move(array), self.tokens, self.places)
 
     def _move(self, array: jax.Array) -> jax.Array:
         return lax.all_to_all(array, self.axes, 0, 0, tiled=True)
@@ -208,10 +208,10 @@ class SendQueues:
         """Returns the exchange of a round."""
         assert how.sent is not None
         slots, ways = how.sent, self.order.shape[1]
-        index = lax.dynamic_slice_in_dim(self.order, number * slots, slots).T.reshape(-1)
+        tokens = lax.dynamic_slice_in_dim(self.order, number * slots, slots).T.reshape(-1)
         ranks = self.ranks - number * slots
         places = jnp.where((ranks >= 0) & (ranks < slots), self.devices * slots + ranks, ways * slots)
-        return Exchange(how.axes, index, places)
+        return Exchange(how.axes, tokens, places)
 
 
 def run_experts(compute: ExpertRows, x: jax.Array, routes: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
