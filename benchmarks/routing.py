@@ -110,7 +110,7 @@ def measure_seed(size: RoutingSizes, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def _weights(model: Decoder, key: Array, sharpness: float) -> Any:
-    """Draws weights that bfloat16 holds exactly, those of routers times `sharpness`."""
+    """Draws weights that bfloat16 holds exactly; the weights of routers are times `sharpness`."""
 
     def scaled(path: Any, x: Array) -> Array:
         scale = {"embed_tokens": 50.0, "lm_head": 2.0}.get(path[0].key, sharpness if path[-2].key == "gate" else 1)

@@ -66,19 +66,19 @@ RESUMED = [("tokens", 0), ("tokens", 1), ("experts", 1), ("adapters of experts",
 @pytest.mark.parametrize(("name", "step"), RESUMED)
 def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tmp_path, name, step):
     """From that before RL it repeats the whole run."""
-    whole = split(name)
-    root = shutil.copytree(whole, tmp_path / "smoke")
+    split_run = split(name)
+    root = shutil.copytree(split_run, tmp_path / "smoke")
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(root / "checkpoints" / str(later))
     run_here(*recipe, *SPLITS[name][1:], f"output={tmp_path}", "--resume").succeeded()
-    got, expected = records(root, "train"), records(whole, "train")
+    got, expected = records(root, "train"), records(split_run, "train")
     assert len(got) == STEPS
     assert got[:step] == expected[:step]
     assert_close(got, expected, ["loss", "entropy", "grad_norm", "reward"])
-    assert_close(records(root, "eval"), records(whole, "eval"), ["reward"])
+    assert_close(records(root, "eval"), records(split_run, "eval"), ["reward"])
     for last in range(STEPS + 1):
-        assert (root / f"samples/{last}.jsonl").read_text() == (whole / f"samples/{last}.jsonl").read_text()
-    first, state, wanted = (state_arrays(run, at) for run, at in ((whole, 0), (root, STEPS), (whole, STEPS)))
+        assert (root / f"samples/{last}.jsonl").read_text() == (split_run / f"samples/{last}.jsonl").read_text()
+    first, state, wanted = (state_arrays(run, at) for run, at in ((split_run, 0), (root, STEPS), (split_run, STEPS)))
     assert state.keys() == wanted.keys()
     for array in (array for array in wanted if array.startswith(("trainable.", "opt_state.", "reference."))):
         scale = np.abs(wanted[array]).max()
@@ -88,8 +88,8 @@ def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tm
 
 
 @pytest.mark.parametrize("name", ["experts", "adapters of experts"])
-def test_export_of_split_experts_has_the_weights_of_the_run(split, tmp_path, name):
-    """Of an adapter, which PEFT cannot hold, the sum with the base."""
+def test_exported_experts_are_the_weights_of_the_run(split, tmp_path, name):
+    """An adapter of experts, which PEFT cannot hold, is added to the base."""
     root, folder = split(name), tmp_path / "hf"
     assert export([str(root), "--to", str(folder), *(["--merge"] if "adapter" in name else [])]) == 0
     tensors, state = load_file(folder / "model.safetensors"), state_arrays(root, STEPS)

@@ -149,7 +149,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       axes: mesh axes of the devices.
-      tokens: [W C] int32, those that go to each device; n: none.
+      tokens: [W C] int32, the tokens that go to each device; n: none.
       places: [n, k] int32, where each token is among them, once for each device; W C: nowhere.
     """
 
@@ -175,7 +175,7 @@ class SendQueues:
     """The tokens of a chunk for each device, of which a round sends the next C.
 
     Attributes:
-      order: [n + C, W] int32, numbers of tokens, those of the device first; n: none.
+      order: [n + C, W] int32, numbers of the tokens for each device; n: no more.
       devices: [n, k] int32, the device of each route.
       ranks: [n, k] int32, the number of the token in the queue of that device; below 0: no route, or not the first one
         of the token to this device.

@@ -96,7 +96,7 @@ def assert_close(actual, expected):
     assert not wrong
 
 
-def test_tokens_are_exchanged_where_few_of_them_are_sent(monkeypatch):
+def test_tokens_are_exchanged_if_few_are_sent(monkeypatch):
     cut = functools.partial(dispatch.ChunkSizes.of, active=3, row_bytes=16 * 8)
     # The tokens of a device on the first, third and last mesh.
     assert [cut(tokens, ways=ways)[::3] for tokens, ways in ((6, 8), (6, 4), (12, 4))] == [(2, 2), (2, None), (3, 3)]
