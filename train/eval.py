@@ -85,7 +85,7 @@ def show(
     from train.run.directory import flat_fields
     from train.run.display import default_console, print_evaluation, write_summary
     from train.run.saved_run import SavedRun, fitting
-    from train.run.setup import make_context
+    from train.run.setup import make_context, with_local_model
 
     if file is not None:
         check_output("--json", file)
@@ -94,7 +94,7 @@ def show(
     saved = None if loaded is not None else SavedRun.at(what, overrides)
     start = saved or loaded
     assert start is not None
-    config = fitting(start.config)
+    config = with_local_model(fitting(start.config))
     agree("command", {**flat_fields(config), "--step": step})
     context = make_context(config)
     if not context.held_out:

@@ -1,4 +1,7 @@
-"""`python -m train.export RUN --to FOLDER`: a step of a run as a Hugging Face, a PEFT or an orbax folder."""
+"""`python -m train.export RUN --to FOLDER`: a step of a run as a Hugging Face, a PEFT or an orbax folder.
+
+With `--push org/name` the folder is uploaded to the Hugging Face Hub.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax
+    from train.config.schema import Config
     from train.data.tokenizers import Tokenizer
     from train.models import Decoder
 
@@ -25,6 +29,7 @@ examples:
   python -m train.export runs/lora --to exports/merged --merge --dtype float32
   python -m train.export runs/full --to exports/step-200 --step 200
   python -m train.export runs/lora --to exports/adapter --format orbax # for reference.path of another run
+  python -m train.export runs/lora --push org/name                     # to the Hub, as private if it is new
 """
 
 
@@ -34,7 +39,13 @@ def parser() -> argparse.ArgumentParser:
         "train.export", "Write the policy of a run as a folder that others load. Nothing is ever overwritten.", EXAMPLES
     )
     command.add_argument("run", metavar="RUN", type=Path, help="directory of a run, such as runs/quickstart")
-    command.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="where to write; must not exist yet")
+    command.add_argument("--to", metavar="FOLDER", type=Path, help="where to write; must not exist yet")
+    command.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="upload the folder to this repository of the Hugging Face Hub, as one commit; a new one is private. "
+        "Without --to the folder is exports/NAME",
+    )
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument(
         "--format",
@@ -62,10 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
 
     def command() -> None:
+        if options.to is None and options.push is None:
+            raise UserError("--to: got nothing, expected a folder to write; or give --push org/name")
         with joined_processes(options):
             export(
                 options.run,
-                options.to,
+                options.to or Path("exports", options.push.rpartition("/")[2]),
+                push_to=options.push,
                 step=options.step,
                 form=options.format,
                 merge=options.merge,
@@ -87,11 +101,13 @@ def export(
     dtype: str | None = None,
     base_name: str | None = None,
     drop_router_bias: bool = False,
+    push_to: str | None = None,
 ) -> None:
-    """Writes a step of the run at `root` to `target`, completely or not at all, and prints a line.
+    """Writes a step of the run at `root` to `target`, completely or not at all, pushes it, and prints a line.
 
     Raises:
-      UserError: something cannot be read, or options contradict each other; nothing was written.
+      UserError: something cannot be read, or options contradict each other; nothing was written. Or the Hub refused
+        the folder, which stays.
     """
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
@@ -101,27 +117,23 @@ def export(
     from train.distributed.peers import is_leader
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import config_mesh
+    from train.weights import hub
     from train.weights.files import check_free
     from train.weights.model import make_model
 
     saved = SavedRun.at(root)
     config = fitting(saved.config)
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
-    if form == "hf" and config.routing.bias_update_rate > 0 and not drop_router_bias:
-        raise UserError(
-            "--format: got hf, which has no tensor for the bias that the routers of the run have "
-            "(routing.bias_update_rate); use --format orbax, or leave it out with --drop-router-bias: the routers then "
-            "choose other experts"
-        )
-    if drop_router_bias and (form != "hf" or config.routing.bias_update_rate == 0):
-        why = f"the format is {form}" if form != "hf" else "the routers of the run have no bias"
-        raise UserError(f"--drop-router-bias: only --format hf drops a bias, but {why}; leave the flag out")
+    _check_router_bias(config, form, drop=drop_router_bias)
     step = saved.step(step)
-    agree("command", {"--to": str(target), "--format": form, "--merge": merge, "--dtype": dtype, "--step": step})
+    flags = {"--to": str(target), "--format": form, "--merge": merge, "--dtype": dtype, "--push": push_to}
+    agree("command", {**flags, "--step": step})
     try:
         on_leader("--to", lambda: check_free(target))
     except FileExistsError as error:
         raise UserError(f"--to: {error}") from error
+    if push_to is not None:
+        on_leader("--push", lambda: hub.make_repository(push_to))
     tokenizer, mesh = load_tokenizer(config), config_mesh(config)
     model = make_model(config, tokenizer)
     with jax.set_mesh(mesh):
@@ -139,6 +151,21 @@ def export(
             f"The base was held in {quantization}: these are the weights that it stands for, which the adapter was "
             "trained on."
         )
+    if push_to is not None:
+        print(hub.push(target, push_to, f"Step {step} of {root.name}, {form}"))
+
+
+def _check_router_bias(config: "Config", form: str, *, drop: bool) -> None:
+    """Raises `UserError` if the format has no place for a bias of the routers, or `--drop-router-bias` drops none."""
+    if form == "hf" and config.routing.bias_update_rate > 0 and not drop:
+        raise UserError(
+            "--format: got hf, which has no tensor for the bias that the routers of the run have "
+            "(routing.bias_update_rate); use --format orbax, or leave it out with --drop-router-bias: the routers then "
+            "choose other experts"
+        )
+    if drop and (form != "hf" or config.routing.bias_update_rate == 0):
+        why = f"the format is {form}" if form != "hf" else "the routers of the run have no bias"
+        raise UserError(f"--drop-router-bias: only --format hf drops a bias, but {why}; leave the flag out")
 
 
 class _Options(NamedTuple):

@@ -29,7 +29,10 @@ def download_hint(folder: Path) -> str:
     if not HUB_NAME.fullmatch(str(folder)) or folder.parent.is_dir() or folder.parts[0] == "checkpoints":
         return ""
     path = Path("checkpoints") / folder.name
-    return f"; download it: {hub_program()} download {folder} --local-dir {path}, and set the field to {path}"
+    return (
+        f"; download it: {hub_program()} download {folder} --local-dir {path}, and set the field to {path} "
+        "(or set model.revision to the full hash of a commit)"
+    )
 
 
 def hub_program() -> str:

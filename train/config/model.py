@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from train.config.types import EvenSize, LoraTargets, PathText, Positive, Section, Size
+from train.config.types import CommitHash, EvenSize, LoraTargets, PathText, Positive, Section, Size
 
 DType = Literal["float32", "bfloat16"]
 Quantization = Annotated[
@@ -46,7 +46,9 @@ class Experts(Section):
 
 class Model(Section):
     path: PathText | None = None
-    """Hugging Face folder or GGUF file to start from, which sets the shape, so leave the shape fields out."""
+    """Hugging Face folder, GGUF file or, with revision, org/name on the Hub to start from; sets the shape."""
+    revision: CommitHash | None = None
+    """Full hash of the commit of path on the Hugging Face Hub; null: path is on this machine."""
     dtype: DType = "float32"
     """Dtype of the decoder's computation; norms, softmax, log-probs and the optimizer use float32."""
     param_dtype: DType = "float32"
@@ -104,6 +106,7 @@ class Model(Section):
 
 NOT_SHAPE = (
     "path",
+    "revision",
     "dtype",
     "param_dtype",
     "quantization",

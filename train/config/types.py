@@ -65,6 +65,11 @@ NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+CommitHash = Annotated[
+    str,
+    Field(pattern=r"^[0-9a-f]{40}$"),
+    "the full hash of a commit, 40 hexadecimal digits (a branch or tag can move)",
+]
 RunName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),

@@ -40,7 +40,7 @@ from train.run.setup import (
     first_state,
     make_base,
     make_context,
-    with_imported_model,
+    with_local_model,
 )
 from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
@@ -56,7 +56,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     began, console = time.perf_counter(), default_console()
     config, resume = _start_of_leader(loaded.config, resume)
-    config = with_imported_model(config)
+    config = with_local_model(config)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))

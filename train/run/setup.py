@@ -1,6 +1,7 @@
 """Setting up a run: the context, the base weights, and the state before RL."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from train.run.guard import check_finite
 from train.run.metrics import Metrics
 from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
+from train.weights.hub import hub_folder
 from train.weights.huggingface import check_folder
 from train.weights.model import field_errors, make_policy_model, trained_pad, unquantized, warn_of_pad
 from train.weights.orbax import save_base
@@ -45,28 +47,36 @@ from train.weights.peft import check_adapter, load_adapter
 Tree = Any
 
 
-def with_imported_model(config: Config) -> Config:
-    """Imports the GGUF file at `model.path`, unless it was before, and returns a config with the path of its folder.
+def with_local_model(config: Config) -> Config:
+    """Returns a config whose `model.path` is a folder: downloads a name on the Hub, imports a GGUF file.
+
+    Each process asks for the files of a name, as every host has a cache of its own; GGUF files are imported by the
+    leader. Neither is done again.
 
     Raises:
-      UserError: the file is damaged or not understood, or the folder beside it was made of another file or cannot be
-        written.
+      UserError: the Hub does not give the commit; or the GGUF file is damaged or not understood, or the folder beside
+        it was made of another file or cannot be written.
     """
-    path = config.model.path
-    if path is None or not is_gguf(path):
+    path, revision = config.model.path, config.model.revision
+    if path is not None and revision is not None and Path(path).name != revision:
+        folder = run_together("model", lambda: str(hub_folder(path, revision)))
+    elif path is not None and is_gguf(path):
+        folder = on_leader("model", lambda: _import_beside(path))
+    else:
         return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
 
-    def imported() -> str:
-        try:
-            with field_errors("model.path"):
-                return str(imported_folder(path))
-        except OSError as error:
-            raise UserError(
-                f"model.path: cannot import {path} beside it: {error.strerror or error}; "
-                f"run {python_command()} -m train.import {path} --to FOLDER, and set model.path to the folder"
-            ) from error
 
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": on_leader("model", imported)})})
+def _import_beside(path: str) -> str:
+    """Imports a GGUF file, unless it was before; returns the folder beside it."""
+    try:
+        with field_errors("model.path"):
+            return str(imported_folder(path))
+    except OSError as error:
+        raise UserError(
+            f"model.path: cannot import {path} beside it: {error.strerror or error}; "
+            f"run {python_command()} -m train.import {path} --to FOLDER, and set model.path to the folder"
+        ) from error
 
 
 def make_context(config: Config) -> RunContext:

@@ -53,6 +53,7 @@ def test_a_folder_decides_the_shape(folder):
     assert config.warm_start.steps == 0
     assert set(config.model.model_dump()) == {
         "path",
+        "revision",
         "dtype",
         "param_dtype",
         "quantization",

@@ -1,9 +1,11 @@
 """Rows and parameters over the devices."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from train.config.checks.problem import Problem, problem
+from train.config.download import HUB_NAME
 from train.config.mesh import ROW_AXES, WIDTH_AXES, Parts, describe_mesh
 from train.config.model import BYTE_VOCABULARY, PRESETS
 from train.config.plan import Layout, Plan
@@ -165,6 +167,20 @@ def _folder(config: Config) -> Iterator[Problem]:
         yield problem(line, "model.path", *fields)
 
 
+def _revision(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.revision is None:
+        return
+    if model.path is None:
+        yield problem("got a commit without model.path; set that to org/name", "model.revision", "model.path")
+        return
+    path = Path(model.path)
+    # The cache of the Hub, which a run is continued from, has a folder named by the commit.
+    if path.name != model.revision and (path.is_dir() or not HUB_NAME.fullmatch(model.path)):
+        line = f"got a commit for {model.path!r}, which is no name on the Hub, as org/name; leave it out for a folder"
+        yield problem(line, "model.revision", "model.path")
+
+
 def _trained_dtype(config: Config) -> Iterator[Problem]:
     if config.model.param_dtype != "bfloat16":
         return
@@ -258,6 +274,7 @@ CHECKS = (
     _sampling_mesh,
     _host_memory,
     _folder,
+    _revision,
     _trained_dtype,
     _quantization,
 )
