@@ -7,6 +7,7 @@ AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
 TRANSFORMERS_VENV := .venv-transformers
 RECORDERS_VENV := .venv-recorders
+TUNIX_VENV := .venv-tunix
 UV_VERSION := 0.13.8
 WORKERS ?= 2
 # Each worker starts with tests that stand side by side, which share fixtures and compiled operations.
@@ -80,7 +81,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-report report-page find-newest-python check lint format types docs lock clean
+.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -127,9 +128,10 @@ test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names
 
 check: lint types test ## lint, types and test: the first commands of CI
 
-lint: $(VENV)/.ready ## ruff: rules and format, without changing a file
+lint: $(VENV)/.ready ## ruff: rules and format, without changing a file; hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint .ci/Dockerfile
 
 format: $(VENV)/.ready ## ruff: repairs what it can, and formats
 	$(BIN)/ruff check --fix .
@@ -212,6 +214,16 @@ $(RECORDERS_VENV)/.ready:
 test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
 	$(BIN)/python -m tests.recorders --torch-env $(RECORDERS_VENV) $(ARGS)
 
+# The release of Tunix that the extra names, and JAX of its choice; Tunix needs Python 3.12.
+$(TUNIX_VENV)/.ready: pyproject.toml
+	$(call check-python,$(NEWEST_PYTHON),NEWEST_PYTHON,3.12|3.13)
+	$(NEWEST_PYTHON) -m venv $(TUNIX_VENV)
+	$(TUNIX_VENV)/bin/python -m pip install --quiet -e '.[tunix]' pytest==9.2.0 hypothesis==6.170.15
+	touch $(TUNIX_VENV)/.ready
+
+test-tunix: $(TUNIX_VENV)/.ready ## kljax inside the learner of Tunix; needs PyPI and Python 3.12
+	$(TUNIX_VENV)/bin/python -m pytest -q -W default tests/integrations/tunix $(ARGS)
+
 # The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
 test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium; trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
@@ -229,4 +241,4 @@ test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## the pretrained model ag
 	$(BIN)/python -m pytest -q -n 0 tests/real $(ARGS)
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
