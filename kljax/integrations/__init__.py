@@ -1,0 +1,1 @@
+"""kljax inside other trainers, a module each; nothing here is loaded by `import kljax`."""
