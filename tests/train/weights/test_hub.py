@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.train.config.built import build, problems
+from train import export
 from train.config.errors import UserError
 from train.run.setup import with_local_model
 from train.weights import hub
@@ -167,3 +168,8 @@ def test_push_without_write_access_is_refused(server, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(UserError, match="--push: nobody is logged in to the Hub"):
         hub.make_repository("org/new")
+
+
+def test_export_without_a_target_is_refused(capsys):
+    assert export.main(["runs/none"]) == 2
+    assert "--to: got nothing, expected a folder to write; or give --push org/name" in capsys.readouterr().err
