@@ -2,6 +2,7 @@
 
 from train.models.cache import DecoderState, KeyValues
 from train.models.config import (
+    ClampedSwiglu,
     DecoderConfig,
     ExpertsConfig,
     LayerKind,
@@ -17,6 +18,7 @@ from train.models.rope import RopeTables, rope_tables
 from train.models.transformer import Transformer
 
 __all__ = [
+    "ClampedSwiglu",
     "Decoder",
     "DecoderConfig",
     "DecoderState",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from train.models.kernels import choose_kernel, cudnn_attention, splash_attention
 from train.models.sharding import axis_size
@@ -56,11 +57,14 @@ class AttentionOptions:
       sliding: whether this is a sliding layer, also as a traced scalar.
       scale: factor of the scores; None: `H ** -0.5`.
       softcap: scores z become `softcap * tanh(z / softcap)`; None: unchanged.
+      sinks: [N] float, a score of each head that no key has and no value follows: its share of the softmax is lost.
+        None: there is none.
     """
 
     sliding: bool | jax.Array = False
     scale: float | None = None
     softcap: float | None = None
+    sinks: jax.Array | None = None
 
 
 def token_positions(token_mask: jax.Array) -> jax.Array:
@@ -125,10 +129,10 @@ def attend(
       key: [B, S, K, H] with N a multiple of K, finite also where masked.
       value: [B, S, K, H], finite also where masked.
       mask: the keys of each query.
-      options: layer kind, scale and softcap.
+      options: layer kind, scale, softcap and sinks.
     """
     seen = mask.for_layer(options.sliding)
-    kernel = None if mask.segments is None else choose_kernel(query, key, options.softcap)
+    kernel = None if mask.segments is None else choose_kernel(query, key, options.softcap, options.sinks)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     if kernel == "splash" and mask.by_segments and mask.segments is not None:
         output = splash_attention(
@@ -140,15 +144,17 @@ def attend(
             sliding=options.sliding,
             scale=scale,
             softcap=options.softcap,
+            sinks=options.sinks,
         )
         return jnp.where(mask.segments[:, -query.shape[1] :, None, None] > 0, output, 0)
     if kernel == "cudnn":
         output = cudnn_attention(query, key, value, seen, scale=scale)
     else:
-        if options.softcap is None and query.dtype != jnp.float64:  # its softmax is in float32 whatever the type
+        is_plain = options.softcap is None and options.sinks is None
+        if is_plain and query.dtype != jnp.float64:  # its softmax is in float32 whatever the type
             products = functools.partial(jax.nn.dot_product_attention, scale=scale)
         else:
-            products = functools.partial(_attend, scale=scale, softcap=options.softcap)
+            products = functools.partial(_attend, scale=scale, softcap=options.softcap, sinks=options.sinks)
         # A split axis of tokens would be gathered by the slices of a block.
         is_causal = mask.segments is not None and axis_size("tokens") == 1
         blocks = min(query.shape[1] // QUERY_BLOCK, MAX_QUERY_BLOCKS) if is_causal else 1
@@ -188,7 +194,14 @@ def _attend_in_blocks(
 
 
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, softcap: float | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     rows, length, heads, head_dim = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)
@@ -196,5 +209,12 @@ def _attend(
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=wide) * scale
     capped = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     lowest = jnp.finfo(wide).min / 2
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1).astype(query.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(rows, length, heads, head_dim)
+    masked = jnp.where(mask[:, :, None], capped, lowest)
+    if sinks is None:
+        weights = jax.nn.softmax(masked, axis=-1)
+    else:
+        sink = sinks.astype(wide).reshape(key.shape[2], -1, 1, 1)
+        top = lax.stop_gradient(jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), sink))
+        exponentials = jnp.exp(masked - top)
+        weights = exponentials / (jnp.sum(exponentials, axis=-1, keepdims=True) + jnp.exp(sink - top))
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(query.dtype), value).reshape(rows, length, heads, head_dim)

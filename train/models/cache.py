@@ -236,7 +236,7 @@ class GroupCache:
         """Computes the attention of one query per row, [B, 1, N, H]; the formula of `train.models.attention.attend`.
 
         One softmax over two arrays of scores: both are shifted by the larger of their maxima, and their sums of
-        exponentials are added.
+        exponentials are added, with that of the sink.
         """
         rows, _, heads, head_dim = query.shape
         wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -251,9 +251,13 @@ class GroupCache:
         near = self.completions.scores(grouped, seen[..., columns:], options)
         far = self.prompts.scores(self._by_prompt(grouped), self._by_prompt(prompt_seen), options)
         top = jnp.maximum(_max(near), self._by_row(_max(far)))
+        if options.sinks is not None:
+            sinks = options.sinks.astype(wide).reshape(*grouped.shape[1:3], 1)
+            top = jnp.maximum(top, sinks)
         near, far = jnp.exp(near - top), jnp.exp(far - self._by_prompt(top))
         output = weighted_values(near, self.completions) + self._by_row(weighted_values(far, self.prompts))
-        output = output / (_sum(near) + self._by_row(_sum(far)))
+        total = _sum(near) + self._by_row(_sum(far))
+        output = output / (total if options.sinks is None else total + jnp.exp(sinks - top))
         output = output.astype(query.dtype).reshape(rows, 1, heads, head_dim)
         return jnp.where(jnp.any(seen, axis=-1, keepdims=True), output, 0)
 

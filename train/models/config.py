@@ -143,6 +143,19 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """The activation of GPT-OSS: `(clip(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`, g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"swiglu.{name}: got {value}, expected a number > 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """The shape of a mixture of experts.
 
@@ -155,6 +168,8 @@ class ExpertsConfig:
       shared_width: hidden width of an expert that computes every token, times a sigmoid; None: there is none.
       choice_bias: whether a bias of each expert, which has no gradient, is added to the probabilities for the choice of
         the experts alone.
+      bias: whether the router and the projections of the experts have biases (GPT-OSS).
+      swiglu: activation of the experts in place of the decoder's; None: `act(gate) * up`.
 
     Raises:
       ValueError: a number below 1, or more active experts than there are.
@@ -167,6 +182,8 @@ class ExpertsConfig:
     wide_gates: bool = False
     shared_width: int | None = None
     choice_bias: bool = False
+    bias: bool = False
+    swiglu: ClampedSwiglu | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "active", "width", "shared_width"):
@@ -207,6 +224,7 @@ class DecoderConfig:
       qkv_bias, output_bias, mlp_bias: biases of q/k/v_proj, of o_proj, of the three projections of the MLP.
       qk_norm: RMSNorm on every head's query and key.
       wide_qk_norm: RMSNorm on the queries, and on the keys, of all heads together (OLMoE).
+      sinks: each head has a learned score of no value, which takes its share of every softmax (GPT-OSS).
       qkv_clip: queries, keys and values are clipped to `[-clip, clip]`; None: unchanged.
       experts: the mixture of the layers whose MLP kind is "experts"; None: there are none.
       replay_threshold: a replayed expert is used if its probability is at least this share of the least probable expert
@@ -246,6 +264,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    sinks: bool = False
     qkv_clip: float | None = None
     experts: ExpertsConfig | None = None
     replay_threshold: float = 0.0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from train.models.config import DecoderConfig, ExpertsConfig
+from train.models.config import ClampedSwiglu, DecoderConfig, ExpertsConfig
 from train.models.dispatch import run_experts, run_experts_over
 from train.models.grouped import grouped_dot
 from train.models.layers import InitKey, Int8Kernel, kaiming_uniform, param, projection, residual_scale
@@ -46,7 +46,7 @@ class Routed:
 
 
 class ExpertMlp(nnx.Module):
-    """`sum over the routes e of a token: gate_e(x) down_e(act(gate_proj_e(x)) * up_proj_e(x))`.
+    """`sum over the routes e of a token: gate_e(x) down_e(act(gate_proj_e(x)) * up_proj_e(x))`, or `ClampedSwiglu`.
 
     Gates are the softmax of the router's logits, computed in float32, at the routes. The routes are the k experts with
     the largest probability plus bias, of equal ones the lower, unless `LayerContext.routes` has others.
@@ -56,7 +56,8 @@ class ExpertMlp(nnx.Module):
         assert config.experts is not None
         self.config, experts = config, config.experts
         router = dataclasses.replace(config, quantization=None)
-        self.gate = projection(router, "gate", (config.width, experts.count), ("embed", "router"), key)
+        sizes = (config.width, experts.count)
+        self.gate = projection(router, "gate", sizes, ("embed", "router"), key, bias=experts.bias)
         if experts.choice_bias:
             # Float32 whatever the other parameters are: its steps are small.
             self.choice_bias = param(jnp.zeros(experts.count), ("router",))
@@ -145,6 +146,8 @@ def _with_replacements(scores: jax.Array, recorded: jax.Array, passes: jax.Array
 class ExpertLinear(nnx.Module):
     """The matrices [E, I, O] of one projection of all experts, with adapters [E, I, r] and [E, r, O] if it is a target.
 
+    Biases [E, O] are there if the mixture has some.
+
     Args:
       config: the decoder.
       name: of the projection.
@@ -170,6 +173,8 @@ class ExpertLinear(nnx.Module):
         normal = jax.nn.initializers.normal(init_scale * sizes[0] ** -0.5)
         kernel = normal(key.draw(0, 1), (count, *sizes), jnp.dtype(config.param_dtype))
         self.kernel = param(kernel, self.axes) if config.quantization is None else Int8Kernel(kernel, self.axes)
+        if config.experts.bias:
+            self.bias = param(jnp.zeros((count, sizes[1]), jnp.dtype(config.param_dtype)), ("expert", axes[1]))
         lora = config.lora if config.lora is not None and name in config.lora.targets else None
         self.lora_scale = None if lora is None else lora.scale
         if lora is not None:
@@ -185,12 +190,15 @@ class ExpertLinear(nnx.Module):
         """
         expert, *axes = (None if axis == "expert_embed" else axis for axis in self.axes)
         split: dict[str, tuple[str | None, ...]] = {"kernel": (expert, *axes), "scale": (expert, axes[1])}
+        split["bias"] = (expert, axes[1])
         split |= {"lora_A": (expert, axes[0], None), "lora_B": (expert, None, axes[1])}
         arrays = {"kernel": self.kernel.qvalue[...] if isinstance(self.kernel, Int8Kernel) else self.kernel[...]}
         if isinstance(self.kernel, Int8Kernel):
             arrays["scale"] = self.kernel.scale[...]
         elif axis_size("expert_embed") > 1:
             arrays["kernel"] = arrays["kernel"].astype(dtype)
+        if hasattr(self, "bias"):
+            arrays["bias"] = self.bias[...]
         if self.lora_scale is not None:
             arrays |= {"lora_A": self.lora_A[...], "lora_B": self.lora_B[...]}
         return {name: constrain(x, *split[name]) for name, x in arrays.items()}, {name: split[name] for name in arrays}
@@ -243,6 +251,10 @@ def _run_experts(
     compute = functools.partial(_expert_rows, config=config, scales=scales)
     tokens, routes, gates = (array.reshape(-1, array.shape[-1]) for array in (x, routes, gates))
     split, partial = (mesh_axes(axis) if axis_size(axis) > 1 else () for axis in ("expert", "mlp"))
+    if partial and "bias" in weights["down"]:
+        # Each device has a part of the sum of hidden units; one of them adds the bias.
+        bias = jnp.where(lax.axis_index(partial) == 0, weights["down"]["bias"], 0)
+        weights = {**weights, "down": {**weights["down"], "bias": bias}}
     if split:
         y = run_experts_over(compute, tokens, routes, gates, weights, axes=split, partial=partial)
     else:
@@ -261,20 +273,31 @@ def _expert_rows(
     scales: Mapping[str, float | None],
 ) -> jax.Array:
     """Computes rows [R, D] by their experts, as `train.models.dispatch.ExpertRows` says."""
+    assert config.experts is not None
     product = functools.partial(expert_product, ids=ids, sizes=sizes)
-    hidden = activate(config, product(rows, weights["gate"], scale=scales["gate"]))
-    hidden = hidden * product(rows, weights["up"], scale=scales["up"])
+    gate, up = (product(rows, weights[name], scale=scales[name]) for name in ("gate", "up"))
+    swiglu = config.experts.swiglu
+    hidden = activate(config, gate) * up if swiglu is None else clamped_swiglu(swiglu, gate, up)
     return product(hidden, weights["down"], scale=scales["down"])
+
+
+def clamped_swiglu(swiglu: ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Computes the activation that `ClampedSwiglu` says; a value at the limit has its gradient, as in torch."""
+    limit = swiglu.limit
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(jnp.abs(up) > limit, limit * jnp.sign(up), up)
+    return (up + 1) * gate * jax.nn.sigmoid(swiglu.alpha * gate)
 
 
 def expert_product(
     x: jax.Array, arrays: Mapping[str, jax.Array], *, ids: jax.Array, sizes: jax.Array, scale: float | None
 ) -> jax.Array:
-    """Multiplies rows with the matrix of their expert, and adds its adapter.
+    """Multiplies rows with the matrix of their expert, and adds its bias and its adapter.
 
     Args:
       x: [N, I], sorted by expert.
-      arrays: `kernel` [E, I, O]; `scale` [E, O] if it is int8; `lora_A` and `lora_B` if there is an adapter.
+      arrays: `kernel` [E, I, O]; `scale` [E, O] if it is int8; `bias` [E, O] if there is one; `lora_A` and `lora_B` if
+        there is an adapter.
       ids: [N] int32, the expert of each row; below 0: none.
       sizes: [E] int32, the rows of each expert.
       scale: of the adapter.
@@ -283,6 +306,9 @@ def expert_product(
     if "scale" in arrays:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         y = (y.astype(wide) * jnp.take(arrays["scale"], jnp.maximum(ids, 0), axis=0)).astype(x.dtype)
+    if "bias" in arrays:
+        # A product as well: the gradient of a gather would be a scatter, and rows of no expert stay 0.
+        y = y + grouped_dot(jnp.ones((len(x), 1), x.dtype), arrays["bias"][:, None], sizes)
     if scale is not None:
         inner = grouped_dot(x.astype(arrays["lora_A"].dtype), arrays["lora_A"], sizes)
         update = grouped_dot(inner, arrays["lora_B"], sizes)

@@ -34,13 +34,16 @@ def device_kind() -> str:
     return str(jax.devices()[0].device_kind if abstract is None else abstract.device_kind)
 
 
-def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Kernel | None:
+def choose_kernel(
+    query: jax.Array, key: jax.Array, softcap: float | None, sinks: jax.Array | None = None
+) -> Kernel | None:
     """Chooses the kernel of these devices for whole sequences of a shape and type; None: XLA's own products.
 
     Args:
       query: [B, T, N, H].
       key: [B, S, K, H].
       softcap: of the scores; cuDNN supports none.
+      sinks: [N]; cuDNN supports none.
     """
     kind = device_kind()
     if not kind.startswith(("TPU", "NVIDIA")) or not divides(query.shape[0], "rows"):
@@ -53,8 +56,9 @@ def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Ke
         return "splash" if query.dtype in (jnp.float32, jnp.bfloat16) else None
     # cuDNN takes wider heads on Hopper and later only, and has no backward pass for odd lengths.
     small = query.shape[3] <= 128 and query.shape[3] % 8 == 0
+    is_plain = softcap is None and sinks is None
     even = query.shape[1] // axis_size("tokens") % 2 == 0 and key.shape[1] % 2 == 0
-    return "cudnn" if query.dtype in (jnp.bfloat16, jnp.float16) and small and even and softcap is None else None
+    return "cudnn" if query.dtype in (jnp.bfloat16, jnp.float16) and small and even and is_plain else None
 
 
 def splash_attention(
@@ -67,6 +71,7 @@ def splash_attention(
     sliding: bool | jax.Array,
     scale: float,
     softcap: float | None,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention [B, T, N, H] by splash attention, which skips fully masked blocks of scores.
@@ -81,6 +86,7 @@ def splash_attention(
       sliding: whether this is a sliding layer, also as a traced scalar.
       scale: factor of the scores.
       softcap: of the scaled scores.
+      sinks: [N], as `AttentionOptions` has them; None: there are none.
       interpret: runs without a TPU, slowly.
     """
     length, first = query.shape[1], key.shape[1] - query.shape[1]
@@ -92,10 +98,12 @@ def splash_attention(
     scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
     operands = tuple(padded(x) for x in (scaled, key, value, segments[:, first:], segments))
     shape = (operands[0].shape[1], operands[1].shape[1], query.shape[2] // axis_size("heads"))
+    operands += () if sinks is None else (sinks,)
+    axes = (_QUERIES, _KEYS, _KEYS, _QUERY_ROWS, _ROWS, *(() if sinks is None else (("heads",),)))
 
     def run(local: int | None) -> Callable[..., jax.Array]:
         kernel = _splash(shape, axis_size("tokens"), local, first=first, softcap=softcap, interpret=interpret)
-        function = _over_mesh(_run_splash, (_QUERIES, _KEYS, _KEYS, _QUERY_ROWS, _ROWS), _splash_spec(kernel))
+        function = _over_mesh(_run_splash, axes, _splash_spec(kernel))
         return functools.partial(function, kernel)
 
     if isinstance(sliding, bool):
@@ -151,14 +159,15 @@ def _splash_spec(kernel: Any) -> Any:
 
 
 def _run_splash(kernel: Any, *operands: jax.Array) -> jax.Array:
-    """Runs splash attention on the rows, queries and heads of one device, with the segments of queries and keys."""
+    """Runs splash attention on one device's rows, queries and heads: q, k, v, segments of q and of k, and sinks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     def row(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, key_ids: jax.Array) -> jax.Array:
-        return kernel(query, key, value, segment_ids=kernels.SegmentIds(ids, key_ids))
+        return kernel(query, key, value, kernels.SegmentIds(ids, key_ids), *sinks)
 
     query, key, value = (x.swapaxes(1, 2) for x in operands[:3])
-    return jax.vmap(row)(query, key, value, *operands[3:]).swapaxes(1, 2)
+    ids, key_ids, *sinks = operands[3:]
+    return jax.vmap(row)(query, key, value, ids, key_ids).swapaxes(1, 2)
 
 
 def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:

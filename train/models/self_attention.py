@@ -13,7 +13,7 @@ from flax import nnx
 from train.models.attention import AttentionMask, AttentionOptions
 from train.models.cache import KeyValues, LayerCache
 from train.models.config import DecoderConfig
-from train.models.layers import InitKey, norm, projection, residual_scale
+from train.models.layers import InitKey, norm, param, projection, residual_scale
 from train.models.packing import SharedPromptMask
 from train.models.rope import RopeTables, apply_rope
 from train.models.sharding import whole_sequences
@@ -64,6 +64,8 @@ class SelfAttention(nnx.Module):
         if config.qk_norm or config.wide_qk_norm:
             widths = (heads, kv_heads) if config.wide_qk_norm else (config.head_dim, config.head_dim)
             self.q_norm, self.k_norm = norm(config, widths[0]), norm(config, widths[1])
+        if config.sinks:
+            self.sinks = param(jnp.zeros(config.heads, jnp.dtype(config.param_dtype)), ("heads",))
         self.o_proj = projection(
             config,
             "o_proj",
@@ -96,6 +98,7 @@ class SelfAttention(nnx.Module):
         if cache is None:
             new = jax.tree.map(whole_sequences, new)
         keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
-        options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap)
+        sinks = self.sinks[...] if config.sinks else None
+        options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap, sinks)
         output = keys.attend(query, context.mask, options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), keys

@@ -157,13 +157,14 @@ def chain_optimizer(
 def _matrices(params: Any) -> Any:
     """Marks stacked matrices, [layers, in, out] and [layers, experts, in, out], for muon.
 
-    Embeddings, norms and value head go to Adam.
+    Embeddings, norms, biases, of experts as well, and value head go to Adam.
     """
 
-    def dimensions(x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if x.ndim > 2 else None
+    def dimensions(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        is_matrix = x.ndim > 2 and getattr(path[-1], "key", None) != "bias"
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if is_matrix else None
 
-    return jax.tree.map(dimensions, params)
+    return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 def learning_rate(section: Optim) -> optax.ScalarOrSchedule:

@@ -139,6 +139,13 @@ def olmoe() -> Any:
     return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**config | {"intermediate_size": 12}))
 
 
+def gpt_oss() -> Any:
+    """Sinks, sliding and full layers, YaRN without whole numbers, and a limit of the activation that matters."""
+    config = COMMON | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}
+    config |= {"intermediate_size": 20, "swiglu_limit": 1.0, "rope_parameters": YARN_ROPE | {"truncate": False}}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**config))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
@@ -151,6 +158,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_moe": qwen2_moe,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "gpt_oss": gpt_oss,
 }
 STORED = {"mistral": torch.bfloat16}
 SHARDS = {"qwen3": "60KB"}
@@ -180,6 +188,12 @@ GRADIENTS = (
     "LAST.mlp.experts.down_proj",
     "LAST.mlp.shared_expert.up_proj.weight",
     "LAST.mlp.shared_expert_gate.weight",
+    "0.self_attn.sinks",
+    "LAST.self_attn.sinks",
+    "LAST.mlp.router.weight",
+    "LAST.mlp.router.bias",
+    "LAST.mlp.experts.gate_up_proj_bias",
+    "LAST.mlp.experts.down_proj_bias",
 )
 
 

@@ -25,6 +25,7 @@ CAUSAL = causal_mask(MASK, WINDOW)
 ATTENTION_MASK = AttentionMask(
     CAUSAL.full & SAME, CAUSAL.sliding & SAME, jnp.where(MASK, SEGMENTS + 1, 0), CAUSAL.window
 )
+SINKS = np.array([-1.0, 0.5, 8.0, 2.0], np.float32)
 
 
 def inputs(dtype=jnp.float32, length=LENGTH):
@@ -33,7 +34,7 @@ def inputs(dtype=jnp.float32, length=LENGTH):
     return [jax.random.normal(key, (ROWS, length, count, WIDTH), dtype) for key, count in zip(keys, heads, strict=True)]
 
 
-def reference(query, key, value, *, sliding, scale, softcap):
+def reference(query, key, value, *, sliding, scale, softcap, sinks):
     """Float64, a query at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     output = np.zeros_like(query)
@@ -43,15 +44,16 @@ def reference(query, key, value, *, sliding, scale, softcap):
         if seen:
             scores = scale * key[row, seen, head // (HEADS // KV_HEADS)] @ query[row, at, head]
             scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            output[row, at, head] = weights @ value[row, seen, head // (HEADS // KV_HEADS)] / weights.sum()
+            weights = np.exp(scores)
+            total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
+            output[row, at, head] = weights @ value[row, seen, head // (HEADS // KV_HEADS)] / total
     return output
 
 
-@pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
-def test_attention_is_its_formula(sliding, softcap):
-    output = attend(*inputs(), ATTENTION_MASK, AttentionOptions(sliding, 0.7, softcap))
-    expected = reference(*inputs(), sliding=sliding, scale=0.7, softcap=softcap)
+@pytest.mark.parametrize(("sliding", "softcap", "sinks"), [(False, None, None), (True, 2.0, None), (True, None, SINKS)])
+def test_attention_is_its_formula(sliding, softcap, sinks):
+    output = attend(*inputs(), ATTENTION_MASK, AttentionOptions(sliding, 0.7, softcap, sinks))
+    expected = reference(*inputs(), sliding=sliding, scale=0.7, softcap=softcap, sinks=sinks)
     np.testing.assert_allclose(output, expected, atol=2e-6)
     assert not output[~MASK].any()
 
@@ -93,11 +95,13 @@ def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkey
     def interpreted(*args, **options):
         return splash_attention(*args, **options, interpret=True)
 
+    def run(query, key, value, sinks=None):
+        return attend(query, key, value, ATTENTION_MASK, AttentionOptions(sliding, 0.7, softcap, sinks))
+
     def results():
-        run = functools.partial(attend, mask=ATTENTION_MASK, options=AttentionOptions(sliding, 0.7, softcap))
         if not sliding:
             return (run(*inputs()),)
-        output, pull = jax.vjp(run, *inputs())
+        output, pull = jax.vjp(run, *inputs(), jnp.array(SINKS))
         return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
 
     def computed():
@@ -109,7 +113,7 @@ def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkey
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
     actual = computed()
     chex.assert_trees_all_close(actual, expected, atol=5e-6)
-    for x in actual:
+    for x in actual[:4]:
         assert not x[~MASK].any()
 
 
@@ -128,6 +132,7 @@ def test_the_kernel_follows_the_devices(kind, dtype, softcap, expected, monkeypa
     monkeypatch.setattr(kernels, "device_kind", lambda: kind)
     query, key, _ = inputs(dtype)
     assert choose_kernel(query, key, softcap) == expected
+    assert choose_kernel(query, key, softcap, SINKS) == (None if expected == "cudnn" else expected)
     with jax.set_mesh(make_mesh(2, 1, 2)):
         assert choose_kernel(query, key, softcap) == expected
     with jax.set_mesh(make_mesh(4)):

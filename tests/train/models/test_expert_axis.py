@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope, dispatch
+from train.models import ClampedSwiglu, Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope, dispatch
 from train.models.int8 import quantise_params
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
@@ -25,7 +25,10 @@ SHAPE = DecoderConfig(
     mlp_width=24,
     rope=Rope(100.0),
     pattern=(LayerKind(), LayerKind(mlp="experts")),
-    experts=ExpertsConfig(count=COUNT, active=3, width=8, shared_width=4),
+    sinks=True,
+    experts=ExpertsConfig(
+        count=COUNT, active=3, width=8, shared_width=4, bias=True, swiglu=ClampedSwiglu(1.702, limit=1.0)
+    ),
 )
 LORA = LoraConfig(2, 4.0, ("q_proj", "gate_proj", "down_proj", "gate"))
 MESHES = (
@@ -64,6 +67,7 @@ def weights(shape: DecoderConfig) -> tuple[dict, dict | None]:
     adapter = None if shape.lora is None else init_adapter(Decoder(shape), jax.random.key(2), make_mesh())
     host, random = jax.device_get((params, adapter)), np.random.default_rng(0)
     wide = jax.tree.map(lambda x: x if x.dtype == np.int8 else x.astype(np.float64), host)
+    wide = jax.tree.map(lambda x: x if x.any() else random.normal(scale=0.3, size=x.shape), wide)  # biases and sinks
     return wide[0], jax.tree.map(lambda x: random.normal(scale=0.3, size=x.shape), wide[1])
 
 

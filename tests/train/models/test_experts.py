@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import rounding
-from train.models import Decoder, DecoderConfig, DecoderState, ExpertsConfig, LayerKind, LoraConfig, Rope
+from train.models import ClampedSwiglu, Decoder, DecoderConfig, DecoderState, ExpertsConfig, LayerKind, LoraConfig, Rope
 from train.models.experts import route
 from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
@@ -22,7 +22,7 @@ from train.rl.policy import abstract_params, init_adapter, init_params
 from train.rl.routing import routing_metrics
 from train.weights.peft import save_adapter
 
-EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4)
+EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4, bias=True, swiglu=ClampedSwiglu(1.702, limit=1.0))
 SHAPE = DecoderConfig(
     vocab_size=24,
     layers=3,
@@ -33,6 +33,7 @@ SHAPE = DecoderConfig(
     mlp_width=24,
     rope=Rope(100.0),
     pattern=(LayerKind(), LayerKind(mlp="experts"), LayerKind(mlp="experts")),
+    sinks=True,
     experts=EXPERTS,
 )
 BOUND = rounding.of_decoder(layers=SHAPE.layers, longest_sum=SHAPE.mlp_width)
@@ -41,8 +42,15 @@ MASK = jnp.arange(8) >= jnp.array([[0], [3], [1], [2]])
 
 
 def draw(shape: DecoderConfig = SHAPE) -> tuple[Decoder, dict]:
+    """Biases and sinks, which begin at 0, have opinions."""
     model = Decoder(shape)
-    return model, init_params(model, jax.random.key(0), make_mesh())
+    params = init_params(model, jax.random.key(0), make_mesh())
+
+    def opinion(path: tuple, x: jax.Array) -> jax.Array:
+        drawn = path[-1].key not in ("bias", "sinks")
+        return x if drawn else 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
+
+    return model, jax.tree_util.tree_map_with_path(opinion, params)
 
 
 def test_router_takes_the_lower_of_equal_experts():
@@ -261,6 +269,8 @@ def test_adapters_of_experts_and_router_merge(tmp_path):
 
 
 def test_impossible_mixtures_are_named():
+    with pytest.raises(ValueError, match=r"swiglu\.limit: got 0\.0, expected a number > 0"):
+        ClampedSwiglu(1.702, limit=0.0)
     for change, message in (
         ({"active": 7}, "experts.active: got 7, expected at most experts.count = 6"),
         ({"width": 0}, "experts.width: got 0, expected at least 1"),

@@ -17,12 +17,13 @@ from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
-from train.weights.huggingface.names import HEAD, leaf_mappings
+from train.weights.huggingface.fused import is_gpt_oss
+from train.weights.huggingface.names import GPT_OSS, HEAD, family_name, leaf_mappings
 from train.weights.peft import load_adapter, read_peft_config
 
 pytestmark = pytest.mark.one_jax
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")
 FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma2", "qwen3_yarn", *MIXTURES)
 ADAPTED = ("qwen3", "gemma3")
 TOLERANCE = 5e-6
@@ -79,13 +80,23 @@ def tensors(model: Decoder, tree: dict) -> dict[str, np.ndarray]:
             full = name if name == HEAD else f"model.{name}"
             arrays[full] = leaf[index].T if mapping.transposed else leaf[index]
     for number in model.config.expert_layers:
-        base, count = f"model.layers.{number}.mlp.experts", model.config.experts.count
-        gate, up, down = (
-            np.stack([arrays[f"{base}.{expert}.{name}_proj.weight"] for expert in range(count)])
-            for name in ("gate", "up", "down")
-        )
-        arrays |= {f"{base}.gate_up_proj": np.concatenate([gate, up], 1), f"{base}.down_proj": down}
-    return arrays
+        arrays |= fused_experts(model, arrays, f"model.layers.{number}.mlp.experts")
+    return {family_name(name, GPT_OSS): x for name, x in arrays.items()} if is_gpt_oss(model.config) else arrays
+
+
+def fused_experts(model: Decoder, arrays: dict[str, np.ndarray], base: str) -> dict[str, np.ndarray]:
+    """The tensors of a layer in which transformers has all its experts; GPT-OSS's are transposed, with biases."""
+
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([arrays[f"{base}.{expert}.{name}"] for expert in range(model.config.experts.count)])
+
+    gate, up, down = (stacked(f"{name}_proj.weight") for name in ("gate", "up", "down"))
+    if not is_gpt_oss(model.config):
+        return {f"{base}.gate_up_proj": np.concatenate([gate, up], 1), f"{base}.down_proj": down}
+    pairs = (gate.swapaxes(1, 2), up.swapaxes(1, 2)), (stacked("gate_proj.bias"), stacked("up_proj.bias"))
+    weights, biases = (np.stack(pair, -1).reshape(*pair[0].shape[:-1], -1) for pair in pairs)
+    fused = {f"{base}.gate_up_proj": weights, f"{base}.down_proj": down.swapaxes(1, 2)}
+    return fused | {f"{base}.gate_up_proj_bias": biases, f"{base}.down_proj_bias": stacked("down_proj.bias")}
 
 
 def adapter_tensor(tree: dict, name: str) -> np.ndarray:
@@ -118,7 +129,8 @@ def test_loss_gradients_match_transformers(family):
         assert np.abs(want).max() > 1e-4
         assert_close(arrays[name], want, name)
     if family in MIXTURES:
-        assert {name.rpartition(".mlp.")[2] for name in recorded} > {"gate.weight", "experts.gate_up_proj"}
+        router = "router.weight" if family == "gpt_oss" else "gate.weight"
+        assert {name.rpartition(".mlp.")[2] for name in recorded} > {router, "experts.gate_up_proj"}
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -154,8 +154,8 @@ def test_windows_follow_the_keys_of_the_family():
         ({"rope_interleaved": True}, "rope_interleaved: got True, expected False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
         (
-            {"model_type": "gpt_oss"},
-            "model_type: got 'gpt_oss', expected one of qwen3, qwen2, llama, mistral, .*gemma3",
+            {"model_type": "qwen3_next"},
+            "model_type: got 'qwen3_next', expected one of qwen3, qwen2, llama, mistral, .*gemma3",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got .*'LlamaForCausalLM'"),
         ({"architectures": True}, r"architectures: got True, expected \['LlamaForCausalLM'\]"),

@@ -8,6 +8,7 @@ from typing import Any
 from train.config.json_text import parse_json
 from train.models.config import (
     AttentionKind,
+    ClampedSwiglu,
     DecoderConfig,
     DType,
     ExpertsConfig,
@@ -18,6 +19,7 @@ from train.models.config import (
     Quantization,
     Remat,
     Rope,
+    YarnScaling,
 )
 from train.weights.huggingface.families import (
     ACTIVATIONS,
@@ -37,6 +39,8 @@ from train.weights.huggingface.rope import read_rope, write_rope
 MAX_POSITIONS = 32768
 # Families whose layers all slide where there is a window.
 _ALL_SLIDING = ("mistral", "mixtral", "qwen3_moe")
+# The key that says how experts are stored, which a folder of floats lacks.
+QUANTIZATION = "quantization_config"
 
 
 def decoder_config(
@@ -70,6 +74,8 @@ def decoder_config(
     ropes = _ropes(values, family)
     kinds, window = _layers(values, raw["model_type"])
     experts, mlps = _experts(values, family)
+    _check_repeated(values, ropes[0])
+    _check_quantization(values.get(QUANTIZATION))
     heads, head_dim = _count(values, "num_attention_heads"), _head_dim(values)
     biases = {"qkv_bias": True, "output_bias": True} if values.get("attention_bias") else {}
     biases |= {"qkv_bias": True} if values.get("qkv_bias") else {}
@@ -123,6 +129,7 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
         text = text_part(like)
         family_of(text)
         if decoder_config(text) == shape:
+            text = {key: value for key, value in text.items() if key != QUANTIZATION}
             return {**text, "architectures": [FAMILIES[text["model_type"]].architecture]}
         candidates = [text["model_type"]]
         ignored = {key: value for key, value in text.items() if key in ignored_keys()}
@@ -210,12 +217,40 @@ def _check_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "an unknown key may change the model, so it is not ignored"
         )
     for key, allowed in ALLOWED_VALUES.items():
-        if key in raw and raw[key] not in allowed:
+        if key in raw and key not in {QUANTIZATION} & family.defaults.keys() and raw[key] not in allowed:
             raise ValueError(f"{key}: got {raw[key]!r}, expected {' or '.join(map(repr, allowed))}: not supported")
     missing = [key for key in REQUIRED if raw.get(key) is None and key not in known]
     if missing:
         raise ValueError(f"{', '.join(missing)}: missing in a config of {kind}")
-    return {**known, **raw}
+    if raw.get("rope_scaling") is not None or raw.get("rope_parameters") is not None:
+        known["rope_parameters"] = None
+    given = {key: value for key, value in raw.items() if value is not None or key != "rope_parameters"}
+    return {**known, **given}
+
+
+def _check_repeated(values: Mapping[str, Any], rope: Rope) -> None:
+    """Raises ValueError where a published file of GPT-OSS contradicts itself."""
+    count, length, scaling = values.get("experts_per_token"), values.get("initial_context_length"), rope.scaling
+    if count is not None and count != values["num_experts_per_tok"]:
+        raise ValueError(
+            f"experts_per_token: got {count!r}, but num_experts_per_tok = {values['num_experts_per_tok']!r}; remove it"
+        )
+    if length is not None and not (isinstance(scaling, YarnScaling) and scaling.original_length == length):
+        raise ValueError(
+            f"initial_context_length: got {length!r}, expected original_max_position_embeddings of a rope of yarn; "
+            "remove it"
+        )
+
+
+def _check_quantization(stored: Any) -> None:
+    """Raises ValueError unless experts are floats, or in mxfp4."""
+    if stored is None:
+        return
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "mxfp4":
+        raise ValueError(f"{QUANTIZATION}: got {stored!r}, expected null or quant_method 'mxfp4': not supported")
+    unknown = sorted(stored.keys() - {"quant_method", "modules_to_not_convert", "dequantize"})
+    if unknown:
+        raise ValueError(f"{QUANTIZATION}: {', '.join(unknown)}: not understood")
 
 
 def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
@@ -265,6 +300,8 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, 
         # beside `layer_types`, is never read.
         pattern = 2 if kind == "gemma2" else _count(values, "sliding_window_pattern")
         kinds = ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+    elif kind == "gpt_oss":
+        kinds = ["full" if layer % 2 else "sliding" for layer in range(count)]
     elif kind == "qwen2_moe" and window is not None:
         kinds = ["full" if layer % 2 or layer >= first else "sliding" for layer in range(count)]
     elif kind in _ALL_SLIDING and window is not None:
@@ -301,8 +338,16 @@ def _experts(values: Mapping[str, Any], family: Family) -> tuple[ExpertsConfig |
         normalize=_flag(values, "norm_topk_prob") if keys.normalize is None else keys.normalize,
         wide_gates=keys.wide_gates,
         shared_width=_count(values, shared) if shared in values else None,
+        bias=keys.bias,
+        swiglu=_swiglu(values),
     )
     return experts, tuple(mlps)
+
+
+def _swiglu(values: Mapping[str, Any]) -> ClampedSwiglu | None:
+    if "swiglu_limit" not in values:
+        return None
+    return ClampedSwiglu(_number(values, "swiglu_alpha"), _number(values, "swiglu_limit"))
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:
@@ -346,6 +391,8 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
             "mlp_only_layers": [n for n, kind in enumerate(config.kinds) if kind.mlp == "dense"],
             "shared_expert_intermediate_size": config.experts.shared_width,
         }
+        swiglu = config.experts.swiglu
+        optional |= {} if swiglu is None else {"swiglu_alpha": swiglu.alpha, "swiglu_limit": swiglu.limit}
     return {
         "architectures": [family.architecture],
         "model_type": name,

@@ -12,6 +12,7 @@ from train.config.interpreter import python_command
 from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.fused import split_experts
 from train.weights.huggingface.names import (
     EMBEDDINGS,
     HEAD,
@@ -21,7 +22,7 @@ from train.weights.huggingface.names import (
     full_name,
     leaf_mappings,
 )
-from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor, read_header, split_experts
+from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor, read_header
 from train.weights.saved_array import SavedArray
 
 SINGLE = "model.safetensors"
@@ -108,7 +109,7 @@ def read_contents(folder: str | Path, model: Decoder) -> Contents:
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         tensors |= {canonical_name(name): tensor for name, tensor in read_header(path).items()}
-    tensors = split_experts(tensors)
+    tensors = split_experts(tensors, model.config)
     prefix = find_prefix(frozenset(tensors))
     expected = {
         full_name(name, prefix): (name, mapping.shape) for mapping in leaf_mappings(model) for name in mapping.names

@@ -44,7 +44,7 @@ class MixtureKeys:
       count_key: the key that transformers writes.
       width: key of the hidden width of an expert.
       normalize: whether gates are normalised; None: `norm_topk_prob` says so.
-      wide_gates: as in `ExpertsConfig`.
+      wide_gates, bias: as in `ExpertsConfig`.
     """
 
     count: int
@@ -52,6 +52,7 @@ class MixtureKeys:
     width: str
     normalize: bool | None = None
     wide_gates: bool = False
+    bias: bool = False
 
 
 _GEMMA: Mapping[str, Any] = {
@@ -137,6 +138,42 @@ FAMILIES: Mapping[str, Family] = {
         },
         {"wide_qk_norm": True},
         mixture=MixtureKeys(64, "num_experts", "intermediate_size"),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **_MIXTURE,
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "layer_types": None,
+            "max_position_embeddings": 131_072,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            # Published files repeat two numbers, which transformers does not read, and have experts in mxfp4.
+            "experts_per_token": None,
+            "initial_context_length": None,
+            "quantization_config": None,
+        },
+        {"sinks": True},
+        theta=150_000.0,
+        mixture=MixtureKeys(128, "num_local_experts", "intermediate_size", normalize=True, bias=True),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

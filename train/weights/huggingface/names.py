@@ -3,7 +3,8 @@
 Paths of the parameters follow the names of transformers, with two differences: a kernel is `[in, out]`, its tensor
 `[out, in]`; and a leaf stacks layers, and experts, along leading axes, while the checkpoint has one tensor for each.
 
-Mixtral's files have names of their own for experts and router: `canonical_name` reads them, `family_name` writes them.
+Mixtral and GPT-OSS have names of their own for experts or router: `canonical_name` reads them, `family_name` writes
+them. GPT-OSS fuses experts (`train.weights.huggingface.fused`).
 """
 
 import dataclasses
@@ -21,12 +22,13 @@ from train.models.experts import CHOICE_BIAS
 
 Tree = Any
 
-ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 EXPERTS = "experts"
 """The module below which a leaf stacks experts, and a checkpoint has a number."""
-MIXTRAL = "mixtral"
+MIXTRAL, GPT_OSS = "mixtral", "gpt_oss"
+_GATE, _ROUTER = ".mlp.gate.", ".mlp.router."
 _MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 # Prefixes of the body: causal model, bare model, text part of a multimodal model (two conventions).
 PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -107,7 +109,7 @@ def _numbered(modules: list[str], experts: int | None) -> list[list[str]]:
 
 
 def canonical_name(name: str) -> str:
-    """Returns the name of a tensor as all families but Mixtral have it.
+    """Returns the name of a tensor as most families have it.
 
     Example:
       >>> canonical_name("model.layers.0.block_sparse_moe.experts.7.w1.weight")
@@ -115,13 +117,15 @@ def canonical_name(name: str) -> str:
     """
     originals = {short: projection for projection, short in _MIXTRAL_NAMES.items()}
     if ".block_sparse_moe." not in name:
-        return name
+        return name.replace(_ROUTER, _GATE)
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"\.(w[123])\.weight$", lambda match: f".{originals[match[1]]}.weight", name)
 
 
 def family_name(name: str, model_type: str) -> str:
-    """Returns the name of a tensor in the files of a family: the inverse of `canonical_name` for Mixtral."""
+    """Returns the name of a tensor in the files of a family: the inverse of `canonical_name`."""
+    if model_type == GPT_OSS:
+        return name.replace(_GATE, _ROUTER)
     if model_type != MIXTRAL or ".mlp." not in name:
         return name
     name = name.replace(".mlp.", ".block_sparse_moe.")

@@ -4,7 +4,6 @@ Reading and writing a few rows or one tensor at a time, the host needs a fractio
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -16,6 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from train.weights.huggingface.mxfp4 import dequantise_mxfp4
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -33,20 +34,48 @@ ALIGNMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a fused tensor [experts, ...] that belongs to one projection of one expert.
+
+    Attributes:
+      expert: number of the expert.
+      first: the first row of the part; a column if `transposed`.
+      step: the distance of its rows.
+      transposed: whether the part is the transpose of rows in the file.
+      scales: of blocks in mxfp4, whose rows the values have; None: the file has the values.
+    """
+
+    expert: int
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
+    scales: "Tensor | None" = None
+
+    def rows(self, stored: Any, start: int, count: int) -> np.ndarray:
+        """Reads rows `start` to `start + count` of the part from a slice of an open file."""
+        begin = self.first + self.step * start
+        end = begin + self.step * (count - 1) + 1
+        if self.transposed:
+            return np.ascontiguousarray(stored[self.expert : self.expert + 1, :, begin:end][0][:, :: self.step].T)
+        rows = stored[self.expert : self.expert + 1, begin:end][0][:: self.step]
+        return rows if self.scales is None else dequantise_mxfp4(rows, self.scales.rows(start, count))
+
+
+@dataclasses.dataclass(frozen=True)
 class Tensor:
     """The header entry of one tensor.
 
     Attributes:
       dtype: name in the format, such as "F32" or "BF16".
       shape: of the tensor, or of the part of a fused one.
-      part: the expert and the first row of the part of a fused tensor `[experts, rows, columns]`; None: all of it.
+      part: of a fused tensor of experts; None: all of it.
     """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    part: tuple[int, int] | None = None
+    part: Part | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -62,10 +91,7 @@ class Tensor:
         # Opened for each piece: pages that stay mapped would count as memory of the process.
         with open_tensors(self.file) as file:
             stored = file.get_slice(self.name)
-            if self.part is None:
-                return stored[start : start + count]
-            expert, first = self.part
-            return stored[expert : expert + 1, first + start : first + start + count][0]
+            return stored[start : start + count] if self.part is None else self.part.rows(stored, start, count)
 
     def check_finite(self, rows: np.ndarray) -> None:
         """Raises ValueError if rows of this tensor have a NaN or an infinity."""
@@ -103,27 +129,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
     with open_tensors(path) as file:
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
         return {name: Tensor(path, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-
-
-def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces fused tensors of experts by their parts, one for each projection of each expert.
-
-    transformers 5 fuses them in memory, and writes them so where a folder has no per-expert names: `gate_up_proj`
-    [E, 2 F, D], gates first, and `down_proj` [E, D, F].
-    """
-    split: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        path, _, last = name.rpartition(".")
-        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-        if names is None or not path.endswith(".experts") or len(tensor.shape) != 3:
-            split[name] = tensor
-            continue
-        experts, rows, columns = tensor.shape
-        rows //= len(names)
-        for expert, (number, projection) in itertools.product(range(experts), enumerate(names)):
-            part = dataclasses.replace(tensor, shape=(rows, columns), part=(expert, number * rows))
-            split[f"{path}.{expert}.{projection}.weight"] = part
-    return split
 
 
 def dtype_name(dtype: np.dtype) -> str:

@@ -25,11 +25,11 @@ from train.models.merge import merge, rounded_away
 from train.weights.files import check_free, new_directory, write_text_atomic
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
+from train.weights.huggingface.fused import Piece, file_tensors
 from train.weights.huggingface.names import (
     EMBEDDINGS,
     HEAD,
     PREFIXES,
-    LeafMapping,
     family_name,
     full_name,
     leaf_mappings,
@@ -98,7 +98,8 @@ def save_folder(
     target = Path(path)
     stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
-    pieces = list(_tensors(model))
+    tensors = file_tensors(model.config, list(_tensors(model)))
+    pieces = [piece for tensor in tensors for piece in tensor.pieces]
     sums: list[jax.Array] = []
     arrays = _arrays(model, policy, pieces, stored, sums)
     try:
@@ -110,8 +111,8 @@ def save_folder(
                 config = _config(model, source, tokenizer, stored)
                 write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
                 model_type = config["model_type"]
-                layout = {family_name(name, model_type): (stored, mapping.shape) for name, mapping, _ in pieces}
-                _write_weights(folder, layout, arrays, max_file_bytes)
+                layout = {family_name(tensor.name, model_type): (stored, tensor.shape) for tensor in tensors}
+                _write_weights(folder, layout, (tensor.join(arrays) for tensor in tensors), max_file_bytes)
                 write_tensor_digests(folder)
     finally:
         # The others gather every tensor, also those that an error keeps from being written.
@@ -138,7 +139,7 @@ def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np
     return config
 
 
-def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, tuple[int, ...]]]:
+def _tensors(model: Decoder) -> Iterator[Piece]:
     """Yields name, leaf and index in its leading axes of every tensor: embeddings, layers in order, norm and head."""
     rank = {EMBEDDINGS: 0, HEAD: 3}
     single = [mapping for mapping in leaf_mappings(model) if not mapping.stacked]
@@ -159,7 +160,7 @@ def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, tuple[int, ...]
 def _arrays(
     model: Decoder,
     policy: kljax.Policy,
-    pieces: list[tuple[str, LeafMapping, tuple[int, ...]]],
+    pieces: list[Piece],
     dtype: np.dtype,
     sums: list[jax.Array],
 ) -> Iterator[np.ndarray]:

@@ -43,7 +43,13 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1)), ("qwen2_moe", (1, 2, 2)), ("mixtral", (1, 1, 1))],
+    [
+        ("qwen3", (2, 2, 2)),
+        ("gemma2", (1, 1, 1)),
+        ("qwen2_moe", (1, 2, 2)),
+        ("mixtral", (1, 1, 1)),
+        ("gpt_oss", (1, 2, 2)),
+    ],
 )
 def test_loaded_folder_is_saved_bit_by_bit(tmp_path, family, shape):
     model, policy = loaded(family, shape)
