@@ -200,7 +200,9 @@ SHAPES ?= 4
 
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
+	$(BIN)/python -m tests.round_trip.families --torch-env $(TRANSFORMERS_VENV)
 	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --count $(SHAPES)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --families gpt_oss --count $(SHAPES)
 
 # The newest TRL, whatever it needs, and verl alone: its other dependencies need a GPU.
 $(RECORDERS_VENV)/.ready:

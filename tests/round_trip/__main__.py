@@ -22,18 +22,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from train.config.load import load
-from train.data.tokenizers import load_tokenizer
+from tests.round_trip.runs import TOLERANCE, score_step, tokens_to_score, train
 from train.export import export
-from train.models.sharding import make_mesh
 from train.process.console import quiet_orbax
-from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.run.run import run
-from train.run.saved_run import SavedRun
-from train.weights.model import make_model
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"
 EXPORTS = Path(__file__).parents[1] / "goldens" / "exports"
@@ -41,9 +34,6 @@ EXPORTS = Path(__file__).parents[1] / "goldens" / "exports"
 FORMS = {"hf": "merged", "peft": "adapter"}
 BASE_NAME = "tiny-random/qwen3"
 SCORER = Path(__file__).with_name("score.py")
-# Log-probs in float32, on both sides.
-TOLERANCE = 5e-6
-STEPS = 3
 LORA = "{rank: 4, alpha: 8.0, targets: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}"
 REFERENCES = {
     "base": "{source: base}",
@@ -54,44 +44,18 @@ REFERENCES = {
     "refreshed": "{source: base, refresh_every: 2}",
     "base, all weights": "{source: base}",
 }
-CONFIG = """
-steps: {steps}
-output: {output}
-model: {{path: {folder}}}
-data: {{max_operand: 9, max_prompt_length: 64, max_completion_length: 6}}
-rollout: {{prompts_per_step: 2, samples_per_prompt: 4}}
-loss: {{entropy_coef: 0.1}}
-kl: {{loss: {{coef: 0.1}}}}
-optim: {{learning_rate: 1e-2}}
-eval: {{every: {steps}, prompts: 2, batch_size: 2}}
-checkpoint: {{every: {steps}}}
-"""
-
-
-def tokens_to_score() -> np.ndarray:
-    """`[4, 24]` int32, of the vocabulary that the folder's tokenizer uses."""
-    return np.random.default_rng(0).integers(0, 300, (4, 24)).astype(np.int32)
 
 
 @quiet_orbax()
 def train_and_export(name: str, directory: Path) -> np.ndarray:
     """Trains against one reference and exports; returns the log-probs that kljax gives the trained policy."""
-    config, root = directory / "config.yaml", directory / "run"
     lora = "null" if name.endswith("all weights") else LORA
-    config.write_text(CONFIG.format(steps=STEPS, output=directory, folder=FOLDER))
-    code = run(load(config, [f"lora={lora}", f"reference={REFERENCES[name]}"]))
-    if code:
-        raise SystemExit(f"{name}: the run ended with {code}")
+    saved = train(FOLDER, directory, f"lora={lora}", f"reference={REFERENCES[name]}")
+    root = directory / "run"
     export(root, directory / "hf", step=None, form="hf", merge=lora != "null")
     if lora != "null":
         export(root, directory / "peft", step=None, form="peft", merge=False, base_name=BASE_NAME)
-    saved = SavedRun.at(root)
-    model, mesh, tokens = make_model(saved.config, load_tokenizer(saved.config)), make_mesh(), tokens_to_score()
-    policy = saved.policy(model, mesh, STEPS)
-    stats, _ = jax.jit(lambda p: token_stats(ScoredPolicy(model, p), Sequences(tokens, tokens >= 0), temperature=1.0))(
-        policy
-    )
-    return np.asarray(stats.log_prob)
+    return score_step(saved)
 
 
 def main() -> int:

@@ -1,4 +1,7 @@
-"""Scores every export below a directory with transformers and PEFT: `python score.py DIRECTORY FOLDER`."""
+"""Scores every export below a directory with transformers and PEFT: `python score.py DIRECTORY FOLDER`.
+
+FOLDER is the base of all of them. Without it, each export `NAME/hf` has a base of its own, `NAME/model`.
+"""
 
 import os
 import pathlib
@@ -11,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-ROOT, BASE = map(pathlib.Path, sys.argv[1:])
+ROOT, *BASES = map(pathlib.Path, sys.argv[1:])
 
 
 def log_probs(model: torch.nn.Module) -> np.ndarray:
@@ -28,8 +31,9 @@ def load(path: pathlib.Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-np.save(ROOT / "before.npy", log_probs(load(BASE)))
-for folder in sorted(ROOT.glob("*/hf")):
-    np.save(folder.with_name("hf.npy"), log_probs(load(folder)))
+for base in BASES:
+    np.save(ROOT / "before.npy", log_probs(load(base)))
+for folder in sorted([*ROOT.glob("*/hf"), *ROOT.glob("*/model")]):
+    np.save(folder.with_suffix(".npy"), log_probs(load(folder)))
 for folder in sorted(ROOT.glob("*/peft")):
-    np.save(folder.with_name("peft.npy"), log_probs(PeftModel.from_pretrained(load(BASE), folder)))
+    np.save(folder.with_name("peft.npy"), log_probs(PeftModel.from_pretrained(load(BASES[0]), folder)))

@@ -21,6 +21,8 @@ import numpy as np
 from tests import xla
 from tests.train.models import test_parity as parity
 
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+"""The families that are drawn in turn; `--families gpt_oss` draws others from the same numbers."""
 DRAW = Path(__file__).with_name("draw_shapes.py")
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
 
@@ -30,7 +32,7 @@ def differences(folder: Path) -> dict[str, float]:
     expected, (loss, log_probs, logits, gradient) = parity.golden(str(folder)), parity.results(str(folder))
     arrays = parity.tensors(parity.loaded(str(folder))[0], gradient)
     slopes = {name.removeprefix("grad/"): array for name, array in expected.items() if name.startswith("grad/")}
-    routers = [name for name in slopes if name.endswith("mlp.gate.weight")]
+    routers = [name for name in slopes if name.endswith(("mlp.gate.weight", "mlp.router.weight"))]
     assert routers
     assert min(np.abs(slopes[name]).max() for name in routers) > 0
     pairs = {"logits": (logits, expected["logits"]), "log-probs": (log_probs, expected["log_probs"])}
@@ -55,6 +57,7 @@ def main() -> int:
     command.add_argument("--torch-env", type=Path, required=True, help="an environment with torch and transformers")
     command.add_argument("--first", type=int, default=0, help="number of the first shape, which is its seed")
     command.add_argument("--count", type=int, default=4, help="number of shapes")
+    command.add_argument("--families", nargs="+", default=FAMILIES, help="the families that are drawn in turn")
     command.add_argument("--output", type=Path, help="where the models are kept; else they are removed")
     options = command.parse_args()
     # Each shape compiles two programs and runs them once.
@@ -64,8 +67,8 @@ def main() -> int:
         output = options.output or Path(temporary)
         output.mkdir(parents=True, exist_ok=True)
         numbers = range(options.first, options.first + options.count)
-        drawn = [options.torch_env / "bin" / "python", DRAW, output, str(options.first), str(options.count)]
-        subprocess.run(drawn, check=True)
+        python, drawn = options.torch_env / "bin" / "python", (str(options.first), str(options.count))
+        subprocess.run([python, DRAW, output, *drawn, *options.families], check=True)
         for number in numbers:
             folder = output / f"shape-{number}"
             got = differences(folder)

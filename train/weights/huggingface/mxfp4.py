@@ -19,10 +19,11 @@ def dequantise_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       scales: [..., blocks] uint8.
 
     Returns:
-      [..., 32 * blocks] bfloat16, which holds all of them exactly but those above its range: these are not finite.
+      [..., 32 * blocks] bfloat16, which holds all of them exactly but those above its range, which are infinite.
     """
     bits = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        factors = np.exp2(scales.astype(np.float32) - SCALE_BIAS)[..., None]
-        values = VALUES[bits].reshape(*blocks.shape[:-1], 2 * BLOCK_BYTES) * factors
-        return values.astype(jnp.bfloat16).reshape(*blocks.shape[:-2], -1)
+    values = VALUES[bits].reshape(*blocks.shape[:-1], 2 * BLOCK_BYTES)
+    with np.errstate(over="ignore"):
+        # No factor of 2 ** 128, which is infinite in float32.
+        values = np.ldexp(values, scales.astype(np.int32)[..., None] - SCALE_BIAS)
+    return values.astype(jnp.bfloat16).reshape(*blocks.shape[:-2], -1)
