@@ -222,13 +222,14 @@ def test_optimizer_is_optax_behind_the_norm_clip(name: str) -> None:
     weights = {
         "layers": jnp.ones((2, 3, 4)),
         "experts": jnp.ones((2, 2, 3, 4)),
+        "bias": jnp.ones((2, 2, 4)),
         "norm": jnp.ones((2, 3)),
         "embedding": jnp.ones((5, 3)),
     }
     rng = np.random.default_rng(0)
     gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), weights)
     options = section.optimizer.options()
-    matrices = {"layers": optax.contrib.MuonDimensionNumbers(1, 2), "norm": None, "embedding": None}
+    matrices = {"layers": optax.contrib.MuonDimensionNumbers(1, 2), "norm": None, "embedding": None, "bias": None}
     matrices["experts"] = optax.contrib.MuonDimensionNumbers(2, 3)
     named = {"muon": lambda rate, **more: optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices, **more)}
     plain = named.get(name, getattr(optax, name, None))(0.1, **options)

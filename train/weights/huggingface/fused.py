@@ -69,15 +69,18 @@ def _split_concatenated(
 def _split_interleaved(
     tensors: Mapping[str, Tensor], tensor: Tensor, projections: tuple[str, ...], name: str, form: str
 ) -> dict[str, Tensor]:
-    axes, ending, step = {"": 3, "_bias": 2, "_blocks": 4}.get(form), "bias" if form == "_bias" else "weight", 0
+    axes = {"": 3, "_bias": 2, "_blocks": 4}.get(form)
     if axes != len(tensor.shape):
         return {}
     step, scales, dtype = len(projections), None, tensor.dtype
     rows = tensor.shape[2 if form == "" else 1] // step
-    shape = {"": (rows, tensor.shape[1]), "_bias": (rows,)}.get(form)
-    if form == "_blocks":
+    shape: tuple[int, ...] = (rows,)
+    if form == "":
+        shape = (rows, tensor.shape[1])
+    elif form == "_blocks":
         scales, dtype = _scales_of(tensors, tensor, name), "BF16"
         shape = (rows, 2 * math.prod(tensor.shape[2:]))
+    ending = "bias" if form == "_bias" else "weight"
     parts = {}
     for expert in range(tensor.shape[0]):
         for number, projection in enumerate(projections):
