@@ -224,8 +224,9 @@ def _check_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(f"{', '.join(missing)}: missing in a config of {kind}")
     if raw.get("rope_scaling") is not None or raw.get("rope_parameters") is not None:
         known["rope_parameters"] = None
-    given = {key: value for key, value in raw.items() if value is not None or key != "rope_parameters"}
-    return {**known, **given}
+    # A null has the default of the family, as in transformers.
+    set_keys = {key: value for key, value in raw.items() if value is not None or key != "rope_parameters"}
+    return {**known, **set_keys}
 
 
 def _check_repeated(values: Mapping[str, Any], rope: Rope) -> None:

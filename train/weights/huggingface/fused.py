@@ -114,7 +114,7 @@ class FileTensor:
     pieces: tuple[Piece, ...]
 
     def join(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
-        """Takes an array for each piece, and joins those of experts; a single piece stays the same array."""
+        """Takes an array for each piece, and joins experts; a single piece stays the same array."""
         fused = _FUSED.fullmatch(self.name)
         if fused is None:
             return next(arrays)

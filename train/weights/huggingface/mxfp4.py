@@ -19,7 +19,7 @@ def dequantise_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       scales: [..., blocks] uint8.
 
     Returns:
-      [..., 32 * blocks] bfloat16, which holds all of them exactly but those above its range, which are infinite.
+      [..., 32 * blocks] bfloat16, which holds all of them exactly; a value above its range is infinite.
     """
     bits = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
     values = VALUES[bits].reshape(*blocks.shape[:-1], 2 * BLOCK_BYTES)

@@ -150,8 +150,8 @@ def test_damaged_mxfp4_is_refused_by_name(packed):
         ({f"{name}_scales": None}, f"{name}_blocks has no {name}_scales"),
         ({f"{name}_blocks": None}, rf"left over: {name}_scales"),
     ):
-        kept = {key: array for key, array in {**arrays, **change}.items() if array is not None}
-        save_file(kept, folder / "model.safetensors")
+        changed = {key: array for key, array in {**arrays, **change}.items() if array is not None}
+        save_file(changed, folder / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             check_folder(folder, model)
     scales[1, 4] = 255
