@@ -22,8 +22,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from train.config.errors import UserError
 from train.process.console import run_command
 
@@ -119,7 +117,7 @@ def show_limits(root: pathlib.Path, seconds: Mapping[str, float]) -> str:
     config, examples = context.config, context.prompts.examples
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     length = [record["completion_length"] for record in records if record["phase"] == "train"][-1]
-    prompt = statistics.mean(np.size(example.prompt_ids) for example in examples)
+    prompt = statistics.mean(len(context.tokenizer.prompt_ids(example)) for example in examples)
     tokens = StepTokens(config.rollout.prompts_per_step * prompt, config.rows_per_batch() * length, length)
     rates = measure_rates()
     lines = [

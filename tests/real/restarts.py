@@ -62,13 +62,13 @@ def run_killed(recipe: Sequence[str], output: Path, env: Mapping[str, str]) -> P
 def differences(root: Path, expected: Path) -> list[str]:
     """Lists the metrics and arrays in which two runs differ in a bit."""
     metrics = [(item / "metrics.jsonl").read_text() for item in (root, expected)]
-    found = [] if metrics[0] == metrics[1] else ["metrics.jsonl"]
+    differing = [] if metrics[0] == metrics[1] else ["metrics.jsonl"]
     for step in range(STEPS + 1):
         got, want = state_arrays(root, step), state_arrays(expected, step)
         names = sorted(got.keys() | want.keys())
         same = [name in got and name in want and got[name].tobytes() == want[name].tobytes() for name in names]
-        found += [f"step {step}: {name}" for name, equal in zip(names, same, strict=True) if not equal]
-    return found
+        differing += [f"step {step}: {name}" for name, equal in zip(names, same, strict=True) if not equal]
+    return differing
 
 
 def compare(folder: Path, scratch: Path) -> tuple[list[str], Distance]:

@@ -34,7 +34,7 @@ def options_of(folder: Path, prompts: int, steps: int) -> dict[str, dict[str, An
     config = recipe(folder)
     samples = config.rollout.samples_per_prompt
     micro_batches = max(prompts * samples // ROWS, 1)
-    theirs = {
+    trl = {
         **trl_options(config, prompts=steps * prompts),
         **{"model": str(folder), "micro_batches": micro_batches, "threads": 1},
         **{"per_device_train_batch_size": prompts * samples // micro_batches, "num_generations": samples},
@@ -45,7 +45,7 @@ def options_of(folder: Path, prompts: int, steps: int) -> dict[str, dict[str, An
             "max_completion_length": config.data.max_completion_length,
         },
     }
-    return {"kljax": {"model": str(folder), "prompts": prompts, "micro_batches": micro_batches}, "trl": theirs}
+    return {"kljax": {"model": str(folder), "prompts": prompts, "micro_batches": micro_batches}, "trl": trl}
 
 
 def race(folder: Path, torch_env: Path, prompts: int, rounds: int) -> dict[str, dict[str, Any]]:
@@ -60,10 +60,10 @@ def race(folder: Path, torch_env: Path, prompts: int, rounds: int) -> dict[str, 
         }
         for name, options in options_of(folder, prompts, rounds + 1).items():
             remotes[name].ask(do="load", **options)
-        turns = [{name: remote.ask(do="step") for name, remote in remotes.items()} for _ in range(rounds + 1)]
+        rounds_made = [{name: remote.ask(do="step") for name, remote in remotes.items()} for _ in range(rounds + 1)]
         return {
             name: {
-                "steps": [turn[name] for turn in turns[1:]],
+                "steps": [made[name] for made in rounds_made[1:]],
                 "peak": remote.ask(do="peak"),
                 "versions": remote.ask(do="versions"),
             }
@@ -78,8 +78,8 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
         cpu, lengths = ([step["seconds"][1] for step in result["steps"]], [step["length"] for step in result["steps"]])
         memory = f"{result['peak'] / 2**30:.2f}"
         lines.append(f"| {name} | {statistics.median(cpu):.1f} | {statistics.mean(lengths):.1f} | {memory} |")
-    turns = zip(*(result["steps"] for result in measured.values()), strict=True)
-    ratios = [theirs["seconds"][1] / ours["seconds"][1] for ours, theirs in turns]
+    pairs = zip(*(result["steps"] for result in measured.values()), strict=True)
+    ratios = [trl["seconds"][1] / kljax["seconds"][1] for kljax, trl in pairs]
     memory = measured["trl"]["peak"] / measured["kljax"]["peak"]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return "\n".join(

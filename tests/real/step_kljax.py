@@ -17,7 +17,7 @@ from train.run.setup import make_context
 from train.weights.huggingface import load_params
 
 
-class Steps:
+class KljaxSteps:
     """A learner and its source of completions."""
 
     def __init__(self, model: str, prompts: int, micro_batches: int) -> None:
@@ -53,7 +53,7 @@ class Steps:
         return {"jax": jax.__version__}
 
 
-def load(**options: Any) -> Steps:
+def load(**options: Any) -> KljaxSteps:
     """Makes the contender."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    return Steps(**options)
+    return KljaxSteps(**options)

@@ -34,7 +34,7 @@ class Gate(transformers.TrainerCallback):
         self.done.put({"seconds": self.clock.parts["step"], "length": length})
 
 
-class Steps:
+class TrlSteps:
     """A trainer in a thread of its own."""
 
     def __init__(self, threads: int, micro_batches: int, **options: Any) -> None:
@@ -68,6 +68,6 @@ class Steps:
         return {"torch": torch.__version__, "trl": trl.__version__, "transformers": transformers.__version__}
 
 
-def load(**options: Any) -> Steps:
+def load(**options: Any) -> TrlSteps:
     """Makes the contender."""
-    return Steps(**options)
+    return TrlSteps(**options)

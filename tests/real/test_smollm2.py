@@ -81,6 +81,6 @@ def test_exports_score_the_same_elsewhere(short_run, tmp_path):
 
 
 @beside_torch
-def test_three_steps_are_those_of_trl(tmp_path):
+def test_three_steps_agree_with_trl(tmp_path):
     for far in trl_update.compare(FOLDER, Path(TORCH_ENV), tmp_path):
         assert far.exact, far

@@ -119,10 +119,10 @@ def compare(folder: Path, torch_env: Path, recorded: Path) -> list[StepDifferenc
         # TRL logs every update, kljax the mean of a step.
         updates, record = logs[(step - 1) * UPDATES : step * UPDATES], steps[step - 1]
         pairs = [
-            (record[ours], np.mean([update[theirs] for update in updates]))
-            for theirs, ours in (("loss", "loss"), ("kl", "kl_loss_per_token"))
+            (record[metric], np.mean([update[logged] for update in updates]))
+            for logged, metric in (("loss", "loss"), ("kl", "kl_loss_per_token"))
         ]
-        loss, kl = (float(abs(ours / theirs - 1)) for ours, theirs in pairs)
+        loss, kl = (float(abs(kljax / trl - 1)) for kljax, trl in pairs)
         expected = load_file(recorded / f"update-{step * UPDATES}" / WEIGHTS)
         actual = matrices(saved, step, recorded / f"kljax-{step}")
         if actual.keys() != expected.keys():

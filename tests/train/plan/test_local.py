@@ -24,7 +24,7 @@ LORA = ("lora={rank: 2, alpha: 4.0}", "reference={source: base}", "optim.updates
         (("kl.loss.coef=0.1", "optim.epochs=2"), 8),
     ],
 )
-def test_work_of_a_step_is_that_counted_by_hand(changes, passes):
+def test_work_of_a_step_equals_a_hand_count(changes, passes):
     config = load("configs/quickstart.yaml", [MODEL, *changes]).config
     tokenizer = load_tokenizer(config)
     head = 16 * tokenizer.vocab_size
