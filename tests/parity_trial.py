@@ -17,6 +17,7 @@ import jax
 from kljax.parity.causes import Cause
 from kljax.parity.command import compare
 from kljax.parity.comparison import ParityReport
+from tests.parity_outside.batches import PAD
 from tests.parity_outside.write import CASES, read_cases, write_dump
 
 GROUPS = ("clean", "single", "pair", "impossible")
@@ -66,6 +67,17 @@ NUMBERS = {
     "entropy.coef": ("entropy_bonus",),
     "gradient.scale": ("gradient_factor",),
     "gradient.norm": ("gradient_norm_clip",),
+    "gradient.clip": ("gradient_value_clip",),
+    "ratio.factor": ("log_ratio_factor",),
+    "kl.offset": ("kl_offset",),
+    "kl.floor": ("kl_floor",),
+    "advantage.low": ("advantage_floor",),
+    "advantage.high": ("advantage_ceiling",),
+    "advantage.negative": ("negative_factor",),
+    "advantage.cut_penalty": ("overlong_penalty",),
+    "advantage.cut_reward": ("truncated_reward",),
+    "advantage.kl_coef": ("kl_coefficient",),
+    "loss.max_drift": ("sequence_mask",),
 }
 MASKS = {
     "shifted right by one": "late by one",
@@ -151,6 +163,40 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "advantage: groups interleaved": ("group_ids", "interleaved"),
     "advantage: groups moved by one": ("group_ids", "moved by one"),
     "advantage: one group": ("group_ids", "batch"),
+    "advantage: rows in 2": ("group_ids", "pairs of rows"),
+    "advantage: groups in 2": ("group_ids", "pairs of groups"),
+    "advantage: centered on the best": ("group_center", "best"),
+    "advantage: centered on the first": ("group_center", "first"),
+    "advantage: centered on the mean weighted by length": ("group_center", "by length"),
+    "advantage: scale root mean square": ("group_scale", "root mean square"),
+    "advantage: scale std of all centered": ("group_scale", "batch std of centered"),
+    "advantage: whitening: center": ("whitening_parts", "center"),
+    "advantage: whitening: scale": ("whitening_parts", "scale"),
+    "advantage: whitening: padded": ("whitening_mean", "padding"),
+    "advantage: members not empty": ("group_members", "no empty rows"),
+    "advantage: members not cut": ("group_members", "no truncated rows"),
+    "advantage: sign alone": ("advantage_sign", True),
+    "advantage: values off by one (right)": ("values_shift", 1),
+    "advantage: values off by one (left)": ("values_shift", -1),
+    "advantage: returns": ("gae_returns", True),
+    "advantage: reward at the last column": ("reward_column", "last column"),
+    "advantage: reward at every token": ("reward_column", "every token"),
+    "kl: at the last token": ("kl_reward_place", "row"),
+    "kl: log-ratio in bfloat16": ("kl_log_ratio_dtype", "bfloat16"),
+    "kl: weighted as the policy loss": ("correction_on_kl", True),
+    "reference: rows reversed": ("reference_rows", "reversed"),
+    "reference: rows by length": ("reference_rows", "by length"),
+    "correction: divided by the mean of their row": ("correction_normalized", "row"),
+    "loss: advantages along the tokens": ("advantage_axis", "columns"),
+    "loss: ratio summed over the row": ("ratio_level", "product"),
+    "loss: ratio over the padded length": ("ratio_level", "padded mean"),
+    "loss: reinforce_loss": ("loss_function", "reinforce"),
+    "loss: symmetric True": ("loss_function", "ipo"),
+    "loss: through ratio": ("loss_function", "sapo gate"),
+    "loss: outside masked": ("loss_function", "cispo masked"),
+    "loss: weight has a gradient": ("loss_function", "cispo with gradient"),
+    "gradient: last micro-batch alone": ("gradient_rows", "last micro-batch"),
+    "reduction: mean of micro-batches by rows": ("micro_batches", "rows"),
     "advantage: rows moved by one": ("field_rows", 1),
     "advantage: rows moved by one (up)": ("field_rows", -1),
     "advantage: divided by the length": ("advantage_spread", True),
@@ -203,12 +249,15 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         word = MASKS.get(cause.name, cause.name.removesuffix(" tokens"))
         return [(kind, word), *([("kl_reward_mask", word)] if kind == "kl_mask" else [])]
     settings = dict(cause.settings)
+    normalizer = "reference_normalizer" if cause.stage == "reference" else "normalizer"
     several: dict[str, list[tuple[str, Any]]] = {
         # A set-up has one divisor of a variance: that of its groups, or that of its whitening.
         **{f"advantage: ddof {ddof}": [("ddof", ddof), ("whitening_ddof", ddof)] for ddof in (0, 1)},
         # The other sign is the factor -1 of the header's.
         "gradient: sign flipped": [("gradient_factor", settings.get("scale"))],
         "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
+        f"{cause.stage}: top {settings.get('top_k')}": [(normalizer, cause.name)],
+        f"{cause.stage}: without token {PAD}": [(normalizer, "no pad token")],
         "loss: gspo_loss": [("ratio_level", "sequence")],
         "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],
         "loss: clips exchanged": [

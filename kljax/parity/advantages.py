@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from kljax.parity.calls import run_call
+from kljax.parity.comparisons import compare_rewards, grouped, is_other, root_factor, whitened
 from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
-from kljax.parity.positions import apply_rule, over_tokens
+from kljax.parity.positions import ROW_ORDERS, apply_rule, over_tokens, shift_rows
 from kljax.parity.recipe import AdvantageStep, Kl, Recipe
 from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
@@ -34,7 +35,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """
     step, unit = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe)
     used = replay.used_mask(recipe)
-    ids, count = _groups(replay.arrays["group_ids"], step.groups)
+    ids, count = grouped(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)
     after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
     rewards, kl = _shaped_rewards(replay, recipe, after, step)
@@ -45,19 +46,21 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
     if call.function == "gae":
         arrays["rewards"] = shaped["token_rewards"]
+        arrays["values"] = shift_rows(arrays["values"], step.values_shift)
     keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
 
     # The recorded rewards stand under these arguments; GAE has those of its tokens.
     names = () if call.function == "gae" else ("rewards", *(name for name in renamed if renamed[name] == "rewards"))
-    replaced = step.center != "group" or step.divisor != "std"
+    replaced, sizes = is_other(step), used.sum(1)
 
     def compute(rewards: np.ndarray) -> np.ndarray:
         if not replaced:
             inputs = arrays | dict.fromkeys(names, rewards)
-            return np.asarray(replay.run("advantage", step, inputs, **keywords), np.float64)
+            return np.asarray(_run(replay, step, inputs, keywords), np.float64)
         # Each row is a group of its own, so that the function returns the row as it is.
-        compared = {"rewards": _compared(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
+        values = compare_rewards(step, call, rewards, ids, sizes=sizes, cut=cut_rows(replay))
+        compared = {"rewards": values, "group_ids": np.arange(len(ids))}
         identity = {"scale": "none", "singleton": "reward"}
         plain = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
         alone = keywords | {"num_groups": len(ids)}
@@ -69,16 +72,37 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     else:
         bound = _bound(compute, rewards, ids, value, unit=unit, kl=kl)
     if step.root:
-        factor = _root_factor(call, rewards, ids)
+        factor = root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
     value, bound = _changed(step, value, bound, used)
-    value, bound = (np.roll(array, step.rows, 0) for array in (value, bound))
+    order = ROW_ORDERS[step.rows](replay.layout.lengths)
+    value, bound = value[order], bound[order]
     mask: np.ndarray = replay.arrays["mask"]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
         rows = Prediction(value, bound, np.asarray(mask.any(1)))
         return rows if value.ndim == 1 else _of_rows(value, bound, np.asarray(mask & used))
     value, bound = (over_tokens(array, replay.shape) for array in (value, bound))
     return Prediction(value, bound, np.asarray(mask & used))
+
+
+def _run(replay: Replay, step: AdvantageStep, arrays: dict[str, Any], keywords: dict[str, Any]) -> Any:
+    """Runs the call of the header, but for a step of its own: returns in place of advantages, or another whitening."""
+    if not step.returns and step.whitening == "both":
+        return replay.run("advantage", step, arrays, **keywords)
+    call = replay.call("advantage", step)
+    before = [inner for inner in call.then if inner.function != "masked_whiten"]
+    plain = dataclasses.replace(call, then=tuple(before))
+    value = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
+    if step.returns:
+        value = value + arrays["values"]
+    for inner in call.then[len(before) :]:
+        value = whitened(over_tokens(value, arrays["mask"].shape), arrays["mask"], inner, step.whitening)
+    return value
+
+
+def cut_rows(replay: Replay) -> np.ndarray:
+    """Returns the rows that are cut at the limit, `[B]` bool."""
+    return np.asarray(~replay.layout.complete & replay.arrays["mask"].any(1))
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -110,6 +134,8 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
 def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
     rewards, kl, used = _changed_rewards(replay, step), recipe.kl, replay.used_mask(recipe)
+    if step.kl_coef:
+        rewards = rewards - step.kl_coef * np.where(used, _second_kl(replay, step, used), 0).sum(1)
     if step.rewards == "whitened":
         rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8)
     if kl is None or kl.place != "reward":
@@ -125,12 +151,35 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
         inside = replay.used_mask(recipe)
         last = inside.shape[1] - 1 - inside[:, ::-1].argmax(1)
         values[np.arange(len(values)), last] += np.where(inside, 0, values).sum(1)
+    if kl.at_end:
+        values = _at_end(values, replay.used_mask(recipe))
     return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
 
 
 def _changed_rewards(replay: Replay, step: AdvantageStep) -> np.ndarray:
     rewards: np.ndarray = step.reward_scale * replay.arrays["rewards"]
-    return rewards if step.reward_clip is None else np.clip(rewards, -step.reward_clip, step.reward_clip)
+    if step.reward_clip is not None:
+        rewards = np.clip(rewards, -step.reward_clip, step.reward_clip)
+    cut = cut_rows(replay)
+    rewards = rewards - step.cut_penalty * cut
+    return rewards if step.cut_reward is None else np.where(cut, step.cut_reward, rewards)
+
+
+def _second_kl(replay: Replay, step: AdvantageStep, used: np.ndarray) -> np.ndarray:
+    """Returns the KL per token of a penalty that the header does not have: of the policy that sampled."""
+    policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
+    kl = Kl(estimator=step.kl_estimator, policy=policy)
+    values: np.ndarray = replay.remember(
+        ("second kl", kl, used.tobytes()), lambda: kl_at(replay, kl_policy(replay, kl), kl, used)
+    )
+    return values
+
+
+def _at_end(values: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Moves what the tokens of each row have to its last one, `[B, T]`."""
+    result, last = np.zeros(values.shape), used.shape[1] - 1 - used[:, ::-1].argmax(1)
+    result[np.arange(len(values)), last] = values.sum(1)
+    return result
 
 
 def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
@@ -143,47 +192,17 @@ def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
     return values
 
 
-def _compared(step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Compares the rewards of a group by another center or divisor than the library has, `[B]`."""
-    result = np.zeros(len(rewards))
-    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
-    for group in np.unique(ids):
-        rows = ids == group
-        members = rewards[rows]
-        centers = {"group": members.mean(), "median": np.median(members), "batch": rewards.mean(), "none": 0.0}
-        centered = members - centers[step.center]
-        if call.arguments.get("scale", "none") == "none" or len(members) <= ddof:
-            result[rows] = centered
-            continue
-        divisors = {"std": members.std(ddof=ddof), "variance": members.var(ddof=ddof), "range": np.ptp(members)}
-        divisors["mean absolute"] = np.abs(members - members.mean()).mean()
-        result[rows] = centered / (divisors[step.divisor] + eps)
-    return result
-
-
 def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: AdvantageStep) -> np.ndarray:
     """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    last = used.argmax(1) if step.reward_at == "first" else replay.shape[1] - 1 - used[:, ::-1].argmax(1)
-    result = np.zeros(replay.shape)
-    result[np.arange(len(result)), last] = np.where(used.any(1), _changed_rewards(replay, step), 0)
+    position, last = np.arange(replay.shape[1]), replay.shape[1] - 1 - used[:, ::-1].argmax(1)
+    # A reward outside the tokens of its row reaches none of them.
+    at = {"last": last[:, None], "first": used.argmax(1)[:, None], "last column": position[-1], "every": position}
+    result = np.where(used & (position == at[step.reward_at]), _changed_rewards(replay, step)[:, None], 0)
     if recipe.kl is not None and recipe.kl.place == "reward":
         charged = apply_rule(used, recipe.kl_mask, replay.layout)
-        result = result - recipe.kl.coef * np.where(charged, _kl_values(replay, recipe, used), 0)
+        values = recipe.kl.coef * np.where(charged, _kl_values(replay, recipe, used), 0)
+        result = result - (_at_end(values, used) if recipe.kl.at_end else values)
     return result
-
-
-def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
-    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
-    if call.arguments.get("scale", "std") == "batch_std":
-        spread = np.full(len(rewards), rewards.std(ddof=ddof))
-    else:
-        sizes = np.bincount(ids)
-        mean = np.bincount(ids, rewards) / np.maximum(sizes, 1)
-        squares = np.bincount(ids, (rewards - mean[ids]) ** 2)
-        spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
-    factor: np.ndarray = (spread + eps) / np.sqrt(np.maximum(spread**2 + eps, 1e-300))
-    return factor
 
 
 def _changed(
@@ -203,7 +222,11 @@ def _changed(
     value, bound = step.scale * (value + step.offset), abs(step.scale) * bound
     if step.clip is not None:
         value = np.clip(value, -step.clip, step.clip)
-    return value, bound
+    if step.low is not None or step.high is not None:
+        value = np.clip(value, step.low, step.high)
+    value, bound = (np.where(value < 0, step.negative, 1) * array for array in (value, bound))
+    # Rounding moves a sign only where it may move the number past 0.
+    return (np.sign(value), np.where(np.abs(value) <= bound, 2.0, 0)) if step.sign else (value, np.abs(bound))
 
 
 def _whitened(
@@ -220,7 +243,8 @@ def _whitened(
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Adds the mean KL of the batch less the KL of each token."""
-    kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
+    # A mask of the loss alone does not reach the mean.
+    kl, used = recipe.kl or Kl(), replay.arrays["mask"]
     values, errors = replay.input("kl", recipe)
     values, errors = np.where(used, values, 0), np.where(used, errors, 0)
     mean = values.sum() / (used.sum() + recipe.reduction.eps_batch) if kl.centered else 0.0
@@ -229,16 +253,6 @@ def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarr
     height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit
     extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
     return result, bound + extra + unit * np.abs(result)
-
-
-def _groups(group_ids: np.ndarray, which: str) -> tuple[np.ndarray, int]:
-    _, ids = np.unique(group_ids, return_inverse=True)
-    count = int(ids.max()) + 1
-    if which == "interleaved":
-        return np.arange(len(ids)) % count, count
-    if which == "moved":
-        return np.roll(ids, 1), count
-    return (np.zeros_like(ids), 1) if which == "batch" else (ids, count)
 
 
 def _bound_of_returns(

@@ -14,7 +14,7 @@ from kljax.parity.fitting import PEELED, fields_of, fit_number, value_of
 from kljax.parity.numbers import UnknownNumber, note_on_factor, numbers_of
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
-from kljax.parity.rounding import narrowest_dtype
+from kljax.parity.rounding import narrowest_dtype, round_to
 from kljax.parity.solvers import DIGITS, Residual, solve_two
 from kljax.parity.stages import comparable
 
@@ -266,11 +266,19 @@ class Candidates:
     def roundings(self, name: str, recipe: Recipe) -> list[Causes]:
         """Returns the coarser dtype that a field was rounded to: its grid holds all the numbers of the field."""
         values = self.replay.arrays[name]
-        if len(np.unique(values)) < DISTINCT:
-            return []
         kind = narrowest_dtype(values)
+        if len(np.unique(values)) < DISTINCT and not self._is_rounded(name, kind, recipe):
+            return []
         causes = [cause for cause in rounding_causes(self.replay, name) if cause.name == kind]
         return [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
+
+    def _is_rounded(self, name: str, kind: str, recipe: Recipe) -> bool:
+        """Whether one number is that of a recipe, rounded: chance has it on the grid once in 8,192 or 65,536 cases."""
+        recorded, prediction = np.asarray(self.replay.arrays[name], np.float64), self.replay.predict(name, recipe)
+        if recorded.size != 1 or not recorded.any():
+            return False
+        low, high = (round_to(prediction.value + side * prediction.bound, kind) for side in (-1, 1))
+        return bool(((low <= recorded) & (recorded <= high)).all())
 
     def _relevant(self, name: str) -> list[Cause]:
         """Lists the choices that can move a field: choices of its own stages."""

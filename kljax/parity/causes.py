@@ -90,6 +90,18 @@ def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
     return Cause(stage, name, text, tuple(settings.items()))
 
 
+def rare(stage: str, name: str, text: str, **settings: Any) -> Cause:
+    """Makes a cause that is not tried together with others.
+
+    Args:
+      name: a short name, unique with the stage.
+
+    Returns:
+      A `Cause` of one stage.
+    """
+    return Cause(stage, name, text, tuple(settings.items()), alone=True)
+
+
 def rounding_causes(replay: Replay, field: str) -> list[Cause]:
     """Lists coarser dtypes that a field may have been computed in.
 

@@ -1,6 +1,7 @@
 """The stages of the loss: policy loss per token, reduction, gradient, metrics."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,7 +61,7 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
     def compute(policy: np.ndarray) -> np.ndarray:
         return policy_loss_at(replay, policy, recipe)
 
-    policy, move, stacked = policy_pair(replay, recipe)[0], _move(replay, recipe, unit), _is_elementwise(replay, recipe)
+    policy, move, stacked = _pair(replay, recipe)[0], _move(replay, recipe, unit), _is_elementwise(replay, recipe)
     value, change = value_and_change(compute, policy, move, stacked=stacked)
     bound = change + PRODUCTS * unit * np.abs(value) + _inherited(replay, recipe, value)
     return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)
@@ -73,6 +74,8 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
     for coef, name, reduction in _terms(recipe):
         weights = token_weights(replay, recipe, reduction, recipe.kl_mask if name == "kl" else None)
         values, errors = entropy_per_token(replay, recipe) if name == "entropy" else replay.input(name, recipe)
+        if name == "kl":
+            values, errors = (_kl_weights(replay, recipe) * array for array in (values, errors))
         products = np.where(weights != 0, weights * values, 0)
         total += coef * products.sum()
         bound += abs(coef) * np.where(weights != 0, weights * errors, 0).sum()
@@ -96,10 +99,16 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     if settings.through_kl and "kl" in terms and (recipe.kl or Kl()).policy == "log_probs":
         coef, reduction = terms["kl"]
         value, errors = _kl_gradient(replay, recipe, reduction, unit)
-        total, bound = total + coef * value, bound + abs(coef) * errors
+        factor = coef * _kl_weights(replay, recipe)
+        total, bound = total + factor * value, bound + np.abs(factor) * errors
     if recipe.entropy.source == "sampled":
         total = total + recipe.entropy.coef * token_weights(replay, recipe, recipe.reduction)
     total, bound = settings.scale * total, abs(settings.scale) * bound
+    if settings.micro_batch != "all":
+        inside = _micro_batch(replay, settings.micro_batch)[:, None]
+        total, bound = np.where(inside, total, 0), np.where(inside, bound, 0)
+    if settings.clip is not None:
+        total = np.clip(total, -settings.clip, settings.clip)
     norm = float(np.linalg.norm(total))
     if settings.norm is not None and norm > settings.norm:
         total, bound = total * settings.norm / norm, bound * settings.norm / norm
@@ -131,6 +140,20 @@ def token_weights(
     return weights
 
 
+def _kl_weights(replay: Replay, recipe: Recipe) -> np.ndarray | float:
+    """Returns the factor of the KL term of each token, 1 unless the correction's weights multiply it."""
+    if recipe.correction is None or recipe.kl is None or not recipe.kl.weighted:
+        return 1.0
+    return np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
+
+
+def _micro_batch(replay: Replay, which: str) -> np.ndarray:
+    """Returns the rows of the first or the last micro-batch, recorded or a half of the rows, `[B]` bool."""
+    rows = np.arange(replay.shape[0])
+    parts = replay.arrays.get("micro_batch_ids", 2 * rows // len(rows))
+    return np.asarray(parts == (parts.min() if which == "first" else parts.max()))
+
+
 def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Returns the entropy of an entropy bonus.
 
@@ -144,9 +167,11 @@ def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.nd
 
 def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """Returns the arrays of the policy loss, at other log-probs of the policy."""
+    step, advantages = recipe.loss or RecipeStep(), token_advantages(replay, recipe)[0]
     arrays: dict[str, Any] = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
-    sign = -1 if (recipe.loss or RecipeStep()).flipped else 1
-    arrays |= {"advantages": sign * token_advantages(replay, recipe)[0], "mask": replay.used_mask(recipe)}
+    if step.columns:
+        advantages = np.broadcast_to(replay.input("advantages", recipe)[0][None, :], replay.shape)
+    arrays |= {"advantages": (-1 if step.flipped else 1) * advantages, "mask": replay.used_mask(recipe)}
     if policy.ndim > 2:
         arrays = {name: np.broadcast_to(array, policy.shape) for name, array in arrays.items()}
     return {**arrays, "log_probs": policy, "key": jax.random.key(0)}
@@ -162,10 +187,40 @@ def _parts(replay: Replay, step: RecipeStep) -> list[tuple[float, Call]]:
 
 def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
     """Returns the factor of the rollout correction, `[B, T]`, or 1 without one."""
-    power = (recipe.loss or RecipeStep()).weights
-    if recipe.correction is None or not power:
-        return 1.0
-    return np.asarray(np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0) ** power)
+    step = recipe.loss or RecipeStep()
+    factor = np.ones(replay.shape)
+    if step.max_drift is not None:
+        factor = factor * (_drifted(replay, recipe) <= step.max_drift)[:, None]
+    if step.outside == "masked":
+        factor = factor * _within_clips(replay.call("loss", step), *policy_pair(replay, recipe))
+    if recipe.correction is None or not step.weights:
+        return factor
+    weights = np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
+    return np.asarray(factor * weights**step.weights)
+
+
+def _drifted(replay: Replay, recipe: Recipe) -> np.ndarray:
+    """Returns how far the log-probs of each row of negative advantage fell in the mean; others have -inf, `[B]`."""
+    policy, old = policy_pair(replay, recipe)
+    used = replay.used_mask(recipe)
+    fall = np.where(used, old - policy, 0).sum(1) / np.maximum(used.sum(1), 1)
+    return np.where((np.where(used, token_advantages(replay, recipe)[0], 0) < 0).any(1), fall, -np.inf)
+
+
+def drifts(replay: Replay, recipe: Recipe) -> np.ndarray:
+    """Lists how far the rows of negative advantage drifted from the old policy, ascending, in nats per token."""
+    values = _drifted(replay, recipe)
+    return np.unique(values[np.isfinite(values)])
+
+
+def _pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray | float]:
+    """Returns the log-probs of the policy that enter the loss, and their factor of its log-ratios."""
+    (policy, old), how = policy_pair(replay, recipe), (recipe.loss or RecipeStep()).row_ratio
+    if how == "mean":
+        return policy, 1.0
+    lengths = replay.used_mask(recipe).sum(1, keepdims=True)
+    factor = lengths if how == "sum" else lengths / replay.shape[1]
+    return old + factor * (policy - old), factor
 
 
 def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
@@ -199,7 +254,7 @@ def _is_elementwise(replay: Replay, recipe: Recipe) -> bool:
 
 def _move(replay: Replay, recipe: Recipe, unit: float) -> np.ndarray:
     """Returns how far rounding moves the log-ratio."""
-    policy, old = policy_pair(replay, recipe)
+    policy, old = _pair(replay, recipe)[0], policy_pair(replay, recipe)[1]
     height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
     distance = np.abs(policy - old) * (1 + height)
     return unit * (np.where(np.isfinite(distance), distance, 0) + EXP)
@@ -217,7 +272,7 @@ def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
 
 
 def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    policy, old = policy_pair(replay, recipe)
+    (policy, factor_of_rows), old = _pair(replay, recipe), policy_pair(replay, recipe)[1]
     step, weights = recipe.loss or RecipeStep(), token_weights(replay, recipe, recipe.reduction)
     # Where each token stands alone, the weights of the reduction multiply its derivative.
     alone = _is_elementwise(replay, recipe)
@@ -228,8 +283,11 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
         cotangent = np.broadcast_to(inner * _correction(replay, recipe), log_probs.shape)
         for factor, call in _parts(replay, step):
             total = total + factor * np.asarray(pull_call("loss", call, arrays, cotangent))
+            if step.weight_gradient and call.function == "cispo_loss":
+                total = total + factor * cotangent * _of_weight(call, arrays)
+        total = recipe.ratio.factor * factor_of_rows * total
         if (bound := recipe.ratio.log_ratio_clip) is not None:
-            total = np.where(np.abs(replay.arrays["log_probs"] - old) > bound, 0, total)
+            total = np.where(np.abs(recipe.ratio.factor * (replay.arrays["log_probs"] - old)) > bound, 0, total)
         return -total if recipe.ratio.swapped else total
 
     stages = (stage for stage in ORDER["token_loss"])
@@ -240,6 +298,21 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
         value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
     height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
     return value, change + (PRODUCTS + height) * unit * np.abs(value) + _inherited(replay, recipe, value)
+
+
+def _of_weight(call: Call, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the part of CISPO's derivative that passes through the clipped ratio, if that is not a constant."""
+    policy, old = arrays["log_probs"], arrays["old_log_probs"]
+    inside = arrays["mask"] & _within_clips(call, policy, old)
+    return np.where(inside, -arrays["advantages"] * np.exp(policy - old) * policy, 0)
+
+
+def _within_clips(call: Call, policy: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Returns where the ratio of a token is within the clips of its loss."""
+    signature = inspect.signature(getattr(kljax, call.function)).parameters
+    low, high = (call.arguments.get(name, signature[name].default) for name in ("clip_low", "clip_high"))
+    ratio = np.exp(policy - old)
+    return np.asarray((ratio >= 1 - low) & (ratio <= 1 + high))
 
 
 def _kl_gradient(
@@ -260,13 +333,17 @@ def _kl_gradient(
 
 
 def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    if reduction.micro_batches == 1:
+    if reduction.micro_batches == 1 and reduction.parts == "mean":
         return _weights_of_rows(mask, reduction, arrays, np.ones(len(mask), bool))
     rows = np.arange(len(mask))
     parts = rows * reduction.micro_batches // len(mask) if reduction.micro_batches else arrays["micro_batch_ids"]
-    undivided = dataclasses.replace(reduction, micro_batches=1)
-    total = sum(_weights_of_rows(mask, undivided, arrays, parts == part) for part in np.unique(parts))
-    return np.asarray(total) / len(np.unique(parts))
+    undivided = dataclasses.replace(reduction, micro_batches=1, parts="mean")
+    masks = [parts == part for part in np.unique(parts)]
+    shares = {"mean": 1 / len(masks), "sum": 1.0}
+    each = [
+        shares.get(reduction.parts, rows.mean()) * _weights_of_rows(mask, undivided, arrays, rows) for rows in masks
+    ]
+    return np.asarray(sum(each))
 
 
 def _weights_of_rows(

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 import kljax
+from kljax.parity.advantages import cut_rows
 from kljax.parity.calls import scalar_parameters
 from kljax.parity.causes import Cause
+from kljax.parity.losses import drifts
 from kljax.parity.policies import declared_log_ratio_clip
-from kljax.parity.recipe import Recipe
+from kljax.parity.positions import over_tokens
+from kljax.parity.recipe import Kl, Recipe
 from kljax.parity.replay import Replay
 from kljax.systems import Call
 from kljax.systems._call import steps
@@ -32,6 +35,8 @@ GRIDS: dict[str, tuple[float, ...]] = {
 GRIDS["max_ratio"] = GRIDS["max_weight"] = GRIDS["upper"]
 GRIDS["bound"] = GRIDS["value_clip"] = GRIDS["max_log_ratio"] = GRIDS["log_ratio_clip"]
 MULTIPLES = (1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0, 1000.0)
+KL_COEFFICIENTS = (-1.0, -0.1, 0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.2, 0.5, 1.0, 3.0)
+EVENLY = (-2.0, -1.5, -1.0, -0.75, -0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 TEMPERATURES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -66,7 +71,8 @@ class UnknownNumber:
         """
         changed = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
         header = "has none" if self.declared is None else f"says {self.declared:g}"
-        text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{note}"
+        beside = "".join(f" with {name} {word}" for name, word in self.settings)
+        text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{beside}{note}"
         before = getattr(getattr(recipe, self.stage), self.setting) if self.shared else None
         also = []
         for stage in self.shared if before != value else ():
@@ -126,6 +132,7 @@ def _of_scores(replay: Replay) -> Iterator[UnknownNumber]:
 
 
 def _of_ratio(replay: Replay) -> Iterator[UnknownNumber]:
+    yield UnknownNumber("ratio", "factor", 1.0, MULTIPLES[2:13])
     # Of the loss alone, it is an argument of the loss.
     if "ratio" in replay.arrays:
         declared = declared_log_ratio_clip(replay.plan)
@@ -145,6 +152,9 @@ def _of_kl(replay: Replay) -> Iterator[UnknownNumber]:
     # Of the loss alone, a factor of the estimate is one of the coefficient.
     if "kl" in replay.arrays:
         yield UnknownNumber("kl", "scale", kl.scale)
+        yield UnknownNumber("kl", "offset", 0.0)
+        values = replay.arrays["kl"][replay.arrays["mask"]]
+        yield UnknownNumber("kl", "floor", None, _range_of(values))
     names = (
         "value_clip",
         *(("bound",) if kl.corrected else ()),
@@ -178,6 +188,17 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
         )
     if "gamma" not in names:
         yield UnknownNumber("advantage", "discount", None, GRIDS["gamma"][1:])
+    values = over_tokens(replay.arrays.get("advantages", np.zeros(replay.shape)), replay.shape)[replay.arrays["mask"]]
+    yield UnknownNumber("advantage", "low", None, _range_of(values))
+    yield UnknownNumber("advantage", "high", None, _range_of(values))
+    yield UnknownNumber("advantage", "negative", 1.0)
+    if largest and cut_rows(replay).any():
+        yield UnknownNumber("advantage", "cut_penalty", 0.0, _around(largest))
+        yield UnknownNumber("advantage", "cut_reward", None, tuple(largest * x for x in EVENLY))
+    if largest and (replay.plan.recipe.kl or Kl()).place == "loss":
+        for estimator in ("k1", "k2", "k3", "abs"):
+            settings = (("kl_estimator", estimator),)
+            yield UnknownNumber("advantage", "kl_coef", 0.0, KL_COEFFICIENTS, settings=settings)
 
 
 def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
@@ -185,6 +206,10 @@ def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
     if recipe.loss is not None:
         call = replay.plan.calls["loss"]
         yield from _of_call("loss", call)
+        falls = drifts(replay, recipe) if "old_log_probs" in replay.arrays else np.zeros(0)
+        if len(falls):
+            between = (*((falls[1:] + falls[:-1]) / 2), falls[0] - 1)
+            yield UnknownNumber("loss", "max_drift", None, tuple(sorted(float(x) for x in between)))
         if call.plus:
             yield UnknownNumber("loss", "added", 1.0)
         # Of the loss alone, the factor is that of the reduction.
@@ -211,7 +236,15 @@ def _of_reduction(replay: Replay) -> Iterator[UnknownNumber]:
     yield UnknownNumber("entropy", "coef", float(recipe.entropy.coef), settings=sampled)
     yield UnknownNumber("gradient", "scale", recipe.gradient.scale)
     if "grad_log_probs" in replay.arrays and (norm := float(np.linalg.norm(replay.arrays["grad_log_probs"]))):
+        largest = float(np.abs(replay.arrays["grad_log_probs"]).max())
+        yield UnknownNumber("gradient", "clip", None, tuple(largest * x for x in (0.5, 0.9, 0.999, 1.001, 1.1)))
         yield UnknownNumber("gradient", "norm", None, tuple(norm * factor for factor in (0.5, 0.9, 1.1, 2.0)))
+
+
+def _range_of(values: np.ndarray) -> tuple[float, ...]:
+    """Returns 0 and values between the smallest and the largest number and beyond both."""
+    largest = float(np.abs(values).max(initial=0.0)) or 1.0
+    return tuple(sorted({0.0, *(1.5 * largest * x for x in EVENLY)}))
 
 
 def _lengths(length: float) -> tuple[float, ...]:

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from kljax._numerics import clip
 from kljax.parity import scoring
 from kljax.parity.calls import per_token, remembered
 from kljax.parity.header import RecipeCalls
-from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
+from kljax.parity.positions import ROW_ORDERS, apply_rule, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep
 from kljax.parity.replay import Prediction, Replay
-from kljax.parity.rounding import EXP, PRODUCTS, tree_height
+from kljax.parity.rounding import EXP, PRODUCTS, round_to, tree_height
 
 
 def mask(replay: Replay, recipe: Recipe) -> Prediction:
@@ -61,20 +62,17 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
     settings = recipe.reference if side else recipe.log_probs
     keep, unit = replay.arrays["mask"], replay.unit(name, recipe)
     if settings.adapter and settings.source is None:
-        moved = settings.moved or settings.rows
-        value, bound, at = scoring.score(replay.dump, side, settings, np.ones_like(keep) if moved else keep, unit)
-        value, bound, at = (_moved(array, settings.moved, settings.rows) for array in (value, bound, at))
+        moved = settings.moved or settings.rows != "same"
+        scored = scoring.score(replay.dump, side, settings, np.ones_like(keep) if moved else keep, unit)
+        # What leaves a row at its end is lost.
+        order = ROW_ORDERS[settings.rows](replay.layout.lengths)
+        value, bound, at = (shift_rows(array, settings.moved)[order] for array in scored)
         return Prediction(settings.scale * value, abs(settings.scale) * bound, keep & at)
     other = settings.source or ("log_probs" if side else "ref_log_probs")
     value = replay.arrays.get(other, np.full(replay.shape, np.nan))
     rows = np.zeros(replay.shape, bool)
     rows[replay.arrays["rows"]] = True
     return Prediction(value, unit * (1 + np.abs(value)), keep & rows)
-
-
-def _moved(array: np.ndarray, positions: int, rows: int) -> np.ndarray:
-    """Moves an array to the right and down; what leaves it at the bottom comes back at the top."""
-    return np.roll(shift_rows(array, positions), rows, 0)
 
 
 def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +90,8 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
         return old + np.log(np.where(replay.arrays["ratio"] > 0, replay.arrays["ratio"], 1)), old
     if settings.swapped:
         policy = 2 * old - policy
+    if settings.factor != 1:
+        policy = old + settings.factor * (policy - old)
     if settings.log_ratio_clip is not None:
         policy = old + np.clip(policy - old, -settings.log_ratio_clip, settings.log_ratio_clip)
     return policy, old
@@ -143,6 +143,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     step, used = recipe.correction or RecipeStep(), replay.used_mask(recipe)
     inputs = replay.inputs("correction")
     numerator, denominator = inputs["log_probs"], inputs["sampling_log_probs"]
+    if step.policy is not None:
+        numerator = replay.arrays[step.policy]
     if "advantages" in inputs:
         inputs["advantages"] = over_tokens(inputs["advantages"], replay.shape)
     denominator = shift_rows(denominator, step.shift)
@@ -157,9 +159,18 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
         return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape) ** step.weights
 
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
-    factor = step.scale / (value[used].mean() if step.normalized else 1.0)
-    value, change = factor * value, abs(factor) * change
+    factor = step.scale / _mean_weight(value, used, step.normalized)
+    value, change = factor * value, np.abs(factor) * change
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
+
+
+def _mean_weight(weights: np.ndarray, used: np.ndarray, over: str) -> np.ndarray:
+    """Returns the mean of weights that divides them, of the batch or of each row; 1 if there is none."""
+    if over == "none":
+        return np.ones(1)
+    axis = None if over == "batch" else 1
+    total, count = (np.sum(np.where(used, array, 0), axis, keepdims=True) for array in (weights, np.ones(used.shape)))
+    return np.asarray(np.where(total == 0, 1, total / np.maximum(count, 1)))
 
 
 def kl_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> np.ndarray:
@@ -191,7 +202,12 @@ def kl_gradient_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray)
 def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the estimates and their derivatives, in the shape of `policy`."""
     sampling = replay.old_log_probs(replay.plan.recipe) if kl.corrected else None
-    recorded = shift_rows(replay.arrays[kl.reference], kl.shift), used, sampling
+    reference = shift_rows(replay.arrays[kl.reference], kl.shift)
+    if kl.dtype is not None:
+        # The rounding has the gradient of its argument, and the importance ratio is not rounded.
+        rounded = reference + round_to(policy - reference, kl.dtype)
+        sampling, policy = None if sampling is None else sampling + rounded - policy, rounded
+    recorded = reference, used, sampling
     arrays = [None if array is None else np.broadcast_to(array, policy.shape) for array in recorded]
     settings: dict[str, Any] = {"estimator": kl.estimator, "gradient": kl.gradient}
     clips = {"max_ratio": kl.max_ratio if kl.corrected else None}
@@ -201,7 +217,9 @@ def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) ->
     if inner:
         clips["value_clip"] = kl.bound
 
-    def compute(policy: Any, reference: Any, used: Any, sampling: Any, clips: dict[str, Any]) -> Any:
+    def compute(policy: Any, reference: Any, used: Any, sampling: Any, numbers: dict[str, Any]) -> Any:
+        clips = {name: numbers[name] for name in ("max_ratio", "log_ratio_clip", "value_clip")}
+
         def estimate(policy: Any) -> jax.Array:
             first, second = (reference, policy) if kl.swapped else (policy, reference)
             corrected = sampling
@@ -216,11 +234,16 @@ def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) ->
                 weight = jnp.minimum(weight, clips["max_ratio"])
             return weight * kljax.estimate_kl(first, second, used, **settings, **options)
 
-        estimates, pull = jax.vjp(estimate, policy)
+        def changed(policy: Any) -> jax.Array:
+            result = estimate(policy)
+            result = result if numbers["floor"] is None else clip(result, numbers["floor"], None)
+            return jnp.where(used, result + numbers["offset"], 0)
+
+        estimates, pull = jax.vjp(changed, policy)
         return estimates, pull(jnp.ones_like(estimates))[0]
 
     program = remembered(f"kl {settings!r} {kl.swapped} {kl.detached} {inner}", compute)
-    value, derivative = program(policy, *arrays, clips)
+    value, derivative = program(policy, *arrays, {**clips, "floor": kl.floor, "offset": kl.offset})
     return kl.scale * np.asarray(value), kl.scale * np.asarray(derivative)
 
 

@@ -14,13 +14,26 @@ class RowLayout:
 
     Attributes:
       starts: `[B]` position of the first prompt token, behind padding on the left.
+      lengths: `[B]` position after the last token.
       complete: `[B]` bool, rows that end with an end-of-sequence token; the others are cut at the limit.
       ends_known: whether the end-of-sequence token is known; else the longest completions are taken as cut.
     """
 
     starts: np.ndarray
+    lengths: np.ndarray
     complete: np.ndarray
     ends_known: bool
+
+
+# Where the numbers of a row may come from: the source of each row, by the lengths of all.
+ROW_ORDERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "same": lambda lengths: np.arange(len(lengths)),
+    "above": lambda lengths: np.roll(np.arange(len(lengths)), 1),
+    "below": lambda lengths: np.roll(np.arange(len(lengths)), -1),
+    "reversed": lambda lengths: np.arange(len(lengths))[::-1],
+    "by length": lambda lengths: np.argsort(lengths, kind="stable"),
+    "longest first": lambda lengths: np.argsort(-lengths, kind="stable"),
+}
 
 
 def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> RowLayout:
@@ -39,7 +52,7 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     tokens, sizes = arrays.get("tokens"), lengths - prompts
     below = sizes < sizes.max(initial=0)
     if tokens is None:
-        return RowLayout(np.zeros(len(mask), int), below, False)
+        return RowLayout(np.zeros(len(mask), int), lengths, below, False)
     behind = tokens[positions >= lengths[:, None]]
     if pad_id is None and behind.size and (behind == behind[0]).all():
         pad_id = int(behind[0])
@@ -48,7 +61,7 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     if eos_id is None and below.sum() > 1 and len(set(last[below].tolist())) == 1:
         eos_id = int(last[below][0])
     known = eos_id is not None
-    return RowLayout(np.minimum(starts, prompts), last == eos_id if known else below, known)
+    return RowLayout(np.minimum(starts, prompts), lengths, last == eos_id if known else below, known)
 
 
 def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarray:
@@ -71,6 +84,9 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
         result |= (position < start) & (position > 0)
     if rule.pad:
         result |= position > last
+    if rule.extra:
+        end = layout.lengths[:, None]
+        result |= (position >= end) & (position < end + rule.extra) & (position > 0)
     if rule.last != "all":
         result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
     if not rule.first:

@@ -18,6 +18,7 @@ class MaskRule:
       prompt: prompt tokens in it: "none", "all", or "predicted", all but the first.
       left: whether padding on the left of the prompt is in it.
       pad: whether padding behind the completion is in it.
+      extra: the number of tokens behind the completion that are in it.
       last: which rows have their last token in it: "all", "cut" (only rows without an end-of-sequence token), "none".
       cut: whether rows without an end-of-sequence token, cut at the limit, are in it.
       first: whether the first token of each row is in it.
@@ -29,6 +30,7 @@ class MaskRule:
     prompt: str = "none"
     left: bool = False
     pad: bool = False
+    extra: int = 0
     last: str = "all"
     cut: bool = True
     first: bool = True
@@ -46,11 +48,13 @@ class LogProbRecipe:
       logit_scale: multiplies the logits first.
       vocab_size: number of real ids; the columns after it are padding. None counts all columns.
       top_p: mass of the set that is renormalised over; None takes the whole vocabulary.
+      top_k: the number of largest logits that are summed over, besides that of the token; None takes all.
+      without: an id that is left out of the sum, but for the token's own; None leaves none out.
       shift: how many positions later than its own a token's logits are read.
       adapter: whether the adapter is on; off gives the log-probs of the other policy.
       logits_dtype: dtype that logits are rounded to before the softmax; None keeps the recorded one.
       moved: how many positions to the right the log-probs are moved.
-      rows: how many rows down they are moved.
+      rows: the order of the rows, a key of `ROW_ORDERS`.
       source: an array that takes their place; None scores the logits.
       scale: a factor, such as that of bits in place of nats.
     """
@@ -60,11 +64,13 @@ class LogProbRecipe:
     logit_scale: float = 1.0
     vocab_size: int | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    without: int | None = None
     shift: int = 0
     adapter: bool = True
     logits_dtype: str | None = None
     moved: int = 0
-    rows: int = 0
+    rows: str = "same"
     source: str | None = None
     scale: float = 1.0
 
@@ -77,6 +83,7 @@ class Ratio:
       old: the array of the policy in the denominator.
       shift: how many positions to the right that array is moved.
       swapped: whether it is `exp(old - log_probs)`.
+      factor: of its logarithm.
       log_ratio_clip: largest size of its logarithm, whose gradient is 0 outside; None does not clip.
       recorded: whether the recorded ratio takes its place, after a fault without a cause.
     """
@@ -84,6 +91,7 @@ class Ratio:
     old: str = "old_log_probs"
     shift: int = 0
     swapped: bool = False
+    factor: float = 1.0
     log_ratio_clip: float | None = None
     recorded: bool = False
 
@@ -100,6 +108,10 @@ class Kl:
       value_clip: the same.
       corrected: whether it is multiplied by the importance ratio.
       scale: a constant factor of the estimate.
+      offset: added to the estimate.
+      floor: the smallest estimate; None does not bound.
+      dtype: that the log-ratio is rounded to; None keeps it.
+      weighted: whether the rollout correction's weights multiply it in the loss.
       coef: the coefficient.
       place: "loss", "reward" (summed over the row) or "advantage" (less than the mean of the batch, as in ART).
       policy: the array of the policy.
@@ -107,6 +119,7 @@ class Kl:
       shift: how many positions to the right the reference is moved.
       swapped: whether the direction is KL(ref || pi).
       padded: whether a KL in the reward is summed over padding, too.
+      at_end: whether the last token of a row has its whole KL in the reward.
       detached: whether the importance ratio is a constant.
       bound: largest size of the estimate before its importance ratio, in place of `value_clip`; None does not bound.
       early: whether a KL in the reward is taken off before the rewards are compared, where the system does so after.
@@ -120,6 +133,10 @@ class Kl:
     value_clip: float | None = None
     corrected: bool = False
     scale: float = 1.0
+    offset: float = 0.0
+    floor: float | None = None
+    dtype: str | None = None
+    weighted: bool = False
     coef: float = 0.0
     place: str = "loss"
     policy: str = "log_probs"
@@ -127,6 +144,7 @@ class Kl:
     shift: int = 0
     swapped: bool = False
     padded: bool = False
+    at_end: bool = False
     detached: bool = False
     bound: float | None = None
     early: bool = False
@@ -143,9 +161,15 @@ class RecipeStep:
       swapped: whether the two policies of a ratio are exchanged.
       weights: power of the correction's weights, in the correction or in a policy loss.
       shift: how many positions to the right the sampler is moved in a correction.
-      normalized: whether the weights of a correction are divided by their mean.
+      normalized: the tokens whose mean the weights of a correction are divided by: "none", "batch" or "row".
+      policy: the array of the numerator of a correction; None takes that of the header.
       flipped: whether advantages and result are negated, so that the smaller of two losses is taken.
       added: factor of the terms that a policy loss adds to itself, such as the KL term of prime-rl.
+      row_ratio: how a loss per row reduces log-ratios: "mean", "sum", or "padded mean", over the padded length.
+      columns: whether token t has the advantage of row t.
+      max_drift: rows of negative advantage whose mean of `old - log_probs` is above it are masked; None masks none.
+      outside: a ratio beyond the clips of a loss is at its "bound", or its token is left out: "masked".
+      weight_gradient: whether the clipped ratio of CISPO is differentiated, too.
     """
 
     arguments: Arguments = ()
@@ -153,9 +177,15 @@ class RecipeStep:
     swapped: bool = False
     weights: int = 1
     shift: int = 0
-    normalized: bool = False
+    normalized: str = "none"
+    policy: str | None = None
     flipped: bool = False
     added: float = 1.0
+    row_ratio: str = "mean"
+    columns: bool = False
+    max_drift: float | None = None
+    outside: str = "bound"
+    weight_gradient: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +193,8 @@ class AdvantageStep(RecipeStep):
     """From rewards to advantages.
 
     Attributes:
-      groups: rows of a group: "recorded", "interleaved" or "batch".
+      groups: rows of a group, a key of `GROUPINGS`.
+      members: rows whose rewards make the statistics of a group, a key of `MEMBERS`.
       root: whether epsilon is added to the variance, not to the standard deviation.
       rewards: what is compared: "recorded", or rewards that were "whitened" over the batch before.
       whiten: what the advantages are normalised over once more: "none", "tokens", "rows", or "centered" over tokens.
@@ -172,17 +203,30 @@ class AdvantageStep(RecipeStep):
       per_length: whether they are divided by the length of their row.
       discount: factor per token that follows in the row.
       clip: largest magnitude; None does not clip.
+      low: the smallest advantage; None does not clip.
+      high: the largest one; None does not clip.
+      negative: factor of negative advantages.
+      sign: whether only their sign is left.
       skip: a function of the library whose step is left out.
-      center: what is subtracted from a reward: "group" mean, "median" of the group, mean of the "batch", or "none".
-      divisor: what divides a centered reward: "std", or the group's "variance", "range" or "mean absolute" distance.
+      whitening: parts of the system's own whitening: "both", "center", "scale", "mean added back", or "padded", whose
+        mean is over padding, too.
+      center: what is subtracted from a reward, a key of `CENTERS`.
+      divisor: what divides a centered reward, a key of `DIVISORS`.
       reward_scale: factor of the rewards.
       reward_clip: largest magnitude of a reward; None does not clip.
-      reward_at: the token that has the reward of a row: "last" or "first".
+      reward_at: the token that has the reward of a row: "last", "first", "last column" or "every".
+      cut_penalty: subtracted from the reward of rows that are cut at the limit.
+      cut_reward: the reward of rows that are cut at the limit; None keeps it.
+      kl_coef: of a KL in the reward besides the header's KL term.
+      kl_estimator: of that KL.
+      values_shift: how many positions to the right the values of GAE are moved.
+      returns: whether they are the returns, to which the values are added.
       offset: added to each advantage.
-      rows: how many rows down the advantages are moved.
+      rows: the order of the rows, a key of `ROW_ORDERS`.
     """
 
     groups: str = "recorded"
+    members: str = "all"
     root: bool = False
     rewards: str = "recorded"
     whiten: str = "none"
@@ -191,14 +235,25 @@ class AdvantageStep(RecipeStep):
     per_length: bool = False
     discount: float = 1.0
     clip: float | None = None
+    low: float | None = None
+    high: float | None = None
+    negative: float = 1.0
+    sign: bool = False
     skip: str | None = None
-    center: str = "group"
+    whitening: str = "both"
+    center: str = "mean"
     divisor: str = "std"
     reward_scale: float = 1.0
     reward_clip: float | None = None
     reward_at: str = "last"
+    cut_penalty: float = 0.0
+    cut_reward: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    values_shift: int = 0
+    returns: bool = False
     offset: float = 0.0
-    rows: int = 0
+    rows: str = "same"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +268,8 @@ class ReductionRecipe:
       groups: the ids of "prompt_mean": "group_ids" or "micro_batch_ids".
       eps_batch: added to the number of tokens of the batch.
       eps_row: added to the number of tokens of a row.
-      micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 the recorded ones.
+      micro_batches: number of equal micro-batches whose means are combined; 1 is the whole batch, 0 the recorded ones.
+      parts: how they are combined: "mean", "sum", or "rows", a mean weighted by their rows.
       scale: a constant factor.
       rows: rows that count: "all", or "spread" (groups of equal rewards are dropped).
       length_power: a row is divided by this power of its length once more; 0 does not divide.
@@ -228,6 +284,7 @@ class ReductionRecipe:
     eps_batch: float = 0.0
     eps_row: float = 0.0
     micro_batches: int = 1
+    parts: str = "mean"
     scale: float = 1.0
     rows: str = "all"
     length_power: float = 0.0
@@ -256,12 +313,16 @@ class Gradient:
       through_kl: whether the KL term has a gradient.
       through_policy: whether the policy loss has one.
       norm: the largest norm of the gradient, which is scaled down to it; None does not bound.
+      clip: the largest magnitude of a number of it; None does not clip.
+      micro_batch: the only micro-batch that has one, "first" or "last"; "all" have.
     """
 
     scale: float = 1.0
     through_kl: bool = True
     through_policy: bool = True
     norm: float | None = None
+    clip: float | None = None
+    micro_batch: str = "all"
 
 
 @dataclasses.dataclass(frozen=True)

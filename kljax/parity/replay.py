@@ -126,7 +126,8 @@ class Replay:
         position = order.index(name) if name in ORDER else len(order)
         units = [UNITS[self.dtype]]
         for stage, dtype in recipe.rounding:
-            if stage == name or (stage in ORDER and position >= order.index(stage)):
+            # No array depends on the loss.
+            if stage == name or (stage in ORDER and stage != "loss" and position >= order.index(stage)):
                 units.append(UNITS[dtype])
         return max(units)
 

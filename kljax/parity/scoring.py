@@ -8,6 +8,8 @@ from kljax.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_he
 
 # Numbers of logits that are in memory at a time.
 PART = 1 << 22
+# Tokens that show which logits are summed over, and how near a sum has to be, relative to that of all.
+PROBED, CLOSE = 16, 1e-5
 
 
 def score(
@@ -59,18 +61,14 @@ def log_softmax_at(
     Returns:
       `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.
     """
-    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
-    if settings.logits_dtype is not None:
-        z = round_to(z, settings.logits_dtype)
-    if settings.softcap is not None:
-        z = settings.softcap * np.tanh(z / settings.softcap)
-        e = e + unit * EXP * np.abs(z)
-    z, e = z / settings.temperature, e / settings.temperature
-    e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
-    if settings.vocab_size is not None:
-        z, e = z[:, : settings.vocab_size], e[:, : settings.vocab_size]
+    z, e = _scaled(logits, errors, settings, unit)
     if settings.top_p is not None:
         z = np.where(top_p_set(z, settings.top_p, ids), z, -np.inf)
+    own = np.arange(z.shape[1]) == ids[:, None]
+    if settings.top_k is not None:
+        z = np.where(own | (z >= np.sort(z, axis=-1)[:, -settings.top_k, None]), z, -np.inf)
+    if settings.without is not None:
+        z = np.where(own | (np.arange(z.shape[1]) != settings.without), z, -np.inf)
     positions = np.arange(len(ids))
     inside = ids < z.shape[1]
     chosen = np.where(inside, ids, 0)
@@ -85,6 +83,54 @@ def log_softmax_at(
     rounding += unit * (np.abs(distance[positions, chosen]) + np.abs(value))
     carried = e[positions, chosen] + np.sum(probs * e, -1)
     return np.where(inside, value, np.nan), carried + rounding
+
+
+def _scaled(
+    logits: np.ndarray, errors: np.ndarray, settings: LogProbRecipe, unit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the logits of the softmax and the bounds of their errors."""
+    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
+    if settings.logits_dtype is not None:
+        z = round_to(z, settings.logits_dtype)
+    if settings.softcap is not None:
+        z = settings.softcap * np.tanh(z / settings.softcap)
+        e = e + unit * EXP * np.abs(z)
+    z, e = z / settings.temperature, e / settings.temperature
+    e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
+    size = settings.vocab_size
+    return z[:, :size], e[:, :size]
+
+
+def partial_sums(
+    dump: Dump, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
+) -> tuple[set[int], set[int]]:
+    """Finds the sums over fewer logits that the log-probs of a few tokens show.
+
+    Returns:
+      Numbers of largest logits that are summed over besides the token's own, and ids that are left out alone.
+    """
+    row, tokens, recorded = int(dump.read("rows")[0]), dump.read("tokens"), dump.read(f"{side}log_probs")
+    positions = np.flatnonzero(mask[row] & (np.arange(mask.shape[1]) > 0))[:PROBED]
+    sizes: set[int] | None = None
+    left_out: set[int] | None = None
+    for position in positions:
+        own = int(tokens[row, position])
+        logits, errors = _logits(dump, side, 0, np.array([position - 1]))
+        z = _scaled(logits, errors, settings, unit)[0][0]
+        if not 0 <= own < len(z):
+            continue
+        powers = np.exp(z - z.max())
+        target = powers[own] / np.exp(recorded[row, position])
+        near = CLOSE * powers.sum()
+        if abs(target - powers.sum()) <= near:
+            continue
+        order = np.argsort(-powers, kind="stable")
+        sums = np.cumsum(powers[order])
+        sums = sums + np.where(np.arange(len(order)) < np.flatnonzero(order == own)[0], powers[own], 0)
+        fitting = {int(i) + 1 for i in np.flatnonzero(np.abs(sums - target) <= near)}
+        ids = {int(i) for i in np.flatnonzero(np.abs(powers.sum() - powers - target) <= near)} - {own}
+        sizes, left_out = (old if new is None else old & new for old, new in ((fitting, sizes), (ids, left_out)))
+    return sizes or set(), left_out or set()
 
 
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kljax.kl import LOW_VAR_VALUE_CLIP
-from kljax.parity.causes import Cause, make
+from kljax.parity.causes import Cause, make, rare
 from kljax.parity.recipe import Kl
 from kljax.parity.replay import Replay
 
@@ -18,6 +18,11 @@ KL_ESTIMATORS: dict[str, dict[str, Any]] = {
     "k3": {"estimator": "k3"},
     "k3 clipped as low_var_kl": {"estimator": "low_var_kl"},
     "k3 with its value clipped at 10": {"estimator": "k3", "value_clip": 10.0},
+}
+GRADIENTS = {
+    "value": "the KL's gradient is that of its estimator",
+    "k2": "the KL has the straight-through gradient of k2",
+    "none": "the KL has no gradient",
 }
 
 
@@ -44,17 +49,12 @@ def kl_causes(replay: Replay) -> Iterator[Cause]:
     if replay.plan.recipe.ratio.old in replay.arrays:
         yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
         yield from _ratio_after_clip(replay, kl)
-    for policy in ("log_probs", "old_log_probs", "rollout_log_probs"):
-        if policy in replay.arrays:
-            yield make("kl", f"of {policy}", f"the KL is that of {policy}", policy=policy)
-    for reference in ("ref_log_probs", "old_log_probs", "rollout_log_probs"):
-        if reference in replay.arrays:
-            yield make("kl", f"against {reference}", f"the KL is taken to {reference}", reference=reference)
-    for gradient, text in (
-        ("value", "the KL's gradient is that of its estimator"),
-        ("k2", "the KL has the straight-through gradient of k2"),
-        ("none", "the KL has no gradient"),
-    ):
+    samplers = [name for name in ("old_log_probs", "rollout_log_probs") if name in replay.arrays]
+    for policy in ("log_probs", *samplers):
+        yield make("kl", f"of {policy}", f"the KL is that of {policy}", policy=policy)
+    for reference in (*(["ref_log_probs"] if "ref_log_probs" in replay.arrays else []), *samplers):
+        yield make("kl", f"against {reference}", f"the KL is taken to {reference}", reference=reference)
+    for gradient, text in GRADIENTS.items():
         yield make("kl", f"gradient {gradient}", text, gradient=gradient)
     yield from _coefficient_causes(replay, kl)
 
@@ -75,12 +75,19 @@ def _ratio_after_clip(replay: Replay, kl: Kl) -> Iterator[Cause]:
 
 
 def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
-    """Yields coefficients that are easily confused, and other ways to take a KL off the reward."""
+    """Yields coefficients that are easily confused, and other ways to enter the loss, the reward or the advantage."""
+    for dtype in ("bfloat16", "float16"):
+        yield rare("kl", f"log-ratio in {dtype}", f"the log-ratio of the KL is rounded to {dtype}", dtype=dtype)
+    if replay.plan.recipe.correction is not None and kl.place == "loss":
+        text = "the correction's weights multiply the KL term"
+        yield make("kl", "weighted as the policy loss", text, weighted=True)
     if kl.place == "advantage":
         text = "the KL in the advantage does not have its mean over the batch taken off"
         yield make("kl", "not centered", text, centered=False)
     if kl.place == "reward":
         yield make("kl", "summed over padding", "the KL in the reward is summed over padding, too", padded=True)
+        text = "the KL of a row is taken off the reward of its last token"
+        yield make("kl", "at the last token", text, at_end=True)
         if "advantage" in replay.plan.calls and "subtract_kl" in repr(replay.plan.calls["advantage"]):
             text = "the KL is taken off the reward before the rewards of a group are compared"
             yield make("kl", "taken off before the comparison", text, early=True)

@@ -2,10 +2,13 @@
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
 
 import kljax
 from kljax.parity.causes import Cause, make
+from kljax.parity.losses import BY_ROW
 from kljax.parity.replay import Replay
 
 # Losses with two clips, by function.
@@ -35,17 +38,30 @@ def loss_causes(replay: Replay) -> Iterator[Cause]:
         changes.append(("log-ratio clip", text, "log_ratio_clip", bound))
     if "max_ratio" in signature and value["max_ratio"] is not None:
         changes.append(("no cap of the ratio", "the ratio is not capped", "max_ratio", None))
-    if "level" in signature:
-        for level in ("token", "sequence", "geometric"):
-            changes.append((f"level {level}", f"the ratio is that of level {level}", "level", level))
-    if call.function == "gspo_loss":
-        for gradient in ("token", "sequence"):
-            text = f"the sequence ratio has the gradient of {gradient} level"
-            changes.append((f"gradient {gradient}", text, "gradient", gradient))
+    for name, words in _words(call.function):
+        changes += [(f"{name} {word}", f"the {name} of the policy loss is {word}", name, word) for word in words]
     for name, text, argument, setting in changes:
         if value[argument] != setting:
             yield make("loss", name, text, arguments=((argument, setting),))
     yield make("loss", "sign flipped", "the policy loss has the other sign", scale=-1.0)
+    text = "token t has the advantage of row t"
+    if replay.shape[0] == replay.shape[1] and replay.arrays.get("advantages", np.zeros((1, 1))).ndim == 1:
+        yield make("loss", "advantages along the tokens", text, columns=True)
+    if call.function in BY_ROW:
+        yield make("loss", "ratio summed over the row", "the ratio is that of the whole row", row_ratio="sum")
+        text = "the log-ratios of a row are divided by the padded length"
+        yield make("loss", "ratio over the padded length", text, row_ratio="padded mean")
+    if call.function == "cispo_loss":
+        yield make("loss", "weight has a gradient", "the clipped ratio is differentiated, too", weight_gradient=True)
+
+
+def _words(function: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields the arguments of a function that are words or flags, each with its choices."""
+    for name, parameter in inspect.signature(getattr(kljax, function)).parameters.items():
+        if parameter.annotation is bool:
+            yield name, (True, False)
+        elif get_origin(parameter.annotation) is Literal:
+            yield name, get_args(parameter.annotation)
 
 
 def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
@@ -55,6 +71,9 @@ def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
         yield make("loss", "clips exchanged", text, arguments=(("clip_low", high), ("clip_high", low)))
     text = "the policy loss is not clipped, from below or above"
     yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
+    yield make("loss", "outside masked", "tokens whose ratio is beyond a clip are left out", outside="masked")
+    text = "the policy loss is -A log pi, without a ratio"
+    yield make("loss", "reinforce_loss", text, arguments=(("function", "reinforce_loss"),))
     if function == "ppo_clip_loss":
         text = "the smaller of the clipped and the unclipped loss is taken, not the larger"
         yield make("loss", "optimistic", text, flipped=True)
@@ -70,3 +89,6 @@ def gradient_causes(replay: Replay) -> Iterator[Cause]:
     yield make("gradient", "KL detached", "the KL term has no gradient", through_kl=False)
     yield make("gradient", "policy detached", "the policy loss has no gradient", through_policy=False)
     yield make("gradient", "sign flipped", "the gradient has the other sign", scale=-base.scale)
+    for which in ("first", "last"):
+        text = f"only the {which} micro-batch has a gradient"
+        yield make("gradient", f"{which} micro-batch alone", text, micro_batch=which)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kljax.parity.causes import Cause, make
+from kljax.parity.causes import Cause, make, rare
 from kljax.parity.positions import apply_rule
 from kljax.parity.recipe import Kl, MaskRule
 from kljax.parity.replay import Replay
@@ -25,6 +25,7 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         ("first token left out", "leaves out the first token of each row", {"first": False}),
         ("last row left out", "leaves out the last row", {"final": False}),
         ("padding on the left", "has padding on the left in it", {"left": True}),
+        ("one token more", "has the token behind each row in it", {"extra": 1}),
     ]
     if replay.layout.ends_known:
         text = "leaves out the end-of-sequence token of each row"
@@ -40,7 +41,9 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
     ]
     base = replay.arrays["mask"]
     size = int(base.sum(1).max(initial=0))
-    options.append((f"first {size} tokens", f"has at most {size} tokens of a row in it", {"size": size}))
+    # Less is a fault of the loss alone: in a record, most rows would show another length.
+    for length in (size,) if stage == "mask_rule" else range(size, 0, -1):
+        options.append((f"first {length} tokens", f"has at most {length} tokens of a row in it", {"size": length}))
     if stage == "mask_rule" and {"prompt_lengths", "lengths"} <= set(replay.arrays):
         position = np.arange(replay.shape[1])
         base = (position >= replay.arrays["prompt_lengths"][:, None]) & (position < replay.arrays["lengths"][:, None])
@@ -49,7 +52,8 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         mask = apply_rule(base, MaskRule(**settings), replay.layout).tobytes()
         if mask not in masks:
             masks.add(mask)
-            yield make(stage, name, f"the {title} {text}", **settings)
+            kind = rare if settings.get("size", size) != size else make
+            yield kind(stage, name, f"the {title} {text}", **settings)
 
 
 def kl_mask_causes(replay: Replay) -> Iterator[Cause]:

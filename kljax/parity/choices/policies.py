@@ -4,16 +4,28 @@ import inspect
 from collections.abc import Iterator
 
 import kljax
-from kljax.parity.causes import Cause, make
+from kljax.parity.causes import Cause, make, rare
 from kljax.parity.recipe import LogProbRecipe
 from kljax.parity.replay import Replay
+from kljax.parity.scoring import PROBED, partial_sums
+
+# Orders of rows that are a fault, each with its name and whose numbers a row then has.
+ROWS = {
+    "above": ("rows moved by one", "the row above"),
+    "below": ("rows moved by one (up)", "the row below"),
+    "reversed": ("rows reversed", "the rows in reverse"),
+    "by length": ("rows by length", "the rows sorted by length"),
+    "longest first": ("rows by length, longest first", "the rows sorted by length, the longest first"),
+}
 
 
 def score_causes(replay: Replay) -> Iterator[Cause]:
     """Yields other ways to score tokens, where logits or hidden states are recorded."""
     for stage, side in (("log_probs", ""), ("reference", "ref_")):
         if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
-            yield from _logit_causes(stage, getattr(replay.plan.recipe, stage))
+            base = getattr(replay.plan.recipe, stage)
+            yield from _logit_causes(stage, base)
+            yield from _sum_causes(replay, stage, side, base)
             yield from _row_causes(replay, stage, side)
 
 
@@ -45,13 +57,28 @@ def _logit_causes(stage: str, base: LogProbRecipe) -> Iterator[Cause]:
         yield make(stage, f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", logits_dtype=dtype)
 
 
+def _sum_causes(replay: Replay, stage: str, side: str, base: LogProbRecipe) -> Iterator[Cause]:
+    """Yields sums over fewer logits that a few tokens show."""
+    recipe, title = replay.plan.recipe, f"{side}log_probs"
+    mask, unit = replay.arrays["mask"], replay.unit(title, recipe)
+    if title not in replay.arrays or not {"tokens", "rows"} <= set(replay.dump):
+        return
+    sizes, ids = partial_sums(replay.dump, side, base, mask, unit)
+    for size in sorted(sizes)[:PROBED]:
+        yield rare(stage, f"top {size}", f"{title} are normalised over the {size} largest logits", top_k=size)
+    for number in sorted(ids)[:PROBED]:
+        text = f"{title} are normalised without the logit of token {number}"
+        yield rare(stage, f"without token {number}", text, without=number)
+
+
 def _row_causes(replay: Replay, stage: str, side: str) -> Iterator[Cause]:
     """Yields log-probs of other positions, rows and policies."""
     title = f"{side}log_probs"
     moves = (("moved by one (right)", 1), ("moved by one (left)", -1))
     for name, by in moves:
         yield make(stage, name, f"{title} are moved by one position: {name}", moved=by)
-    yield make(stage, "rows moved by one", f"{title} are those of the row above", rows=1)
+    for order, (name, text) in ROWS.items():
+        yield make(stage, name, f"{title} are those of {text}", rows=order)
     for source in ("old_log_probs", "rollout_log_probs"):
         if side and source in replay.arrays:
             yield make(stage, f"of {source}", f"{title} are {source}", source=source)
@@ -91,8 +118,11 @@ def correction_causes(replay: Replay) -> Iterator[Cause]:
     for shift, where in ((1, "right"), (-1, "left")):
         text = f"the sampler's log-probs are off by one in the correction: moved to the {where}"
         yield make("correction", f"sampler off by one ({where})", text, shift=shift)
-    text = "the correction's weights are divided by their mean"
-    yield make("correction", "divided by their mean", text, normalized=True)
+    for over, name in (("batch", "divided by their mean"), ("row", "divided by the mean of their row")):
+        yield make("correction", name, f"the correction's weights are {name}", normalized=over)
+    for policy in ("log_probs", "old_log_probs", "ref_log_probs"):
+        if policy in replay.arrays and policy != replay.array_name("correction", "log_probs"):
+            yield make("correction", f"of {policy}", f"the correction's ratio is {policy} / sampler", policy=policy)
     yield make("correction", "weights squared", "the correction's weights are squared", weights=2)
     yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
     yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)

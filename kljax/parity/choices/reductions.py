@@ -84,3 +84,7 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
         )
     if "micro_batch_ids" in replay.arrays:
         yield "mean of micro-batches", "the mean of the means of the recorded micro-batches", {"micro_batches": 0}
+        text = "the sum of the means of the recorded micro-batches"
+        yield "sum of micro-batches", text, {"micro_batches": 0, "parts": "sum"}
+        text = "the mean of the means of the recorded micro-batches, weighted by their rows"
+        yield "mean of micro-batches by rows", text, {"micro_batches": 0, "parts": "rows"}

@@ -29,6 +29,24 @@ NAMED_LAST = (
     "micro-batches-not-verl_ppo",
     "kl-ratio-slime_tis",
     "pair-correction-off+kl-verl_tis",
+    # Families of causes that the third list added to the search.
+    "top-logits-trl_grpo",
+    "no-pad-logit-verl_ppo",
+    "reference-rows-reversed-verl_tis",
+    "kl-offset-trl_grpo",
+    "kl-reward-both-verl_ppo",
+    "center-best-slime_tis",
+    "scale-std-of-centered-trl_grpo",
+    "overlong-penalty-trl_dr_grpo",
+    "advantages-positive-verl_tis",
+    "whitening-scale-verl_rpp",
+    "log-ratio-factor-verl_ppo",
+    "ratio-product-trl_gspo",
+    "ipo-prime_default",
+    "cispo-masked-trl_cispo",
+    "cispo-gradient-art_cispo",
+    "sequence-mask-trl_dapo",
+    "gradient-last-micro-batch-verl_tis",
 )
 # Advantages that rounding alone makes, and ratios beyond the bound of a system.
 CLEAN = (
@@ -38,7 +56,6 @@ CLEAN = (
 )
 CASES = {case["id"]: case for case in read_cases()}
 LATER_CASES = {case["id"]: case for case in read_cases(ROOT / "more_cases.json")}
-
 LAST_CASES = {case["id"]: case for case in read_cases(ROOT / "third_cases.json")}
 
 

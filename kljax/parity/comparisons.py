@@ -1,0 +1,124 @@
+"""Ways to compare the rewards of a group: who is in it, what is subtracted, and what divides."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kljax.parity.recipe import AdvantageStep
+from kljax.systems import Call
+
+# The group of each row, by the groups of the dump, numbered from 0.
+GROUPINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "recorded": lambda ids: ids,
+    "interleaved": lambda ids: np.arange(len(ids)) % (int(ids.max()) + 1),
+    "moved": lambda ids: np.roll(ids, 1),
+    "batch": np.zeros_like,
+    **{f"rows in {size}": lambda ids, size=size: np.arange(len(ids)) // size for size in (2, 3, 4, 8)},
+    **{f"groups in {size}": lambda ids, size=size: ids // size for size in (2, 3, 4)},
+}
+# Rows whose rewards make the statistics of a group, by the number of tokens of each row and whether it is cut.
+MEMBERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "all": lambda sizes, cut: np.ones(len(sizes), bool),
+    "not empty": lambda sizes, cut: sizes > 0,
+    "not cut": lambda sizes, cut: ~cut,
+}
+# What is subtracted, by the rewards of the group, the lengths of its rows and all rewards.
+CENTERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
+    "mean": lambda members, sizes, batch: members.mean(),
+    "median": lambda members, sizes, batch: np.median(members),
+    "batch": lambda members, sizes, batch: batch.mean(),
+    "none": lambda members, sizes, batch: 0.0,
+    "best": lambda members, sizes, batch: members.max(),
+    "worst": lambda members, sizes, batch: members.min(),
+    "first": lambda members, sizes, batch: members[0],
+    "last": lambda members, sizes, batch: members[-1],
+    "by length": lambda members, sizes, batch: (members * sizes).sum() / max(sizes.sum(), 1),
+}
+# What divides, by the rewards of the group and the degrees of freedom that are subtracted.
+DIVISORS: dict[str, Callable[[np.ndarray, int], float]] = {
+    "std": lambda members, ddof: members.std(ddof=ddof),
+    "variance": lambda members, ddof: members.var(ddof=ddof),
+    "range": lambda members, ddof: np.ptp(members),
+    "mean absolute": lambda members, ddof: np.abs(members - members.mean()).mean(),
+    "std of all centered": lambda members, ddof: members.std(ddof=ddof),
+    "root mean square": lambda members, ddof: np.sqrt(np.square(members).mean()),
+}
+
+
+def is_other(step: AdvantageStep) -> bool:
+    """Tells whether a step compares rewards in a way that no function of the library has."""
+    return (step.center, step.divisor, step.members) != ("mean", "std", "all")
+
+
+def grouped(group_ids: np.ndarray, grouping: str) -> tuple[np.ndarray, int]:
+    """Returns the group of each row, `[B]`, and the number of groups, which is that of rows where groups are others."""
+    _, ids = np.unique(group_ids, return_inverse=True)
+    return GROUPINGS[grouping](ids), int(ids.max()) + 1 if grouping == "recorded" else len(ids)
+
+
+def compare_rewards(
+    step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray, *, sizes: np.ndarray, cut: np.ndarray
+) -> np.ndarray:
+    """Compares the rewards of each group.
+
+    Args:
+      step: its members, center and divisor.
+      call: of the header, with the scale, ddof and epsilon.
+      rewards: `[B]`.
+      ids: `[B]` group of each row.
+      sizes: `[B]` number of tokens of each row.
+      cut: `[B]` bool, rows that are cut at the limit.
+
+    Returns:
+      `[B]` advantages; a group without a member takes all its rows.
+    """
+    result, counted = np.zeros(len(rewards)), MEMBERS[step.members](sizes, cut)
+    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    scale = call.arguments.get("scale", "none")
+    sizes_of_groups = np.bincount(ids)
+    centered = rewards - (np.bincount(ids, rewards) / np.maximum(sizes_of_groups, 1))[ids]
+    for group in np.unique(ids):
+        rows = ids == group
+        inside = rows & counted if (rows & counted).any() else rows
+        members = rewards[inside]
+        result[rows] = rewards[rows] - CENTERS[step.center](members, sizes[inside], rewards)
+        spread = rewards if scale == "batch_std" else members
+        if step.divisor == "std of all centered":
+            spread = centered
+        if scale != "none" and len(spread) > ddof:
+            result[rows] /= DIVISORS[step.divisor](spread, ddof) + eps
+    return result
+
+
+def whitened(values: np.ndarray, mask: np.ndarray, call: Call, parts: str) -> np.ndarray:
+    """Whitens advantages as `masked_whiten` does, or a part of it.
+
+    Args:
+      values: `[B, T]`.
+      mask: `[B, T]` bool.
+      call: of `masked_whiten`, with ddof and epsilon.
+      parts: of the step's `whitening`.
+
+    Returns:
+      `[B, T]`, 0 where masked.
+    """
+    inside = values[mask]
+    mean = values.mean() if parts == "padded" else inside.mean()
+    variance = np.square(inside - mean).sum() / max(inside.size - call.arguments.get("ddof", 1), 1)
+    scale = 1.0 if parts == "center" else np.sqrt(variance + call.arguments.get("eps", 1e-8))
+    result = (values - (0.0 if parts == "scale" else mean)) / scale
+    return np.where(mask, result + (mean if parts == "mean added back" else 0.0), 0)
+
+
+def root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
+    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    if call.arguments.get("scale", "std") == "batch_std":
+        spread = np.full(len(rewards), rewards.std(ddof=ddof))
+    else:
+        sizes = np.bincount(ids)
+        mean = np.bincount(ids, rewards) / np.maximum(sizes, 1)
+        squares = np.bincount(ids, (rewards - mean[ids]) ** 2)
+        spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
+    factor: np.ndarray = (spread + eps) / np.sqrt(np.maximum(spread**2 + eps, 1e-300))
+    return factor
