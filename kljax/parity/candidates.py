@@ -115,8 +115,10 @@ class Candidates:
             return False
         wrong, nonzero = differing(self.replay, name, recipe), self.replay.arrays[name] != 0
         if all(getattr(recipe, stage) == getattr(changed, stage) for stage in MASKS):
-            # Rows or positions are moved, some of them to where nothing is recorded: the others show it.
-            return int((wrong & after).sum()) < DISTINCT
+            # Rows or positions are moved, some of them to where nothing is recorded: the others show it, or those that
+            # could not be compared before.
+            gained = len(np.unique(self.replay.arrays[name][after & ~before]))
+            return max(int((wrong & after).sum()), gained) < DISTINCT
         # A mask that is in the record sets all that it takes out to 0.
         if (wrong & ~after & ~nonzero).any() and (before & ~after & nonzero).any():
             return True
