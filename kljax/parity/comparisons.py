@@ -7,14 +7,25 @@ import numpy as np
 from kljax.parity.recipe import AdvantageStep
 from kljax.systems import Call
 
+
+def _rows_in(size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Makes a group of so many rows that follow each other."""
+    return lambda ids: np.arange(len(ids)) // size
+
+
+def _groups_in(size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Makes a group of so many groups that follow each other."""
+    return lambda ids: ids // size
+
+
 # The group of each row, by the groups of the dump, numbered from 0.
 GROUPINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "recorded": lambda ids: ids,
     "interleaved": lambda ids: np.arange(len(ids)) % (int(ids.max()) + 1),
     "moved": lambda ids: np.roll(ids, 1),
     "batch": np.zeros_like,
-    **{f"rows in {size}": lambda ids, size=size: np.arange(len(ids)) // size for size in (2, 3, 4, 8)},
-    **{f"groups in {size}": lambda ids, size=size: ids // size for size in (2, 3, 4)},
+    **{f"rows in {size}": _rows_in(size) for size in (2, 3, 4, 8)},
+    **{f"groups in {size}": _groups_in(size) for size in (2, 3, 4)},
 }
 # Rows whose rewards make the statistics of a group, by the number of tokens of each row and whether it is cut.
 MEMBERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {

@@ -226,6 +226,9 @@ def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) ->
             if kl.detached and sampling is not None:
                 # The ratio keeps its value, and loses its gradient.
                 corrected = sampling + policy - jax.lax.stop_gradient(policy)
+            if kl.swapped and corrected is not None:
+                # The ratio is that of the policy, whichever of the two comes first.
+                corrected = corrected + first - second
             if not inner:
                 return kljax.estimate_kl(first, second, used, sampling_log_probs=corrected, **settings, **clips)
             options = {name: clip for name, clip in clips.items() if name != "max_ratio"}
