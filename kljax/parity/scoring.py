@@ -64,11 +64,11 @@ def log_softmax_at(
     z, e = _scaled(logits, errors, settings, unit)
     if settings.top_p is not None:
         z = np.where(top_p_set(z, settings.top_p, ids), z, -np.inf)
-    own = np.arange(z.shape[1]) == ids[:, None]
+    sampled = np.arange(z.shape[1]) == ids[:, None]
     if settings.top_k is not None:
-        z = np.where(own | (z >= np.sort(z, axis=-1)[:, -settings.top_k, None]), z, -np.inf)
+        z = np.where(sampled | (z >= np.sort(z, axis=-1)[:, -settings.top_k, None]), z, -np.inf)
     if settings.without is not None:
-        z = np.where(own | (np.arange(z.shape[1]) != settings.without), z, -np.inf)
+        z = np.where(sampled | (np.arange(z.shape[1]) != settings.without), z, -np.inf)
     positions = np.arange(len(ids))
     inside = ids < z.shape[1]
     chosen = np.where(inside, ids, 0)
@@ -114,21 +114,21 @@ def partial_sums(
     sizes: set[int] | None = None
     left_out: set[int] | None = None
     for position in positions:
-        own = int(tokens[row, position])
+        token = int(tokens[row, position])
         logits, errors = _logits(dump, side, 0, np.array([position - 1]))
         z = _scaled(logits, errors, settings, unit)[0][0]
-        if not 0 <= own < len(z):
+        if not 0 <= token < len(z):
             continue
         powers = np.exp(z - z.max())
-        target = powers[own] / np.exp(recorded[row, position])
+        target = powers[token] / np.exp(recorded[row, position])
         near = CLOSE * powers.sum()
         if abs(target - powers.sum()) <= near:
             continue
         order = np.argsort(-powers, kind="stable")
         sums = np.cumsum(powers[order])
-        sums = sums + np.where(np.arange(len(order)) < np.flatnonzero(order == own)[0], powers[own], 0)
+        sums = sums + np.where(np.arange(len(order)) < np.flatnonzero(order == token)[0], powers[token], 0)
         fitting = {int(i) + 1 for i in np.flatnonzero(np.abs(sums - target) <= near)}
-        ids = {int(i) for i in np.flatnonzero(np.abs(powers.sum() - powers - target) <= near)} - {own}
+        ids = {int(i) for i in np.flatnonzero(np.abs(powers.sum() - powers - target) <= near)} - {token}
         sizes, left_out = (old if new is None else old & new for old, new in ((fitting, sizes), (ids, left_out)))
     return sizes or set(), left_out or set()
 

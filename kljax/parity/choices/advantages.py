@@ -96,8 +96,8 @@ def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
             text = f"masked tokens within a row have the rule {rule}"
             yield make("advantage", f"masked tokens {rule}", text, arguments=arguments)
     if call.function in ("gae", "reinforce_plus_plus_returns"):
-        for place, title in REWARD_AT.items():
-            yield make("advantage", f"reward at {title}", f"the reward of a row stands at {title}", reward_at=place)
+        for position, title in REWARD_AT.items():
+            yield make("advantage", f"reward at {title}", f"the reward of a row stands at {title}", reward_at=position)
     if call.function == "gae":
         for shift, where in ((1, "right"), (-1, "left")):
             text = f"the values of GAE are off by one: moved to the {where}"
