@@ -201,16 +201,15 @@ def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
 
 def _drifted(replay: Replay, recipe: Recipe) -> np.ndarray:
     """Returns how far the log-probs of each row of negative advantage fell in the mean; others have -inf, `[B]`."""
-    policy, old = policy_pair(replay, recipe)
     used = replay.used_mask(recipe)
-    fall = np.where(used, old - policy, 0).sum(1) / np.maximum(used.sum(1), 1)
-    return np.where((np.where(used, token_advantages(replay, recipe)[0], 0) < 0).any(1), fall, -np.inf)
+    negative = (np.where(used, token_advantages(replay, recipe)[0], 0) < 0).any(1)
+    return np.where(negative, drifts(replay, recipe), -np.inf)
 
 
 def drifts(replay: Replay, recipe: Recipe) -> np.ndarray:
-    """Lists how far the rows of negative advantage drifted from the old policy, ascending, in nats per token."""
-    values = _drifted(replay, recipe)
-    return np.unique(values[np.isfinite(values)])
+    """Returns how far the log-probs of each row fell from the old policy in the mean, `[B]` in nats per token."""
+    (policy, old), used = policy_pair(replay, recipe), replay.used_mask(recipe)
+    return np.asarray(np.where(used, old - policy, 0).sum(1) / np.maximum(used.sum(1), 1))
 
 
 def _pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray | float]:

@@ -195,7 +195,7 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
     if largest and cut_rows(replay).any():
         yield UnknownNumber("advantage", "cut_penalty", 0.0, _around(largest))
         yield UnknownNumber("advantage", "cut_reward", None, tuple(largest * x for x in EVENLY))
-    if largest and (replay.plan.recipe.kl or Kl()).place == "loss":
+    if largest and "ref_log_probs" in replay.arrays and (replay.plan.recipe.kl or Kl()).place == "loss":
         for estimator in ("k1", "k2", "k3", "abs"):
             settings = (("kl_estimator", estimator),)
             yield UnknownNumber("advantage", "kl_coef", 0.0, KL_COEFFICIENTS, settings=settings)
@@ -206,10 +206,10 @@ def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
     if recipe.loss is not None:
         call = replay.plan.calls["loss"]
         yield from _of_call("loss", call)
-        falls = drifts(replay, recipe) if "old_log_probs" in replay.arrays else np.zeros(0)
-        if len(falls):
-            between = (*((falls[1:] + falls[:-1]) / 2), falls[0] - 1)
-            yield UnknownNumber("loss", "max_drift", None, tuple(sorted(float(x) for x in between)))
+        if recipe.ratio.old in replay.arrays:
+            falls = np.unique(drifts(replay, recipe))
+            between = (falls[0] - 1, *((falls[1:] + falls[:-1]) / 2))
+            yield UnknownNumber("loss", "max_drift", None, tuple(float(x) for x in between))
         if call.plus:
             yield UnknownNumber("loss", "added", 1.0)
         # Of the loss alone, the factor is that of the reduction.
