@@ -16,7 +16,7 @@ import numpy as np
 from train.models.config import DecoderConfig
 from train.weights.huggingface.mxfp4 import BLOCK_BYTES
 from train.weights.huggingface.names import LeafMapping
-from train.weights.huggingface.safetensors import Part, Tensor
+from train.weights.huggingface.safetensors import Tensor, TensorPart
 
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
@@ -59,7 +59,7 @@ def _split_concatenated(
     rows //= len(projections)
     return {
         f"{expert}.{projection}.weight": dataclasses.replace(
-            tensor, shape=(rows, columns), part=Part(expert, number * rows)
+            tensor, shape=(rows, columns), part=TensorPart(expert, number * rows)
         )
         for expert in range(experts)
         for number, projection in enumerate(projections)
@@ -84,7 +84,7 @@ def _split_interleaved(
     parts = {}
     for expert in range(tensor.shape[0]):
         for number, projection in enumerate(projections):
-            part = Part(expert, number, step, transposed=form == "")
+            part = TensorPart(expert, number, step, transposed=form == "")
             if scales is not None:
                 part = dataclasses.replace(part, scales=dataclasses.replace(scales, part=part))
             parts[f"{expert}.{projection}.{ending}"] = dataclasses.replace(tensor, dtype=dtype, shape=shape, part=part)

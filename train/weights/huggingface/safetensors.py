@@ -34,7 +34,7 @@ ALIGNMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The part of a fused tensor [experts, ...] that belongs to one projection of one expert.
 
     Attributes:
@@ -75,7 +75,7 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    part: Part | None = None
+    part: TensorPart | None = None
 
     @property
     def row_bytes(self) -> int:
