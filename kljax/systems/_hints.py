@@ -23,10 +23,12 @@ def hint_for_choice(argument: str, value: object) -> str:
 
 def hint_for_attribute(name: str, public: Iterable[str]) -> str:
     """Writes which names of the systems have this function or name, and which public name is spelled almost like it."""
-    close = difflib.get_close_matches(name, list(public), n=1, cutoff=0.6)
-    hints = [f"did you mean kljax.{close[0]}?"] if close else []
     stem = name.removesuffix("_loss").removesuffix("_advantages")
     keys = [entry.key for entry in [*find_by_function(name), *(find(stem) if stem else ())]]
+    # What a system calls exactly so is no misspelling.
+    known = any(key.partition("/")[2].partition("+")[0] == stem for key in keys)
+    close = [] if known else difflib.get_close_matches(name, list(public), n=1, cutoff=0.6)
+    hints = [f"did you mean kljax.{close[0]}?"] if close else []
     if keys:
         listed = ", ".join(list(dict.fromkeys(keys))[:SHOWN])
         hints.append(f"other systems have it as {listed}: search with kljax.systems.find({stem!r})")
