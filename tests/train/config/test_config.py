@@ -44,6 +44,7 @@ def test_there_are_configs():
         "real",
         "reinforce_pp_baseline_centered",
         "smoke",
+        "word_problems",
     }
 
 
@@ -51,7 +52,7 @@ def test_there_are_configs():
 def test_shipped_config_loads_on_the_real_data_task(path, gsm8k):
     config = load(path, gsm8k).config
     assert config.task == "gsm8k"
-    expected = {"real": (80, 40)}.get(path.stem, (256, 192))
+    expected = {"real": (80, 40), "word_problems": (256, 24)}.get(path.stem, (256, 192))
     assert (config.data.max_prompt_length, config.data.max_completion_length) == expected
 
 
