@@ -10,7 +10,7 @@ from kljax.parity.calls import run_call
 from kljax.parity.comparisons import compare_rewards, grouped, is_other, root_factor, whitened
 from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
-from kljax.parity.positions import ROW_ORDERS, apply_rule, over_tokens, shift_rows
+from kljax.parity.positions import ROW_ORDERS, apply_rule, last_positions, over_tokens, shift_rows
 from kljax.parity.recipe import AdvantageStep, Kl, Recipe
 from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
@@ -149,8 +149,7 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
     if kl.padded and after:
         # Sums from the end reach every token of the row, so that the last one may carry them.
         inside = replay.used_mask(recipe)
-        last = inside.shape[1] - 1 - inside[:, ::-1].argmax(1)
-        values[np.arange(len(values)), last] += np.where(inside, 0, values).sum(1)
+        values[np.arange(len(values)), last_positions(inside)] += np.where(inside, 0, values).sum(1)
     if kl.at_end:
         values = _at_end(values, replay.used_mask(recipe))
     return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
@@ -177,8 +176,8 @@ def _second_kl(replay: Replay, step: AdvantageStep, used: np.ndarray) -> np.ndar
 
 def _at_end(values: np.ndarray, used: np.ndarray) -> np.ndarray:
     """Moves what the tokens of each row have to its last one, `[B, T]`."""
-    result, last = np.zeros(values.shape), used.shape[1] - 1 - used[:, ::-1].argmax(1)
-    result[np.arange(len(values)), last] = values.sum(1)
+    result = np.zeros(values.shape)
+    result[np.arange(len(values)), last_positions(used)] = values.sum(1)
     return result
 
 
@@ -194,9 +193,14 @@ def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
 
 def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: AdvantageStep) -> np.ndarray:
     """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    position, last = np.arange(replay.shape[1]), replay.shape[1] - 1 - used[:, ::-1].argmax(1)
+    position = np.arange(replay.shape[1])
     # A reward outside the tokens of its row reaches none of them.
-    at = {"last": last[:, None], "first": used.argmax(1)[:, None], "last column": position[-1], "every": position}
+    at = {
+        "last": last_positions(used)[:, None],
+        "first": used.argmax(1)[:, None],
+        "last column": position[-1],
+        "every": position,
+    }
     result = np.where(used & (position == at[step.reward_at]), _changed_rewards(replay, step)[:, None], 0)
     if recipe.kl is not None and recipe.kl.place == "reward":
         charged = apply_rule(used, recipe.kl_mask, replay.layout)

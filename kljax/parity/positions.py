@@ -36,6 +36,16 @@ ROW_ORDERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+def last_positions(mask: np.ndarray) -> np.ndarray:
+    """Finds the last True of each row, `[B]`; the last position in a row without one.
+
+    Args:
+      mask: `[B, T]` bool.
+    """
+    last: np.ndarray = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    return last
+
+
 def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> RowLayout:
     """Finds the padding on the left and the rows that are cut at the limit.
 
@@ -47,7 +57,7 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     """
     rows, positions = np.arange(len(mask)), np.arange(mask.shape[1])
     some = mask.any(1)
-    lengths = arrays.get("lengths", np.where(some, mask.shape[1] - mask[:, ::-1].argmax(1), 0))
+    lengths = arrays.get("lengths", np.where(some, last_positions(mask) + 1, 0))
     prompts = arrays.get("prompt_lengths", np.where(some, mask.argmax(1), 0))
     tokens, sizes = arrays.get("tokens"), lengths - prompts
     below = sizes < sizes.max(initial=0)
@@ -76,7 +86,7 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     position, start = np.arange(mask.shape[1]), layout.starts[:, None]
     some = mask.any(1, keepdims=True)
     first = np.where(some, mask.argmax(1)[:, None], 0)
-    last = np.where(some, mask.shape[1] - 1 - mask[:, ::-1].argmax(1)[:, None], -1)
+    last = np.where(some, last_positions(mask)[:, None], -1)
     result = mask.copy()
     if rule.prompt != "none":
         result |= some & (position < first) & (position >= start + (rule.prompt == "predicted")) & (position > 0)
