@@ -1,7 +1,8 @@
 """Runs of the round trip: a folder in, some steps with a KL to a reference, and the log-probs of its policy."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,3 +62,31 @@ def score(model: Any, policy: Any) -> np.ndarray:
         return token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
 
     return np.asarray(log_probs(policy))
+
+
+class Compared(NamedTuple):
+    """Log-probs of kljax beside those of transformers.
+
+    Attributes:
+      name: of the run.
+      line: what is printed of the differences.
+      difference: the largest, nats.
+      moved: how far training moved a log-prob, nats.
+    """
+
+    name: str
+    line: str
+    difference: float
+    moved: float
+
+
+def judge(compared: Sequence[Compared]) -> int:
+    """Prints each comparison, and the largest difference; returns the exit code."""
+    for name, line, _, moved in compared:
+        print(f"{line}; training moved it by {moved:.2f}")
+        if moved < 100 * TOLERANCE:
+            print(f"{name}: training moved nothing, which proves nothing")
+            return 1
+    worst = max(difference for _, _, difference, _ in compared)
+    print(f"{len(compared)} comparisons, largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
+    return int(worst > TOLERANCE)
