@@ -7,6 +7,7 @@ from typing import Any
 
 from train.config.download import HUB_NAME, hub_program
 from train.config.errors import UserError
+from train.weights.huggingface.contents import weight_files
 
 # Other files of a repository are the same weights in other formats.
 READ = ("*.json", "*.jinja", "*.safetensors")
@@ -36,14 +37,15 @@ def hub_folder(name: str, revision: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether an interrupted download left nothing out: the config is there, and each file that an index names."""
-    import json
-
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
-    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return (folder / "config.json").is_file() and all((folder / shard).is_file() for shard in shards)
+    """Whether an interrupted download left nothing out."""
+    try:
+        weight_files(folder)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        # The index is damaged, which reading the folder says.
+        return True
+    return (folder / "config.json").is_file()
 
 
 def make_repository(name: str) -> None:
