@@ -78,15 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("run", metavar="RUN", type=Path, help="directory of a run of configs/real.yaml")
     command.add_argument("--torch-env", type=Path, required=True, help="with torch, transformers and peft")
     options = command.parse_args(arguments)
-    wrong = []
 
-    def run() -> None:
+    def run() -> int:
         with tempfile.TemporaryDirectory() as scratch:
-            for name, far in compare(options.run, options.torch_env, Path(scratch)).items():
-                print(f"{name}: log-probs {far.difference:.1e} of the largest logit, {far.same} of {far.prompts} equal")
-                wrong.extend([name] if far.difference > TOLERANCE or far.same < far.prompts else [])
+            compared = compare(options.run, options.torch_env, Path(scratch))
+        for name, far in compared.items():
+            print(f"{name}: log-probs {far.difference:.1e} of the largest logit, {far.same} of {far.prompts} equal")
+        return int(any(far.difference > TOLERANCE or far.same < far.prompts for far in compared.values()))
 
-    return run_command(run) or int(bool(wrong))
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -86,18 +86,16 @@ def compare(folder: Path, scratch: Path) -> tuple[list[str], Distance]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both comparisons; the exit code is 1 if one fails, 2 for a user's error."""
     argparse.ArgumentParser(prog="python -m tests.real.restarts", description=str(__doc__)).parse_args(arguments)
-    failed = []
 
-    def run_all() -> None:
+    def run_all() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             differing, far = compare(real.fetch(), Path(scratch))
         print(f"killed {', '.join(MOMENTS)}: {', '.join(differing) or 'the same to the bit'}")
         tokens = "the same tokens" if far.same_tokens else "other tokens"
         print(f"two processes: {tokens}, losses {far.loss:.1e}, adapter {far.weights:.1e}, KL {far.kl:.1e} nats")
-        if differing or not agrees(far):
-            failed.append(True)
+        return int(bool(differing) or not agrees(far))
 
-    return run_command(run_all) or int(bool(failed))
+    return run_command(run_all)
 
 
 def agrees(far: Distance) -> bool:
