@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +59,13 @@ def train_and_export(name: str, directory: Path) -> np.ndarray:
     return score_step(saved)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each export; returns the exit code."""
     command = argparse.ArgumentParser(prog="python -m tests.round_trip", description=str(__doc__).partition("\n")[0])
     command.add_argument("--torch-env", type=Path, required=True, help="an environment with torch, transformers, peft")
     command.add_argument("--output", type=Path, help="where runs and exports are kept; else they are removed")
     command.add_argument("--record", action="store_true", help="write tests/goldens/exports from one of the runs")
-    options = command.parse_args()
+    options = command.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         output = options.output or Path(temporary)
         output.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +53,14 @@ def check_mxfp4(path: Path) -> None:
         raise SystemExit(f"mxfp4: {different.sum()} of {different.size} values differ from those of transformers")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each family; returns the exit code."""
     command = argparse.ArgumentParser(
         prog="python -m tests.round_trip.families", description=str(__doc__).partition("\n")[0]
     )
     command.add_argument("--torch-env", type=Path, required=True, help="an environment with torch and transformers")
     command.add_argument("--only", nargs="+", help="names of some of the families")
-    options = command.parse_args()
+    options = command.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         root, python = Path(temporary), options.torch_env / "bin" / "python"
         subprocess.run([python, MAKE, root, *(options.only or [])], check=True)

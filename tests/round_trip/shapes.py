@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def describe(folder: Path) -> str:
     return f"{config['model_type']:>9} {' '.join(str(config[key]) for key in SHAPE)} of {count}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each shape; returns the exit code."""
     command = argparse.ArgumentParser(
         prog="python -m tests.round_trip.shapes", description=str(__doc__).splitlines()[0]
@@ -59,7 +60,7 @@ def main() -> int:
     command.add_argument("--count", type=int, default=4, help="number of shapes")
     command.add_argument("--families", nargs="+", default=FAMILIES, help="the families that are drawn in turn")
     command.add_argument("--output", type=Path, help="where the models are kept; else they are removed")
-    options = command.parse_args()
+    options = command.parse_args(arguments)
     # Each shape compiles two programs and runs them once.
     os.environ["XLA_FLAGS"] = xla.flags(devices=1)
     worst: dict[str, float] = {}
