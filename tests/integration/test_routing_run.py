@@ -46,6 +46,19 @@ def test_sampler_scoring_and_update_use_one_bias(biased):
     assert last["routing_lost"] == 0
 
 
+def test_metrics_have_the_tokens_of_each_expert(biased):
+    """Every token chooses two of the four experts."""
+    first, last = records(biased, "train")
+    for record in (first, last):
+        tokens = np.array(record["router_tokens_layer_0"])
+        assert tokens.shape == (4,)
+        assert tokens.sum() % 2 == 0
+        mean = tokens.sum() / 4
+        loads = [record[f"router_{name}_layer_0"] for name in ("least_load", "load")]
+        np.testing.assert_allclose(loads, [tokens.min() / mean, tokens.max() / mean], rtol=1e-6)
+    assert first["router_tokens_layer_0"] != last["router_tokens_layer_0"]
+
+
 def test_resumed_bias_is_the_uninterrupted_one(biased, tmp_path):
     root = shutil.copytree(biased, tmp_path / "moe")
     shutil.rmtree(root / "checkpoints" / "2")

@@ -25,6 +25,8 @@ from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
 from train.rl.state import policy_of
 
 Tree = Any
+LOAD = "router_load_layer_"
+"""Begins the name of the `ExpertLoad` of a layer."""
 RouterChanges = Callable[[Tree, jax.Array | None], Tree]
 CountPart = Callable[[dict[str, Tree], Tree, Batch, PackedRows | None], "RouterTotals"]
 
@@ -59,8 +61,8 @@ class RouterTotals:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LargestLoad:
-    """The tokens of the busiest expert over the mean of all experts: 1 for equal loads, E / k at most.
+class ExpertLoad:
+    """The tokens of each expert of a layer; its value is the load of the busiest.
 
     Attributes:
       tokens: [E] int32, the tokens of each expert.
@@ -76,8 +78,12 @@ class LargestLoad:
         return type(self)(self.tokens.sum(axis))
 
     def value(self) -> jax.Array:
-        """Returns the largest load; NaN without a token."""
+        """Returns the tokens of the busiest expert over the mean: 1 for equal loads, E / k at most; NaN without any."""
         return self.tokens.max() / self.tokens.mean()
+
+    def least(self) -> jax.Array:
+        """Returns the tokens of the idlest expert over the mean; NaN without a token."""
+        return self.tokens.min() / self.tokens.mean()
 
 
 def balance_loss(
@@ -255,7 +261,7 @@ def routing_metrics(
     uses = has_expert(routed.routes, routed.logits.shape[-1])
     loads = jnp.sum(uses.reshape(-1, *uses.shape[-2:]), axis=0, dtype=jnp.int32)
     for index, layer in enumerate(config.expert_layers):
-        metrics[f"router_load_layer_{layer}"] = LargestLoad(loads[index])
+        metrics[f"{LOAD}{layer}"] = ExpertLoad(loads[index])
     if recorded is None:
         return metrics
     ordered = jnp.sort(recorded, axis=-1).astype(routed.routes.dtype)

@@ -304,6 +304,20 @@ GLOSSARY = (
     ),
     MetricEntry(
         "policy",
+        "router_least_load_layer_N",
+        "tokens of the idlest expert of a layer over the mean of its experts",
+        "above 0.1",
+        "0: an expert learns nothing; raise `routing.balance_coef`, or set `routing.bias_update_rate`",
+    ),
+    MetricEntry(
+        "policy",
+        "router_tokens_layer_N",
+        "tokens of each expert of a layer in the updates of a step: a list in the file of metrics alone",
+        "the same experts are busy in all steps",
+        "one expert alone grows: see `router_load_layer_N`",
+    ),
+    MetricEntry(
+        "policy",
         "router_bias_min",
         "smallest bias of an expert after an update, with `routing.bias_update_rate`",
         "settles",

@@ -46,7 +46,7 @@ from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 from train.run.recorder import RolloutRecorder
-from train.run.routes import flips_by_lag, verify_routes
+from train.run.routes import flips_by_lag, loads_by_expert, verify_routes
 
 Tree = Any
 
@@ -150,7 +150,7 @@ def rl_step(
     measured = of_leader("metrics", metric_values(totals)) | dict(packing.metrics)
     if repeated := rollout.metrics.keys() & measured.keys():
         raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
-    values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag)
+    values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag) | loads_by_expert(totals)
     if programs.store is not None:
         programs.store.collect()
     if inspect is not None:

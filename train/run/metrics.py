@@ -89,7 +89,8 @@ class MetricsWriter:
     """Appends the metrics of a run to `metrics.jsonl`, flushing every line, and to TensorBoard.
 
     `metrics.jsonl` holds `{"phase", "step", name: value, ...}` a line, keys sorted, floats with every digit, so two
-    runs with equal values have equal bytes. Times and other values that differ between runs go through `timing`.
+    runs with equal values have equal bytes. Lists of integers are in this file alone. Times and other values that
+    differ between runs go through `timing`.
     Write the lines of a step before its checkpoint: then the file of a resumed run equals that of an uninterrupted one.
     """
 
@@ -151,7 +152,7 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.log(phase, step, finite)
 
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat | list[int]]) -> None:
         """Writes the values of a step; NaN and infinity become null, and have no point in TensorBoard.
 
         Raises:
@@ -161,8 +162,9 @@ class MetricsWriter:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
         if reserved := {"phase", "step"} & set(values):
             raise ValueError(f"values: {', '.join(sorted(reserved))} cannot name a metric")
-        plain = {name: finite_or_none(value) for name, value in values.items()}
-        line = _dump([{"phase": phase, "step": step, **plain}])
+        lists = {name: value for name, value in values.items() if isinstance(value, list)}
+        plain = {name: finite_or_none(value) for name, value in values.items() if not isinstance(value, list)}
+        line = _dump([{"phase": phase, "step": step, **plain, **lists}])
         self._hash.update(line.encode())
         self._size += len(line.encode())
         self._file.write(line)
@@ -203,7 +205,7 @@ class MetricsWriter:
 class NoMetrics:
     """Takes the metrics of a process that is not the leader, and drops them."""
 
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat | list[int]]) -> None:
         """No-op."""
 
     def mark(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Checks of the routes that an update used: equality is asserted, as a lost layer hardly shows in a log-prob."""
+"""Metrics and checks of the routes of a step: equality is asserted, as a lost layer hardly shows in a log-prob."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from train.config.errors import GuardError
+from train.rl.routing import LOAD, ExpertLoad
 
 NEIGHBOURS = {"before": "later", "after": "earlier"}
 LEAST_AGREEMENT = 0.5
@@ -13,6 +15,13 @@ def flips_by_lag(values: Mapping[str, float], lag: int | None) -> dict[str, floa
     """Returns the flips of a step by the name of its lag; none without flips, or without one lag of all rows."""
     flips = values.get("routing_flips")
     return {} if flips is None or lag is None else {f"routing_flips_lag_{lag}": flips}
+
+
+def loads_by_expert(totals: Mapping[str, Any]) -> dict[str, float | list[int]]:
+    """Returns by layer the least load of a step, and the tokens of all experts, from its metrics on the host."""
+    loads = {name.removeprefix(LOAD): load for name, load in totals.items() if isinstance(load, ExpertLoad)}
+    least = {f"router_least_load_layer_{layer}": float(load.least()) for layer, load in loads.items()}
+    return least | {f"router_tokens_layer_{layer}": load.tokens.tolist() for layer, load in loads.items()}
 
 
 def verify_routes(values: Mapping[str, float], step: int) -> None:

@@ -22,7 +22,7 @@ from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
 from train.rl.packing import StepPacking, make_packer
 from train.rl.routing import (
-    LargestLoad,
+    ExpertLoad,
     RouterTotals,
     balance_loss,
     make_router_changes,
@@ -125,11 +125,12 @@ LAYOUTS = {
 }
 
 
-def test_largest_load_is_of_all_parts_together():
-    """The busiest expert of the sum, not the largest of the parts."""
+def test_load_is_of_all_parts_together():
+    """The busiest expert of the sum, not the largest of the parts, and the idlest."""
     parts = jnp.array([[6, 0, 0], [0, 4, 2]])
-    assert float(LargestLoad(parts).reduce().value()) == pytest.approx(6 / 4)
-    assert float((LargestLoad(parts[0]) + LargestLoad(parts[1])).value()) == pytest.approx(6 / 4)
+    for load in (ExpertLoad(parts).reduce(), ExpertLoad(parts[0]) + ExpertLoad(parts[1])):
+        assert float(load.value()) == pytest.approx(6 / 4)
+        assert float(load.least()) == pytest.approx(2 / 4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

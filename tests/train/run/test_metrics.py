@@ -47,6 +47,14 @@ def test_line_has_sorted_keys_and_every_digit(tmp_path):
     assert json.loads(lines[10])["entropy"] == math.pi**3
 
 
+def test_list_is_written_and_not_plotted(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write("train", 1, {"tokens": [3, 0], "loss": 0.5})
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"phase": "train", "step": 1, "loss": 0.5, "tokens": [3, 0]}]
+    assert [tag for tag, _ in scalars(tmp_path, "train")[0]] == ["policy/loss"]
+
+
 def test_the_same_values_give_the_same_bytes(tmp_path):
     assert record(tmp_path / "a").read_bytes() == record(tmp_path / "b").read_bytes()
 
