@@ -150,7 +150,7 @@ def rl_step(
     measured = of_leader("metrics", metric_values(totals)) | dict(packing.metrics)
     if repeated := rollout.metrics.keys() & measured.keys():
         raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
-    values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag) | loads_by_expert(totals)
+    values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag)
     if programs.store is not None:
         programs.store.collect()
     if inspect is not None:
@@ -160,7 +160,7 @@ def rl_step(
     if recorder is not None:
         recorder.record(step + 1, rollout, batch, values_of_tokens)
         seconds["record"] = time.perf_counter() - updated
-    return state, values, seconds | dict(rollout.completions.timings) | dict(packing.programs)
+    return state, values | loads_by_expert(totals), seconds | dict(rollout.completions.timings) | dict(packing.programs)
 
 
 def _score(

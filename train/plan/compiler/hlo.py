@@ -8,6 +8,8 @@ from typing import NamedTuple
 # A tuple type may hold spaces and nested parentheses; the opcode is the first word after it.
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\(")
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+# Metadata of a kernel may go over several lines, which begin with braces too.
+_END = re.compile(r"\}(, execution_thread=\"\w+\")?$")
 _LOOP = ("body", "condition")
 _BRANCH = ("true_computation", "false_computation", "branch_computations")
 _CALLED = re.compile(
@@ -29,7 +31,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 class Instruction(NamedTuple):
-    """One line of a computation; `shape` is the text of its result's type."""
+    """One line of a computation, with the lines that continue it; `shape` is the text of its result's type."""
 
     name: str
     shape: str
@@ -77,10 +79,12 @@ def parse(text: str) -> HloModule:
         if header and not line.startswith("HloModule"):
             current = computations.setdefault(header["name"], [])
             entry = header["name"] if header["entry"] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(Instruction(match["name"], match["shape"], match["opcode"], line))
+        elif current:
+            current[-1] = current[-1]._replace(line=f"{current[-1].line}\n{line}")
     if entry is None:
         raise ValueError(f"text: got {text[:80]!r}..., expected a compiled module with an ENTRY computation")
     return HloModule({name: tuple(lines) for name, lines in computations.items()}, entry)

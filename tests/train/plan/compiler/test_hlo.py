@@ -27,6 +27,17 @@ def test_computations_and_instructions():
     assert module.computations["inner_condition"][1].shape.startswith("(s32[]{:T(128)}, /*index=1*/f32[4,256]")
 
 
+def test_metadata_of_several_lines_ends_no_computation():
+    """As kernels of splash attention have them: a loop after the kernel counts, and so does what the kernel says."""
+    lines = '%k = f32[2] custom-call(%b.1), frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}'
+    kernel = f'{lines}, metadata={{op_name="jit(f)/kernel"}}, backend_config={{"estimated_cycles":"20"}}'
+    module = parse(TPU.replace("  %scatter = ", f"  {kernel}\n  %scatter = "))
+    assert executions(module) == executions(parse(TPU))
+    (call,) = (i for i in module.computations["outer_body"] if i.opcode == "custom-call")
+    assert (call.op_name, call.operands) == ("jit(f)/kernel", ["b.1"])
+    assert hlo.estimated_cycles(module) == hlo.estimated_cycles(parse(TPU)) + 3 * 20
+
+
 def test_a_text_without_a_program_is_an_error():
     with pytest.raises(ValueError, match="expected a compiled module with an ENTRY"):
         parse("HloModule nothing\n")
