@@ -45,6 +45,8 @@ def _metrics(rng: np.random.Generator, done: float) -> dict[str, float]:
         "entropy": float(2 * np.exp(-2 * done) + rng.normal() / 50),
         "kl_reference": float(spike * 1e-3 * (1 + 50 * done) * np.exp(rng.normal() / 3)),
         "kl_reference_exact": float(1e-3 * (1 + 50 * done)),
+        "kl_reference_forward": float(2e-3 * (1 + 50 * done)) if done > 1 / 3 else 1e-17,
+        "kl_reference_exact_max": 0.1241 * 10 ** (6 * done - 1),
         "rollout_kl": float(1e-6 * np.exp(rng.normal())),
         "grad_norm": float(spike * np.exp(rng.normal() / 3)),
         "clip_fraction": float(rng.random() / 10),

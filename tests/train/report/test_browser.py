@@ -68,6 +68,37 @@ def test_curves_are_drawn_and_read_by_keyboard(opened):
     expect(reward.locator("canvas")).to_have_count(1)
 
 
+def test_single_point_stands_in_the_middle(opened):
+    chart = opened.at("one").locator(".panel", has_text="Held-out accuracy").locator(".canvas")
+    chart.focus()
+    chart.press("Home")
+    cursor, area = chart.locator(".u-cursor-x").bounding_box(), chart.locator(".u-over").bounding_box()
+    assert cursor["x"] - area["x"] == pytest.approx(area["width"] / 2, abs=2)
+
+
+def test_legend_has_the_dashes_of_the_lines(opened):
+    panel = opened.at("one").locator(".panel", has_text="KL to the reference").first
+    dashes = [line.get_attribute("stroke-dasharray") for line in panel.locator(".legend line").all()]
+    assert len(dashes) == len(set(dashes)) == 3
+
+
+def test_log_axis_leaves_out_values_of_rounding(opened):
+    panel = opened.at("one").locator(".panel", has_text="KL to the reference").first
+    expect(panel.locator(".beyond")).to_have_text("▼ beyond the axis")
+
+
+def test_log_axis_that_begins_between_round_numbers_is_drawn(opened):
+    panel = opened.at("one").locator(".panel", has_text="Largest KL of a token")
+    expect(panel.locator("canvas")).to_have_count(1)
+
+
+def test_unknown_rollouts_are_named(opened):
+    for view in ("#rollout=12345", "#group=0.1.77", "#side=1,12345"):
+        tab = opened.at("one", view)
+        tab.reload()
+        expect(tab.locator("main")).to_contain_text("such rollout")
+
+
 def test_curves_have_the_meaning_of_their_metrics(opened):
     panel = opened.at("one").locator(".panel", has_text="Gradient norm")
     meaning = panel.locator("dd")

@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import { page } from "./data";
-import { css, h, select } from "./dom";
+import { css, h, select, svg } from "./dom";
 import { short } from "./format";
 import type { Run, Series } from "./types";
 
@@ -100,6 +100,8 @@ interface Line {
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 /** Points of a line up to which each is marked and none is smoothed. */
 const FEW = 25;
+/** Decades below the median that a logarithmic axis shows: KLs of rounding alone are beyond it. */
+const DECADES_BELOW = 6;
 
 interface Settings {
   smoothing: number;
@@ -193,6 +195,24 @@ function linesOf(panel: Panel): Line[] {
 
 function hasPoint(series: Series | undefined): boolean {
   return series?.values.some((value) => value !== null) ?? false;
+}
+
+/** The steps that an axis shows: one alone stands in the middle. */
+function stepRange(plot: uPlot, min: number, max: number): [number, number] {
+  const [step, another] = plot.data[0];
+  return step !== undefined && another === undefined ? [step - 1, step + 1] : [min, max];
+}
+
+/** Round numbers of a logarithmic axis: decades alone, or 1, 2 and 5 if it has few decades, and all digits in one. */
+function logTicks(low: number, high: number): number[] {
+  const reach = high / low;
+  const digits = reach > 200 ? [1] : reach > 5 ? [1, 2, 5] : [1, 2, 3, 4, 5, 6, 7, 8, 9];
+  const every = Math.ceil(Math.log10(reach) / 8);
+  const numbers: number[] = [];
+  for (let decade = Math.floor(Math.log10(low)); decade <= Math.log10(high); decade++) {
+    if (decade % every === 0) numbers.push(...digits.map((digit) => Number(`${digit}e${decade}`)));
+  }
+  return numbers.filter((number) => number >= low && number <= high);
 }
 
 /** A panel for each metric that has none yet. */
@@ -304,7 +324,8 @@ class Chart {
   private chosenAxis(): Exclude<Axis, "auto"> {
     if (this.axis !== "auto") return this.axis;
     const values = this.lines.flatMap((line) => line.series.values.filter((x): x is number => x !== null));
-    if (this.panel.log && values.some((value) => value > 0)) return "log";
+    const positive = values.filter((value) => value > 0);
+    if (this.panel.log && Math.max(...positive) > 5 * Math.min(...positive)) return "log";
     const sorted = [...values].sort((a, b) => a - b);
     const spread = quantile(sorted, 0.95) - quantile(sorted, 0.05);
     const reach = sorted[sorted.length - 1]! - sorted[0]!;
@@ -330,22 +351,18 @@ class Chart {
     const text = css("--muted");
     const lines = css("--line");
     const bounds = this.bounds(axis, data);
-    // Of a logarithmic axis, decades alone have lines, or 1, 2 and 5 if it has few decades.
-    const digits = bounds[1] / bounds[0] > 200 ? [1] : [1, 2, 5];
-    const isRound = (split: number): boolean =>
-      digits.some((digit) => Math.abs(digit - split / 10 ** Math.floor(Math.log10(split) + 1e-9)) < 1e-6);
-    const decades = (_: uPlot, splits: number[]): (number | null)[] =>
-      splits.map((split) => (axis !== "log" || isRound(split) ? split : null));
+    // uPlot's own ticks of a logarithmic axis never end if its lowest value is no round number.
+    const ticks = axis === "log" ? { splits: () => logTicks(...bounds), filter: (_: uPlot, splits: number[]) => splits } : {};
     const axes = { stroke: text, ticks: { stroke: lines, width: 1 }, font: "12px system-ui" };
     const grid = { stroke: lines, width: 1 };
     return {
       ...this.size(),
       legend: { show: false },
       cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: axis === "log" ? { distr: 3, range: () => bounds } : { range: () => bounds } },
+      scales: { x: { time: false, range: stepRange }, y: axis === "log" ? { distr: 3, range: () => bounds } : { range: () => bounds } },
       axes: [
         { ...axes, grid, size: 30, space: 60 },
-        { ...axes, grid: { ...grid, filter: decades }, ticks: { ...axes.ticks, filter: decades }, filter: decades, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+        { ...axes, ...ticks, grid, size: 64, values: (_, splits) => splits.map(short) },
       ],
       series: [{}, ...this.lines.flatMap((line) => this.styles(line))],
       hooks: {
@@ -380,11 +397,14 @@ class Chart {
     if (values.length === 0) return [0, 1];
     let [low, high] = [values[0]!, values[values.length - 1]!];
     if (axis === "robust") [low, high] = [quantile(values, 0.02), quantile(values, 0.98)];
+    const least = quantile(values, 0.5) / 10 ** DECADES_BELOW;
+    if (axis === "log") low = values.find((value) => value >= least)!;
     this.beyond.textContent = "";
     const outside = values.filter((value) => value < low || value > high).length;
+    if (outside > 0) this.beyond.textContent = ` ${high < values[values.length - 1]! ? "▲" : "▼"} beyond the axis`;
     if (axis === "log") return low === high ? [low / 2, high * 2] : [low / 1.3, high * 1.3];
-    const room = (high - low || Math.abs(high) || 1) * 0.06;
-    if (outside > 0) this.beyond.textContent = " ▲ beyond the axis";
+    if (low === 0 && high === 0) return [-0.06, 1];
+    const room = (high - low || Math.abs(high)) * 0.06;
     return [low - room, high + room];
   }
 
@@ -452,7 +472,9 @@ class Chart {
     }
     this.lines.forEach((line, number) => {
       const value = index === null ? undefined : plot.data[2 * number + 1]![index];
-      const key = h("i", { class: `key run-${line.run}`, style: line.dash.length ? "border-top-style:dashed" : "" });
+      const stroke = svg("line", { x1: 0, x2: 24, y1: 3, y2: 3, "stroke-dasharray": line.dash.join(" ") });
+      const key = svg("svg", { class: `dash run-${line.run}`, viewBox: "0 0 24 6", "aria-hidden": "true" });
+      key.append(stroke);
       this.legend.append(h("span", {}, key, line.label, value === undefined ? "" : h("b", {}, ` ${short(value)}`)));
     });
   }

@@ -27,6 +27,14 @@ export function append(element: Element, children: Child[]): void {
   }
 }
 
+/** Makes an element of SVG. */
+export function svg(tag: string, attributes: Record<string, string | number>, text?: string): SVGElement {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
 /** A labelled choice among values. */
 export function select(
   label: string,

@@ -1,19 +1,11 @@
 // Distributions of the log-ratios over all recorded rollouts.
 
 import { page } from "./data";
-import { h } from "./dom";
+import { h, svg } from "./dom";
 import { short } from "./format";
 import type { Histogram } from "./types";
 
 const [WIDTH, HEIGHT] = [560, 190];
-const SVG = "http://www.w3.org/2000/svg";
-
-function svg(tag: string, attributes: Record<string, string | number>, text?: string): SVGElement {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
 
 /** Bars with a logarithmic height, so that rare large ratios are seen beside the many near 0. */
 function draw(histogram: Histogram): SVGElement {
@@ -62,12 +54,9 @@ export function histograms(): HTMLElement {
     const totals = histogram.runs.map((run, i) => {
       const count = run.counts.reduce((sum, n) => sum + n, run.below + run.above);
       const name = page.runs.length > 1 ? `${page.runs[i]!.name}: ` : "";
-      return h(
-        "span",
-        {},
-        h("i", { class: `key run-${i}` }),
-        `${name}${count} tokens, mean ${short(run.mean)}, std ${short(run.std)}, largest ${short(run.largest)}, beyond the axis ${run.below + run.above}`,
-      );
+      const sizes = `mean ${short(run.mean)}, std ${short(run.std)}, largest ${short(run.largest)}`;
+      const text = count === 0 ? "not recorded" : `${count} tokens, ${sizes}, beyond the axis ${run.below + run.above}`;
+      return h("span", {}, h("i", { class: `key run-${i}` }), `${name}${text}`);
     });
     const legend = h("p", { class: "legend" }, totals);
     chart.setAttribute("aria-label", `${histogram.label}. ${legend.textContent}`);

@@ -4,7 +4,7 @@ import { page, tokensOf } from "./data";
 import { h } from "./dom";
 import { short } from "./format";
 import type { RolloutTable } from "./table";
-import { largestTokens, quantityChoice, tokenView } from "./tokens";
+import { largestTokens, quantityChoice, textOf, tokenView } from "./tokens";
 import type { Rollout } from "./types";
 
 function facts(rollout: Rollout): HTMLElement {
@@ -66,6 +66,7 @@ export async function rolloutView(index: number, table: RolloutTable): Promise<H
 
 /** Rollouts side by side, with their prompt once if they share it. */
 export async function sideBySide(title: string, indices: number[]): Promise<HTMLElement> {
+  if (indices.length === 0 || indices.some((index) => !page.rollouts[index])) return h("p", {}, "There are no such rollouts.");
   const tokens = await Promise.all(indices.map(tokensOf));
   const first = tokens[0];
   const shared = first !== undefined && tokens.every((other) => samePrompt(other, first));
@@ -79,7 +80,7 @@ export async function sideBySide(title: string, indices: number[]): Promise<HTML
       tokenView(rollout, tokens[i]!, { prompt: !shared }),
     );
   });
-  const prompt = shared && first.prompt > 0 && h("div", { class: "text shared" }, first.texts.slice(0, first.prompt).join(""));
+  const prompt = shared && first.prompt > 0 && h("div", { class: "text shared" }, first.texts.slice(0, first.prompt).map(textOf).join(""));
   return h(
     "section",
     { class: "opened", "aria-label": title },

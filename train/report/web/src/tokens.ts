@@ -51,7 +51,8 @@ export function color(quantity: Quantity, value: number): string {
   return `color-mix(in oklab, var(${hue}) ${(share * 100).toFixed(1)}%, transparent)`;
 }
 
-function textOf(text: string): string {
+/** A text with marks for the characters that are not seen. */
+export function textOf(text: string): string {
   return text === "" ? "∎" : text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
 }
 
