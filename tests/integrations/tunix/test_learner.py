@@ -16,10 +16,11 @@ from tunix.models.llama3 import model as llama3
 from tunix.rl import common
 
 import kljax
-from benchmarks import tunix as benchmark
+from benchmarks.tunix import split_difference, temporary_bytes
 from kljax.integrations import tunix
+from tests.integrations.tunix.recorded import TunixWork, configs, update
 
-WORK = benchmark.TunixWork(vocab=128, layers=1, width=32, prompt_length=8, completion_length=16)
+WORK = TunixWork(vocab=128, layers=1, width=32, prompt_length=8, completion_length=16)
 REDUCTIONS = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "sequence-mean-token-sum-norm")
 
 
@@ -56,7 +57,7 @@ def loss_through_logits(config, graph, state):
 @pytest.mark.parametrize("correction", [(), (functools.partial(kljax.truncated_importance_weights, max_weight=2.0),)])
 def test_gradient_equals_the_formula_through_logits(correction):
     config = config_of(correction=correction)
-    gradient, _ = benchmark.update(WORK, config, micro=1, log_probs=True)
+    gradient, _ = update(WORK, config, micro=1, log_probs=True)
     graph, state = nnx.split(WORK.model(0))
     expected = jax.grad(lambda state: loss_through_logits(config, graph, state))(state)
     expected = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(expected)])
@@ -65,30 +66,30 @@ def test_gradient_equals_the_formula_through_logits(correction):
 
 @pytest.mark.parametrize("loss_agg_mode", REDUCTIONS)
 def test_two_micro_batches_are_one(loss_agg_mode):
-    assert benchmark.split_difference(WORK, config_of(loss_agg_mode=loss_agg_mode)) < 1e-6
+    assert split_difference(WORK, config_of(loss_agg_mode=loss_agg_mode)) < 1e-6
 
 
 def test_tunix_own_loss_differs_between_the_splits():
     """Otherwise the test above would show nothing."""
-    config = benchmark.configs(WORK.samples, loss_agg_mode="token-mean")["Tunix"]
-    assert benchmark.split_difference(WORK, config) > 0.05
+    config = configs(WORK.samples, loss_agg_mode="token-mean")["Tunix"]
+    assert split_difference(WORK, config) > 0.05
 
 
 def test_second_iteration_of_gspo_is_one_in_parts():
-    assert benchmark.split_difference(WORK, config_of(num_iterations=2, loss_algo="gspo-token")) < 1e-6
+    assert split_difference(WORK, config_of(num_iterations=2, loss_algo="gspo-token")) < 1e-6
 
 
 def test_no_array_of_logits_is_in_the_gradient():
     work = dataclasses.replace(WORK, vocab=16384, prompt_length=32, completion_length=96)
     logits = 4 * work.prompts * work.samples * work.completion_length * work.vocab
-    bytes_of = {name: benchmark.temporary_bytes(work, each) for name, each in benchmark.configs(work.samples).items()}
+    bytes_of = {name: temporary_bytes(work, each) for name, each in configs(work.samples).items()}
     assert bytes_of["kljax"] < logits / 2 < logits < bytes_of["Tunix"]
 
 
 def test_correction_without_rollout_log_probs_is_refused():
     steps = (functools.partial(kljax.truncated_importance_weights, max_weight=2.0),)
     with pytest.raises(ValueError, match=r"rollout_config\.return_logprobs: got False, expected True"):
-        benchmark.update(WORK, config_of(correction=steps), micro=2)
+        update(WORK, config_of(correction=steps), micro=2)
 
 
 def test_wrong_names_and_models_are_refused():
