@@ -75,20 +75,14 @@ def measure_size(size: GroupSizes, rounds: int) -> Measured:
     shapes = (rows, size.inputs), (size.experts, size.inputs, size.outputs), (rows, size.outputs)
     x, weights, g = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
     arrays = (x, weights, jnp.asarray(size.drawn, jnp.int32), g)
-    compiled = {}
-    for name, product in products(size).items():
-        # The dense product has the gradient of one matrix alone.
-        mine = (x, weights[:1], *arrays[2:]) if name == "dense" else arrays
-        for kind in KINDS:
-            function = functools.partial(_of_kind, kind, product)
-            compiled[f"{name}_{kind}"] = (jax.jit(function).lower(*mine).compile(), mine)
-    programs = {name: functools.partial(program, *mine) for name, (program, mine) in compiled.items()}
-    results = race_programs(programs, rounds)
-    for name, (program, _) in compiled.items():
-        memory = program.memory_analysis()
-        assert memory is not None
-        results[name].temp_bytes = memory.temp_size_in_bytes
-    return Measured(size, results)
+    # The dense product has the gradient of one matrix alone.
+    arguments = dict.fromkeys(TITLES, arrays) | {"dense": (x, weights[:1], *arrays[2:])}
+    programs = {
+        f"{name}_{kind}": (functools.partial(_of_kind, kind, product), arguments[name])
+        for name, product in products(size).items()
+        for kind in KINDS
+    }
+    return Measured(size, race_programs(programs, rounds)[0])
 
 
 def _of_kind(kind: str, product: Callable[..., Any], *arrays: Any) -> Any:

@@ -207,21 +207,19 @@ def run_all(runs: Sequence[Callable[[], FinishedRun]], jobs: int) -> list[Finish
 
 
 def run_recipe(
-    output: pathlib.Path, cases: Sequence[SeedCase], overrides: Sequence[str], *, config: str = CONFIG, jobs: int = 1
+    output: pathlib.Path, cases: Sequence[SeedCase], *, config: str = CONFIG, jobs: int = 1
 ) -> list[FinishedRun]:
     """Runs a shipped config in each case; directories and labels have its name."""
     name = pathlib.Path(config).stem
-    run = functools.partial(run_trainer, overrides=overrides, config=config, alone=jobs == 1)
+    run = functools.partial(run_trainer, overrides=(), config=config, alone=jobs == 1)
     return run_all([functools.partial(run, output / case.directory(name), name, case) for case in cases], jobs)
 
 
-def run_fooled(
-    output: pathlib.Path, cases: Sequence[SeedCase], overrides: Sequence[str], *, jobs: int = 1
-) -> list[FinishedRun]:
+def run_fooled(output: pathlib.Path, cases: Sequence[SeedCase], *, jobs: int = 1) -> list[FinishedRun]:
     """Runs the verifier that can be fooled from the base of the quickstart in each case, with KL and without."""
-    run_recipe(output, cases, overrides, jobs=jobs)
+    run_recipe(output, cases, jobs=jobs)
     training, held_out = write_problems(output)
-    task, runs = (*FOOLED, f"data.train={training}", f"data.eval={held_out}", *overrides), []
+    task, runs = (*FOOLED, f"data.train={training}", f"data.eval={held_out}"), []
     for case, (kind, coef) in itertools.product(cases, {"kl": KL_COEF, "no-kl": 0}.items()):
         base = output / case.directory("quickstart") / "base"
         changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
@@ -289,17 +287,17 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if lacking := instructions.lacking(options.isa):
         raise cli.OptionError(f"--isa: got {', '.join(lacking)}, which this CPU lacks")
     cases = [SeedCase(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
-    fields = machine.conditions("cpu") | {"overrides": options.set, "jobs": options.jobs}
+    fields = machine.conditions("cpu") | {"jobs": options.jobs}
     fields["versions"]["flax"] = version("flax")
     with tempfile.TemporaryDirectory() as scratch:
         output = (options.output or pathlib.Path(scratch)).absolute()
         output.mkdir(parents=True, exist_ok=True)
         if options.fooled:
-            runs = run_fooled(output, cases, options.set, jobs=options.jobs)
+            runs = run_fooled(output, cases, jobs=options.jobs)
             if options.curves:
                 draw_fooled(output, cases[0], options.curves)
         else:
-            runs = run_recipe(output, cases, options.set, config=options.config, jobs=options.jobs)
+            runs = run_recipe(output, cases, config=options.config, jobs=options.jobs)
     return fields | {"runs": [dataclasses.asdict(run) for run in runs]}
 
 
@@ -318,7 +316,6 @@ main = cli.command(
     cli.option("--output", type=pathlib.Path,
                help="directory of the runs, where finished ones are read; default: temporary"),
     cli.option("--curves", type=pathlib.Path, help="PNG file, with --fooled: both runs of the first seed"),
-    cli.option("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config"),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -8,20 +8,11 @@ fails if they differ. Then each contender, in a process of its own, completes th
 others wait. A missed target does not fail the command.
 """
 
-import functools
 import sys
 
-from benchmarks.harness import cli
 from benchmarks.suites.model import suite
 
-report = functools.partial(suite.report, part="rollout")
-main = cli.command(
-    "rollout",
-    __doc__,
-    functools.partial(suite.measure, part="rollout"),
-    report,
-    *suite.options_of(("kljax", "tunix", "transformers")),
-)
+report, main = suite.command("rollout", "rollout", __doc__, ("kljax", "tunix", "transformers"))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,16 +8,11 @@ kljax does the first update of Tunix on Tunix's batch; the command fails if the 
 growth of the resident set. A missed target does not fail the command.
 """
 
-import functools
 import sys
 
-from benchmarks.harness import cli
 from benchmarks.suites.model import suite
 
-report = functools.partial(suite.report, part="step")
-main = cli.command(
-    "train_step", __doc__, functools.partial(suite.measure, part="step"), report, *suite.options_of(("kljax", "tunix"))
-)
+report, main = suite.command("step", "train_step", __doc__, ("kljax", "tunix"))
 
 if __name__ == "__main__":
     sys.exit(main())

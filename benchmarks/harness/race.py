@@ -1,8 +1,9 @@
 """Times contenders in interleaved rounds, and keeps going when one of them fails."""
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,18 +67,26 @@ def race(results: Mapping[str, ContenderResult], rounds: int, run: Callable[[str
         log(f"round {index} of {rounds}")
 
 
-def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, ContenderResult]:
-    """Times programs of this process by name, to the end of their results."""
+def race_programs(
+    programs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int
+) -> tuple[dict[str, ContenderResult], dict[str, Callable[[], Any]]]:
+    """Compiles functions for their arguments, and times them; returns the results and the compiled programs by name."""
+    results, compiled = {name: ContenderResult(name) for name in programs}, dict[str, Callable[[], Any]]()
+    for name, (function, arguments) in programs.items():
+        with noted(results[name]):
+            program = jax.jit(function).lower(*arguments).compile()
+            plan = program.memory_analysis()
+            results[name].temp_bytes = None if plan is None else int(plan.temp_size_in_bytes)
+            compiled[name] = functools.partial(program, *arguments)
 
     def run(name: str) -> dict[str, Seconds]:
         clock = Clock()
         with clock.part("run"):
-            jax.block_until_ready(programs[name]())
+            jax.block_until_ready(compiled[name]())
         return clock.parts
 
-    results = {name: ContenderResult(name) for name in programs}
     race(results, rounds, run)
-    return results
+    return results, compiled
 
 
 def measurable(results: Mapping[str, ContenderResult]) -> list[tuple[str, ContenderResult]]:

@@ -21,7 +21,7 @@ def test_it_runs_end_to_end_on_a_cpu(tmp_path):
     assert head[2]["absent"] == "PyTorch is not installed here"
     assert attention[0]["xla_ms"] > 0
     assert attention[0]["kernel"] == "none here"
-    assert model[0]["sample_rate"] > 0
+    assert model[0]["rollout_rate"] > 0
     assert model[0]["update_rate"] > 0
     table = (tmp_path / "accelerator-cpu-tiny.md").read_text()
     assert table.count("### ") == len(PARTS)

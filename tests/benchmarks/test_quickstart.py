@@ -92,7 +92,7 @@ def test_step_kl_is_exact_if_recorded():
 
 def test_recipe_runs_are_named_after_the_recipe(tmp_path):
     write_run(tmp_path / "lora-1")
-    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], config="configs/lora.yaml")
     assert (finished.label, finished.seed) == ("lora", 1)
 
 
@@ -111,7 +111,7 @@ def test_finished_runs_are_read_without_running_again(tmp_path):
     cases = [quickstart.SeedCase(3), quickstart.SeedCase(3, "AVX2")]
     write_run(tmp_path / "quickstart-3")
     write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
-    plain, other = quickstart.run_recipe(tmp_path, cases, [], jobs=2)
+    plain, other = quickstart.run_recipe(tmp_path, cases, jobs=2)
     assert (plain.case, plain.gain, plain.drop, plain.max_kl, plain.cpu_seconds) == ("seed 3", 45.0, 0.0, 0.1, None)
     assert (other.case, other.gain, other.drop, other.max_kl) == ("seed 3 AVX2", 56.0, 13.0, 7.0)
     row = "| 3 | AVX2 | 40.0 % (90.0 %) | 96.0 % (90.0 %) | +56.0 | 13.0 | 7.00 |  |"
@@ -120,7 +120,7 @@ def test_finished_runs_are_read_without_running_again(tmp_path):
 
 def test_non_finite_kl_is_reported_as_infinite(tmp_path):
     write_run(tmp_path / "quickstart-0", kls=(0.1, None))
-    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)])
     assert finished.missed() == ["a KL of inf nats"]
 
 

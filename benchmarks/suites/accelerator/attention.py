@@ -1,7 +1,7 @@
 """Attention of whole sequences, value and gradient: the kernel that the decoder chooses here, against XLA."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import ratio
-from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask
+from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel
 
 ROUNDS = 5
@@ -59,34 +59,30 @@ class AttentionContender:
         mask = causal_mask(jnp.ones((shape.rows, shape.tokens), bool), shape.window)
         kernel = choose_kernel(arrays[0], arrays[1], None)
         masks = {"XLA": dataclasses.replace(mask, segments=None)} | ({kernel: mask} if kernel else {})
-        programs = {name: _compiled(chosen, shape.window is not None, arrays) for name, chosen in masks.items()}
-        results = race_programs({name: run for name, (run, _) in programs.items()}, ROUNDS)
+        function = functools.partial(_attention, shape.window is not None)
+        results, compiled = race_programs(
+            {name: (function, (*arrays, chosen)) for name, chosen in masks.items()}, ROUNDS
+        )
         row: dict[str, Any] = {"name": of, "kernel": kernel or "none here"}
         for column, name in (("xla", "XLA"), ("own", kernel)):
             if name is not None:
                 if results[name].problem is not None:
                     row["problem"] = f"{name}: {results[name].problem}"
                 best = results[name].best("wall")
-                row |= {f"{column}_ms": best and 1e3 * best, f"{column}_bytes": programs[name][1]}
+                row |= {f"{column}_ms": best and 1e3 * best, f"{column}_bytes": results[name].temp_bytes}
         row["speed"] = ratio(row.get("xla_ms"), row.get("own_ms"))
         if row["speed"] is not None and kernel is not None:
-            row["differs"] = _distance(programs[kernel][0](), programs["XLA"][0]())
+            row["differs"] = _distance(compiled[kernel](), compiled["XLA"]())
             if not row["differs"] <= TOLERANCE:
                 row["problem"] = f"{kernel} differs from XLA by {row['differs']:.0e}, expected at most {TOLERANCE:.0e}"
         return [row]
 
 
-def _compiled(mask: AttentionMask, sliding: bool, arrays: list[jax.Array]) -> tuple[Callable[[], Any], int | None]:
-    """Compiles output and gradients; returns the program with its arguments, and its temporary bytes."""
-
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, mask: AttentionMask) -> Any:
-        options = AttentionOptions(sliding)
-        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, options), query, key, value)
-        return output, *pull(cotangent)
-
-    compiled = jax.jit(run).lower(*arrays, mask).compile()
-    plan = compiled.memory_analysis()
-    return lambda: compiled(*arrays, mask), None if plan is None else int(plan.temp_size_in_bytes)
+def _attention(sliding: bool, *arguments: Any) -> Any:
+    """Returns output and gradients for query, key, value, cotangent and mask."""
+    *arrays, cotangent, mask = arguments
+    output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, AttentionOptions(sliding)), *arrays)
+    return output, *pull(cotangent)
 
 
 def _distance(actual: Any, expected: Any) -> float:

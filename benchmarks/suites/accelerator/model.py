@@ -10,10 +10,10 @@ import numpy as np
 from benchmarks.harness import machine
 from benchmarks.harness.learner import Learner, bare_context, grpo
 from benchmarks.harness.measure import Clock
-from train.config.plan import Layout
 from train.config.schema import Config
-from train.models.config import PROJECTIONS, DecoderConfig
+from train.models.config import PROJECTIONS
 from train.models.devices import find_device
+from train.plan.local import StepTokens, step_work
 from train.plan.shapes import planned_model
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
@@ -61,9 +61,9 @@ class TrainerContender:
             rounds = list[dict[str, float]]()
             for index in range(ROUNDS + 1):
                 clock = Clock()
-                with clock.part("sample"):
+                with clock.part("rollout"):
                     samples = jax.block_until_ready(_sample(learner, sampler, jnp.asarray(ids), index))
-                row["sample_bytes"] = _peak(device)
+                row["rollout_bytes"] = _peak(device)
                 batch, sampled = _batch(config, samples), int(samples.completion_mask.sum())
                 with clock.part("update"):
                     learner.update(batch)
@@ -73,10 +73,14 @@ class TrainerContender:
                 if rounds and time.monotonic() + 1.5 * sum(rounds[-1].values()) > until:
                     break
         known = find_device(device.device_kind)
-        for part, count in {"sample": sampled, "update": tokens_of(config)}.items():
+        prompts = config.rollout.prompts_per_step * config.data.max_prompt_length
+        completions = config.rows_per_batch() * config.data.max_completion_length
+        counted = {"rollout": StepTokens(prompts, sampled, 0), "update": StepTokens(prompts, completions, 0)}
+        for part, tokens in counted.items():
             best = min(seconds[part] for seconds in rounds)
-            rate = flops_of(context.model.config, config, part, sampled) / best
-            row |= {f"{part}_s": best, f"{part}_rate": count / best, f"{part}_mfu": known and rate / known.flops}
+            flops = step_work(context.plan, context.model, tokens)[part].flops
+            rate = (sampled if part == "rollout" else prompts + completions) / best
+            row |= {f"{part}_s": best, f"{part}_rate": rate, f"{part}_mfu": known and flops / best / known.flops}
         return [row]
 
 
@@ -102,29 +106,6 @@ def _batch(config: Config, samples: Any) -> Batch:
         group_ids=jnp.asarray(groups),
         rollout_log_probs=samples.fields["log_probs"],
     )
-
-
-def tokens_of(config: Config) -> int:
-    """Counts the tokens that an update sends through the layers: a shared prompt once."""
-    prompts = config.rows_per_batch() // Layout.of(config).group
-    return prompts * config.data.max_prompt_length + config.rows_per_batch() * config.data.max_completion_length
-
-
-def flops_of(model: DecoderConfig, config: Config, part: str, sampled: int) -> float:
-    """Counts the operations of the products that a part needs, none of them recomputed."""
-    rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
-    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    layer = model.width * (2 * heads + 2 * kv_heads + 3 * model.mlp_width)
-    token, head = 2 * model.layers * layer, 2 * model.width * model.vocab_size
-    # The query of a token meets half of the keys of its row.
-    pairs = 2 * model.layers * heads * length
-    if part == "sample":
-        prompts = config.rollout.prompts_per_step * config.data.max_prompt_length
-        return float((token + pairs) * (sampled + prompts) + head * sampled)
-    # A pass of the reference, then forward and backward, a product less for frozen weights; the head sees completions.
-    passes = 3 if config.lora is None else 2
-    completions = rows * config.data.max_completion_length
-    return float(tokens_of(config) * (token * (1 + passes) + pairs * (1 + 3)) + completions * head * (1 + passes))
 
 
 def _peak(device: jax.Device) -> int | None:

@@ -7,7 +7,7 @@ import functools
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,10 +60,14 @@ COLUMNS = (
 DIFFERENCES = {"log-probs": ".0e", "update": ".1%"}
 
 
-def options_of(contenders: Sequence[str]) -> list[cli.Option]:
-    """Returns the options of a command."""
+def command(
+    part: str, name: str, description: str | None, contenders: Sequence[str]
+) -> tuple[Callable[..., Report], Callable[..., int]]:
+    """Returns `report` and `main` of the race of a part."""
     isa = f"race under each of these instruction sets: {','.join(instructions.TITLES)}"
-    return [
+    made = functools.partial(report, part=part)
+    main = cli.command(
+        name, description, functools.partial(measure, part=part), made,
         *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
         cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
                    help=f"out of {','.join(contenders)}"),
@@ -71,7 +75,8 @@ def options_of(contenders: Sequence[str]) -> list[cli.Option]:
                    help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}"),
         cli.option("--python312", default="python3.12", metavar="PATH", help="for Tunix, with --make-envs"),
         cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
-    ]  # fmt: skip
+    )  # fmt: skip
+    return made, main
 
 
 def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Times of the page of a run in headless Chromium: open, sort, filter, open a rollout.
 
-    python -m benchmarks.report_page                      2,000 rollouts of 512 tokens
-    python -m benchmarks.report_page --keep DIR           keeps the run and its page
+    python -m tests.train.report.times                      2,000 rollouts of 512 tokens
+    python -m tests.train.report.times --keep DIR           keeps the run and its page
 
 It needs Debian's chromium and the package playwright. The run is made of random numbers and words: a page of a real one
 compresses better.
@@ -9,15 +9,12 @@ compresses better.
 
 import argparse
 import pathlib
-import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.harness import cli
-from benchmarks.harness.report import Report, table
 from tests.train.report.random_run import make_run
 from train.report.page import render
 from train.report.runs import read_run
@@ -64,37 +61,31 @@ def times_of(page: pathlib.Path, *, runs: int = 3) -> dict[str, float]:
     return {name: float(np.median([result[name] for result in results])) for name in results[0]}
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(root: pathlib.Path, rollouts: int, tokens: int) -> str:
+    """Makes a run of random numbers and its page; returns a table of the times."""
+    run = make_run(root / "random", rollouts=rollouts, tokens=tokens)
+    began = time.perf_counter()
+    page = root / "report.html"
+    page.write_text(render("random", [read_run(run, rollouts=rollouts)]), encoding="utf-8")
+    seconds = time.perf_counter() - began
+    times = [f"| {name} | {milliseconds:.0f} |" for name, milliseconds in times_of(page).items()]
+    made = f"page of {page.stat().st_size / 2**20:.1f} MiB made in {seconds:.1f} s"
+    return "\n".join([f"{rollouts} rollouts of {tokens} tokens, {made}.", "", "|  | ms |", "| --- | --- |", *times])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    command = argparse.ArgumentParser(
+        prog="python -m tests.train.report.times", description=str(__doc__).partition("\n")[0]
+    )
+    command.add_argument("--rollouts", type=int, default=2000)
+    command.add_argument("--tokens", type=int, default=512)
+    command.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="keep the run and its page there")
+    options = command.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        root = options.keep or pathlib.Path(temporary)
-        run = make_run(root / "random", rollouts=options.rollouts, tokens=options.tokens)
-        began = time.perf_counter()
-        shown = read_run(run, rollouts=options.rollouts)
-        page = root / "report.html"
-        page.write_text(render("random", [shown]), encoding="utf-8")
-        made = {"seconds": time.perf_counter() - began, "bytes": page.stat().st_size}
-        sizes = {"rollouts": len(shown.recording.rollouts), "tokens": options.tokens}
-        return sizes | made | {"milliseconds": times_of(page)}
+        print(measure(options.keep or pathlib.Path(temporary), options.rollouts, options.tokens))
+    return 0
 
-
-def report(fields: dict[str, Any]) -> Report:
-    """Makes the table of the times."""
-    how = [
-        f"{fields['rollouts']} rollouts of {fields['tokens']} tokens",
-        f"page of {fields['bytes'] / 2**20:.1f} MiB made in {fields['seconds']:.1f} s",
-    ]
-    return Report([table((("", ""), ("ms", ".0f")), list(fields["milliseconds"].items()))], how=how)
-
-
-main = cli.command(
-    "report_page",
-    __doc__,
-    _measure,
-    report,
-    cli.option("--rollouts", type=cli.positive, default=2000),
-    cli.option("--tokens", type=cli.positive, default=512),
-    cli.option("--keep", type=pathlib.Path, help="directory of the run and its page"),
-)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
