@@ -87,7 +87,7 @@ def test_log_axis_leaves_out_values_of_rounding(opened):
     expect(panel.locator(".beyond")).to_have_text("▼ beyond the axis")
 
 
-def test_log_axis_that_begins_between_round_numbers_is_drawn(opened):
+def test_log_axis_from_an_uneven_number_is_drawn(opened):
     panel = opened.at("one").locator(".panel", has_text="Largest KL of a token")
     expect(panel.locator("canvas")).to_have_count(1)
 
