@@ -14,6 +14,8 @@ from train import export
 from train.config.errors import UserError
 from train.run.setup import with_local_model
 from train.weights import hub
+from train.weights.huggingface.contents import INDEX, weight_files
+from train.weights.model import field_errors
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"the same weights"}
@@ -114,6 +116,24 @@ def test_an_interrupted_download_is_completed(server):
     (path / "model.safetensors").unlink()
     assert local_path("org/small") == str(path)
     assert (path / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (b'{"weight_map": {"a": "model-0000', "expected a JSON object with weight_map"),
+        (b"<html>", "expected a JSON object with weight_map"),
+        (b'{"weight_map": {"a": "model-2.safetensors"}}', "names files that are not there: model-2.safetensors"),
+    ],
+    ids=["cut", "not-json", "missing-file"],
+)
+def test_a_damaged_index_is_named(server, monkeypatch, index, expected):
+    monkeypatch.delitem(FILES, "model.safetensors")
+    monkeypatch.setitem(FILES, INDEX, index)
+    for _ in range(2):  # downloaded, then in the cache
+        folder = hub.Path(local_path("org/small"))
+        with pytest.raises(UserError, match=rf"model\.path: .*{INDEX}.*{expected}"), field_errors("model.path"):
+            weight_files(folder)
 
 
 @pytest.mark.parametrize(
