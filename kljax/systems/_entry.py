@@ -21,6 +21,11 @@ KINDS = {
 }
 
 
+OF_LAYERS = "it is of the layers, not of log-probs: `routing` of a config of kljax's trainer"
+"""Why a replay of routes has no call."""
+TO_ROUTER = "to the router, through the gates of the replayed experts"
+
+
 def call(function: str, /, **arguments: Any) -> Call:
     """Makes a `Call` from keyword arguments, for calls without a factor and without further steps."""
     return Call(function, types.MappingProxyType(arguments))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests.integration.command import assert_same_arrays, state_arrays
 from train.config.errors import UserError
 from train.config.load import load
 from train.data.tokenizers import load_tokenizer
@@ -25,7 +26,8 @@ from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
 
 pytestmark = pytest.mark.slow
-GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"
+GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
+GOLDEN = GOLDENS / "qwen3"
 CONFIG = """
 steps: 2
 output: {output}
@@ -149,3 +151,44 @@ def test_mismatched_folder_fails_before_the_run_directory_exists(trained, tmp_pa
     with pytest.raises(UserError, match=r"model\.path: .*mlp\.down_proj\.weight: got \[32, 48\], expected \[32, 64\]"):
         run(load(config, [f"model.path={other}", f"output={tmp_path / 'runs'}"]))
     assert not (tmp_path / "runs").exists()
+
+
+GPT_OSS = {
+    "adapter on int8": ("lora={rank: 2, alpha: 8.0, targets: [q_proj, up_proj, gate]}", "model.quantization=int8"),
+    "all weights": ("lora=null", "optim.host_memory=true", "reference={source: ema, decay: 0.9}"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("adapter on int8", marks=pytest.mark.thorough), "all weights"])
+def test_gpt_oss_resumes_bit_by_bit_and_is_exported(trained, tmp_path, name):
+    """Sinks and biases of experts included: a base in int8 with adapters, an EMA, and moments in the host's memory."""
+    config, _, tokenizer = trained
+    raw = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
+    shape = dataclasses.replace(decoder_config(raw | {"vocab_size": 320}), layers=1)
+    model, folder, root = Decoder(shape), tmp_path / "tiny", tmp_path / "run"
+    policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
+    save_folder(folder, model, policy)
+    for path in tokenizer.glob("*token*"):
+        shutil.copy(path, folder)
+    options = (f"model.path={folder}", f"output={tmp_path}", "checkpoint.every=1", *GPT_OSS[name])
+    assert run(load(config, options)) == 0
+    states, metrics = [state_arrays(root, step) for step in range(3)], (root / "metrics.jsonl").read_bytes()
+    changed = [
+        array for array in states[0] if array.startswith("trainable.") and (states[1][array] != states[2][array]).any()
+    ]
+    assert any(("sinks" if name == "all weights" else "experts.up_proj.lora_B") in array for array in changed)
+    shutil.rmtree(root / "checkpoints" / "2")
+    assert run(load(config, options), resume=True) == 0
+    assert_same_arrays(state_arrays(root, 2), states[2])
+    assert (root / "metrics.jsonl").read_bytes() == metrics
+    export(root, tmp_path / "out", step=2, form="hf", merge="adapter" in name)
+    (expected,) = log_probs(config, options, lambda model, mesh: SavedRun.at(root).policy(model, mesh, 2))
+    plain = (f"model.path={tmp_path / 'out'}", "lora=null")
+    got, base = log_probs(
+        config,
+        plain,
+        lambda model, mesh: kljax.Policy(load_params(tmp_path / "out", model, mesh)),
+        lambda model, mesh: kljax.Policy(load_params(folder, model, mesh)),
+    )
+    assert np.abs(got - expected).max() < 5e-6
+    assert np.abs(base - expected).max() > 1e-3

@@ -3,7 +3,7 @@
 from functools import partial
 
 from kljax.systems._call import Call
-from kljax.systems._entry import Entry, System, call, recorded
+from kljax.systems._entry import OF_LAYERS, TO_ROUTER, Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -108,6 +108,11 @@ ENTRIES = (
     policy_loss("ce", call("cross_entropy_loss"),
         "-log pi", option="the algorithms sft and echo", gradient="-1",
         reason="prime-rl is not on PyPI and its recorded cases do not hold it; tested by formula"),
+    # Corrections.
+    Entry("prime-rl", "correction", "enable_router_replay", None,
+        "the experts of the sampler in updates, `routing.replay: rollout`",
+        option="trainer.enable_router_replay, which sets inference.enable_return_routed_experts",
+        gradient=TO_ROUTER, defaults="off", reason=OF_LAYERS),
     # KL coefficients over time, and references that follow the policy.
     Entry("prime-rl", "controller", "fixed", call("fixed_kl", coef=0.001),
         "the coefficient stays what it is", option="trainer.loss.kl_tau", sources={"coef": "trainer.loss.kl_tau"},

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from kljax.systems._call import Call
-from kljax.systems._entry import Entry, Golden, System, call, recorded
+from kljax.systems._entry import OF_LAYERS, TO_ROUTER, Entry, Golden, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -259,6 +259,11 @@ ENTRIES = (
         "drops tokens with r outside bounds", option="off_policy_correction.token_mask_is_threshold_low, _high",
         sources=ARRAYS | {"lower": "token_mask_is_threshold_low", "upper": "token_mask_is_threshold_high"},
         clamps=LOG_RATIO_CLAMP, defaults="off; needs both", goldens=alone(token_mask_is_threshold_low=0.8)),
+    correction("moe_enable_routing_replay", None,
+        "the experts of the sampler in updates, `routing.replay: rollout`",
+        option="trainer.policy.megatron_config.moe_enable_routing_replay, "
+        "generator.inference_engine.enable_return_routed_experts", gradient=TO_ROUTER,
+        defaults="off", reason=OF_LAYERS, version="main of 2026"),
     correction("off_policy_correction", call("correct_rollout"),
         "several of them: outlier rows, then token mask, then weights, then sequence mask; each sees the mask so far",
         option="trainer.algorithm.off_policy_correction",

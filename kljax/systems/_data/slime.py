@@ -3,7 +3,7 @@
 from functools import partial
 
 from kljax.systems._call import Call
-from kljax.systems._entry import Entry, System, call, recorded
+from kljax.systems._entry import OF_LAYERS, TO_ROUTER, Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -170,6 +170,12 @@ ENTRIES = (
         sources={"sampling_log_probs": "old log-probs", "max_kl": "--opsm-delta"}, divisors="max(n_i, 1)",
         defaults="off; 1e-4", note="the numerator only: the denominators stay those of the rollout; 0.1 in Trinity",
         reason=NO_CORRECTION_RECORDED),
+    correction("use_rollout_routing_replay", None,
+        "the experts of the sampler in scoring and updates, `routing.replay: rollout`",
+        option="--use-rollout-routing-replay", gradient=TO_ROUTER, defaults="off", reason=OF_LAYERS),
+    correction("use_routing_replay", None,
+        "the experts of the pass that scored the old log-probs, `routing.replay: old_policy`",
+        option="--use-routing-replay", gradient=TO_ROUTER, defaults="off", reason=OF_LAYERS),
     correction("mis:token+truncate", call("importance_weights", level="token", mode="truncate", log_ratio_clip=20.0),
         "weights: r of each token, at most the bound",
         option="--custom-tis-function-path mis.py, tis_level token, tis_mode truncate",

@@ -3,7 +3,7 @@
 from functools import partial
 
 from kljax.systems._call import Call
-from kljax.systems._entry import Entry, call, recorded
+from kljax.systems._entry import OF_LAYERS, TO_ROUTER, Entry, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -146,6 +146,14 @@ ENTRIES = (
         "keeps where r - 1 - log r, the highest of the row, is within its threshold", sources=RS_THRESHOLD,
         clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
         goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_max_k3")),
+    correction("router_replay:R3", None,
+        "the experts of the sampler in scoring and updates, `routing.replay: rollout`",
+        option="actor.router_replay.mode R3, rollout.enable_rollout_routing_replay", gradient=TO_ROUTER,
+        defaults="disabled", reason=OF_LAYERS, version="commit a59636c"),
+    correction("router_replay:R2", None,
+        "the experts of the pass that scored the old log-probs, `routing.replay: old_policy`",
+        option="actor.router_replay.mode R2", gradient=TO_ROUTER, defaults="disabled",
+        reason=OF_LAYERS, version="commit a59636c"),
     correction("rollout_correction", call("correct_rollout"),
         "weights and rejection together, neither seeing the other; several options of rollout_rs must all pass",
         option="rollout_correction",
