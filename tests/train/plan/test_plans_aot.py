@@ -45,24 +45,17 @@ def reason_to_skip(platform: str) -> str | None:
     return compiler.missing(compiler.DEFAULT, platform)
 
 
-def planned(target: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The plan of a target, and its compiled programs by name."""
-    topology, slices, overrides = TARGETS[target]
+def planned(
+    config: pathlib.Path, topology: str, slices: int = 1, overrides: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The plan of a config on a topology, and its compiled programs by name."""
     reason = reason_to_skip("cuda" if topology.startswith("h") else "tpu")
     if reason is not None:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "plan.json"
-        command = [
-            environments.interpreter(compiler.DEFAULT),
-            "-m",
-            "train.plan",
-            CONFIG,
-            *overrides,
-            "--topology",
-            topology,
-        ]
-        command += ["--slices", str(slices), "--json", file, "--keep", directory]
+        command = [environments.interpreter(compiler.DEFAULT), "-m", "train.plan", config, *overrides]
+        command += ["--topology", topology, "--slices", str(slices), "--json", file, "--keep", directory]
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
         )
@@ -145,7 +138,7 @@ def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any]
 @pytest.mark.parametrize("target", TARGETS)
 def test_planned_programs_keep_their_properties(target):
     """One test for each target, so that its programs are compiled once."""
-    plan, texts = planned(target)
+    plan, texts = planned(CONFIG, *TARGETS[target])
     for check in (
         check_memory_stays_below_its_budget,
         check_no_array_has_all_logits,
@@ -155,3 +148,16 @@ def test_planned_programs_keep_their_properties(target):
         check_only_several_islands_use_the_network,
     ):
         check(target, plan, texts)
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h100:8"])
+def test_gpt_oss_is_planned_over_experts_and_heads(tmp_path, topology):
+    """Sinks, biases of experts and their clamped activation compile for devices that share experts and heads."""
+    shape = json.loads((ROOT / "tests/goldens/models/gpt_oss/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_local_experts": 8}))
+    mesh = ("mesh={expert: 4, tensor: 2}", "rollout.slots=null", f"model.path={tmp_path}", "optim.updates_per_batch=1")
+    plan, _ = planned(CONFIG, topology, 1, mesh)
+    assert plan["fits"]
+    exchanged = program(plan, "update")["exchanged"]
+    # Tokens of the devices of axis expert, and sums over those that share heads.
+    assert {"all-gather", "all-reduce"} <= set(exchanged), exchanged
