@@ -160,7 +160,7 @@ GPT_OSS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("adapter on int8", marks=pytest.mark.thorough), "all weights"])
-def test_gpt_oss_resumes_bit_by_bit_and_is_exported(trained, tmp_path, name):
+def test_gpt_oss_resumes_and_exports_equal_weights(trained, tmp_path, name):
     """Sinks and biases of experts included: a base in int8 with adapters, an EMA, and moments in the host's memory."""
     config, _, tokenizer = trained
     raw = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())

@@ -151,7 +151,7 @@ def test_planned_programs_keep_their_properties(target):
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "h100:8"])
-def test_gpt_oss_is_planned_over_experts_and_heads(tmp_path, topology):
+def test_gpt_oss_plans_over_experts_and_heads(tmp_path, topology):
     """Sinks, biases of experts and their clamped activation compile for devices that share experts and heads."""
     shape = json.loads((ROOT / "tests/goldens/models/gpt_oss/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_local_experts": 8}))
