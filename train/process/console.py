@@ -83,7 +83,8 @@ class FieldParser(argparse.ArgumentParser):
             path = USUAL_NAMES.get(name.casefold(), name)
             if path in known_fields():
                 message += f"; a field is set without dashes: {path}={flag[2] or 'VALUE'}"
-        super().error(message)
+        # parse_intermixed_args counts the arguments that may be left out among the required ones.
+        super().error(re.sub(r"(are required: .*), key=value$", r"\1", message))
 
 
 def add_process_flags(command: argparse.ArgumentParser) -> None:

@@ -129,6 +129,12 @@ def test_usual_name_of_a_field_is_translated(name, field, capsys):
         assert capsys.readouterr().err.endswith(f"; a field is set without dashes: {field}=0.1\n")
 
 
+def test_evaluation_without_arguments_asks_for_one(capsys):
+    with pytest.raises(SystemExit):
+        evaluation.main([])
+    assert capsys.readouterr().err.endswith("are required: RUN_OR_CONFIG\n")
+
+
 def test_usual_names_are_not_fields_themselves():
     assert set(USUAL_NAMES.values()) <= set(known_fields())
     assert not set(USUAL_NAMES) & set(known_fields())
