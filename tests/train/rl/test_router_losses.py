@@ -1,6 +1,7 @@
 """Losses and bias of the routers: of the definition, of the update however it is split; and routers that stay."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -106,23 +107,27 @@ def update_of(*options: str, **shape: int) -> tuple[TrainState, dict]:
         return jax.device_get((after, {name: m.value() for name, m in metrics.items()}))
 
 
-def gradient_of(*options: str, **shape: int):
-    """The gradient of an update and its metrics, in a layout."""
-    after, metrics = update_of(*options, **shape)
-    return after.opt_state["params"], metrics
-
-
-@pytest.fixture(scope="module")
-def together():
-    return gradient_of(ALONE)
-
-
+TOGETHER = "together"
 LAYOUTS = {
+    TOGETHER: ((ALONE,), {}),
     "micro-batches on two devices": ((ALONE, "optim.micro_batches=4"), {"data": 2}),
     "experts over devices": ((ALONE, "optim.micro_batches=2"), {"expert": 2, "fsdp": 2}),
     "shared prompts": (("optim.micro_batches=2",), {}),
     "packed": (("optim.packing=true", "data.max_completion_length=12", "optim.micro_batches=2"), {}),
 }
+SPLITS = [name for name in LAYOUTS if name != TOGETHER]
+
+
+@functools.cache
+def update_in(layout: str, *options: str) -> tuple[TrainState, dict]:
+    """The update of `update_of` in a layout, for all tests that read it."""
+    of_layout, shape = LAYOUTS[layout]
+    return update_of(*of_layout, *options, **shape)
+
+
+def gradient_of(state: TrainState) -> dict:
+    """The gradient that `tiny.keep_gradient` left in a state."""
+    return state.opt_state["params"]
 
 
 def test_load_is_of_all_parts_together():
@@ -133,21 +138,24 @@ def test_load_is_of_all_parts_together():
         assert float(load.least()) == pytest.approx(2 / 4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_router_losses_are_of_the_update(name, together):
-    options, shape = LAYOUTS[name]
-    expected, metrics = together
-    gradient, split_metrics = gradient_of(*options, **shape)
+# With a bias all the same numbers are computed: one split without it is enough.
+WITHOUT_BIAS = [
+    pytest.param(name, (), id=f"{name} without bias", marks=[] if name == "shared prompts" else pytest.mark.thorough)
+    for name in SPLITS
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*(pytest.param(name, BIASED, id=name) for name in SPLITS), *WITHOUT_BIAS]
+)
+def test_router_losses_are_of_the_update(name, options):
+    (together, metrics), (split, split_metrics) = (update_in(layout, *options) for layout in (TOGETHER, name))
     loads = [f"router_load_layer_{layer}" for layer in range(tiny.LAYERS)] if name != "packed" else []
     assert all(1 <= metrics[load] <= 6 / 2 for load in loads)
     for loss in ("router_balance_loss", "router_z_loss", "loss", *loads):
         np.testing.assert_allclose(split_metrics[loss], metrics[loss], rtol=1e-12)
-    chex.assert_trees_all_close(gradient, expected, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
-
-
-@pytest.fixture(scope="module")
-def biased():
-    return update_of(ALONE, *BIASED)
+    atol = 1e-12 * float(metrics["grad_norm"])
+    chex.assert_trees_all_close(gradient_of(split), gradient_of(together), rtol=0, atol=atol)
 
 
 def load_by_hand() -> np.ndarray:
@@ -165,9 +173,9 @@ def load_by_hand() -> np.ndarray:
     return load
 
 
-def test_bias_moves_by_its_rate_towards_equal_loads(biased):
+def test_bias_moves_by_its_rate_towards_equal_loads():
     """Only the choice knows it: its gradient is 0."""
-    after, metrics = biased
+    after, metrics = update_in(TOGETHER, *BIASED)
     load = load_by_hand()
     mean = load.mean(-1, keepdims=True)
     assert (load < mean).any(-1).all()
@@ -178,14 +186,13 @@ def test_bias_moves_by_its_rate_towards_equal_loads(biased):
     assert (metrics["router_bias_min"], metrics["router_bias_max"]) == (bias.min(), bias.max())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bias_is_of_the_update(name, biased):
-    options, shape = LAYOUTS[name]
-    after, metrics = biased
-    split, split_metrics = update_of(*BIASED, *options, **shape)
-    chex.assert_trees_all_equal(*(x.trainable["params"]["layers"]["mlp"]["choice_bias"] for x in (split, after)))
-    gradients = (x.opt_state["params"] for x in (split, after))
-    chex.assert_trees_all_close(*gradients, rtol=0, atol=1e-12 * float(metrics["grad_norm"]))
+@pytest.mark.parametrize("name", SPLITS)
+def test_bias_is_of_the_update(name):
+    (together, metrics), (split, split_metrics) = (update_in(layout, *BIASED) for layout in (TOGETHER, name))
+    biases = (state.trainable["params"]["layers"]["mlp"]["choice_bias"] for state in (split, together))
+    chex.assert_trees_all_equal(*biases)
+    atol = 1e-12 * float(metrics["grad_norm"])
+    chex.assert_trees_all_close(gradient_of(split), gradient_of(together), rtol=0, atol=atol)
     np.testing.assert_allclose(split_metrics["router_balance_loss"], metrics["router_balance_loss"], rtol=1e-12)
 
 
@@ -231,15 +238,15 @@ def test_optimizer_leaves_the_bias_alone(nonfinite):
     assert (bias == 0.5).all() == nonfinite
 
 
-def test_router_losses_reach_routers_with_their_coefficients(together):
+def test_router_losses_reach_routers_with_their_coefficients():
     """Equal loads give k; a loss without its coefficient is not computed."""
-    gradient, metrics = together
+    with_losses, metrics = update_in(TOGETHER)
     assert 2 - 1e-3 < metrics["router_balance_loss"] < 5
-    without, others = gradient_of(ALONE, "routing.balance_coef=0", "routing.z_coef=0")
+    without, others = update_in(TOGETHER, "routing.balance_coef=0", "routing.z_coef=0")
     assert not {"router_balance_loss", "router_z_loss"} & others.keys()
     added = 0.7 * metrics["router_balance_loss"] + 0.3 * metrics["router_z_loss"]
     np.testing.assert_allclose(metrics["loss"] - others["loss"], added, rtol=1e-5)
-    router, before = (tree["layers"]["mlp"]["gate"]["kernel"] for tree in (gradient, without))
+    router, before = (gradient_of(state)["layers"]["mlp"]["gate"]["kernel"] for state in (with_losses, without))
     assert (np.abs(router - before).max((1, 2)) > 1e-4).all()
 
 
