@@ -11,7 +11,7 @@ import numpy as np
 from kljax.parity.dump import DumpError
 from kljax.parity.interpreter import program
 from kljax.systems import Call
-from kljax.systems._call import parameters, run
+from kljax.systems._call import parameters, run, steps
 
 
 def remembered(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: An
         return result[0] if isinstance(result, tuple) else result
 
     try:
-        return remembered(f"{fixed!r} {keywords!r}", compute)(dict(arrays), numbers)
+        return remembered(f"{fixed!r} {keywords!r}", compute)(_taken(call, arrays), numbers)
     except ValueError as error:
         raise DumpError(f"header.{section}: {error}") from error
 
@@ -78,7 +78,8 @@ def pull_call(section: str, call: Call, arrays: Mapping[str, Any], cotangent: np
 
         return jax.vjp(values, arrays["log_probs"])[1](cotangent)[0]
 
-    return remembered(f"pull {fixed!r}", compute)(dict(arrays), numbers, cotangent)
+    inputs = {**_taken(call, arrays), "log_probs": arrays["log_probs"]}
+    return remembered(f"pull {fixed!r}", compute)(inputs, numbers, cotangent)
 
 
 def check_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> None:
@@ -100,6 +101,12 @@ def scalar_parameters(call: Call) -> list[str]:
       Names, in the order of the signature.
     """
     return [parameter.name for parameter in parameters(call) if str(parameter.annotation).startswith("float")]
+
+
+def _taken(call: Call, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Selects the arrays that some function of a call takes: a program copies all of its arguments to the device."""
+    names = {step.renamed.get(p.name, p.name) for step, after in steps(call) for p in parameters(step, after)}
+    return {name: array for name, array in arrays.items() if name in names}
 
 
 def _split(call: Call) -> tuple[Call, list[float]]:

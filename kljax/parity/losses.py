@@ -174,7 +174,7 @@ def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any
     arrays |= {"advantages": (-1 if step.flipped else 1) * advantages, "mask": replay.used_mask(recipe)}
     if policy.ndim > 2:
         arrays = {name: np.broadcast_to(array, policy.shape) for name, array in arrays.items()}
-    return {**arrays, "log_probs": policy, "key": jax.random.key(0)}
+    return {**arrays, "log_probs": policy, "key": replay.remember("key", lambda: jax.random.key(0))}
 
 
 def _parts(replay: Replay, step: RecipeStep) -> list[tuple[float, Call]]:

@@ -152,6 +152,10 @@ class Replay:
           section: "correction", "advantage" or "loss".
           step: arguments that replace arguments of the header, where None removes one. Another function drops them all.
         """
+        call: Call = self.remember(("call", section, step), lambda: self._make_call(section, step))
+        return call
+
+    def _make_call(self, section: str, step: RecipeStep) -> Call:
         call = self.plan.calls[section]
         changes = dict(step.arguments)
         function = changes.pop("function", call.function)
@@ -196,7 +200,8 @@ class Replay:
         Returns:
           The arrays by argument, without unrecorded ones.
         """
-        fields = {name: self.array_name(section, name) for name in self.plan.calls[section].required}
+        required = self.remember(("required", section), lambda: self.plan.calls[section].required)
+        fields = {name: self.array_name(section, name) for name in required}
         arrays = {"old_log_probs": self.arrays["log_probs"], **self.arrays}
         return {name: arrays[field] for name, field in fields.items() if field in arrays}
 

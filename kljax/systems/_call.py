@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -139,10 +139,15 @@ def _arguments(call: Call, arrays: Mapping[str, Any], keywords: Mapping[str, Any
     return arguments
 
 
-def parameters(call: Call, after: bool = False) -> list[inspect.Parameter]:
+def parameters(call: Call, after: bool = False) -> tuple[inspect.Parameter, ...]:
     """Lists the parameters of the function; without the first one where it is the result of the step before."""
-    parameters = list(inspect.signature(getattr(kljax, call.function)).parameters.values())
-    return parameters[1:] if after else parameters
+    known = _parameters_of(getattr(kljax, call.function))
+    return known[1:] if after else known
+
+
+@functools.cache
+def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
 
 
 def steps(call: Call, after: bool = False) -> Iterator[tuple[Call, bool]]:
