@@ -73,13 +73,24 @@ def _panel(axes: Any, lines: list[tuple[str, list[Result]]], metric: str, kind: 
         axes.hlines(heights, [low for low, _ in ends], [high for _, high in ends], color=colour, linewidth=3, alpha=0.4)
         sizes = [max(abs(interval.value), FLOOR) for _, interval in points]
         axes.plot(sizes, heights, marker, color=colour, markersize=4, label=f"per {level}")
-    axes.set_xscale("log")
+    set_log_axis(axes)
     axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=7)
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.grid(visible=True, alpha=0.3)
     axes.set_title(f"{kind}: {metric.replace('_', ' ')} (size; {FLOOR:g} is 0)", fontsize=9)
     if metric == "snr":
         axes.legend(fontsize=7)
+
+
+def set_log_axis(axes: Any) -> None:
+    """Makes the horizontal axis logarithmic, with ticks at powers of ten, or at 1, 2 and 5 of them if it has few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _ends(interval: Interval) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """`python -m kljax audit` from files to the report, and its mistakes."""
 
+import itertools
 import json
 import pathlib
 import sys
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from matplotlib.figure import Figure
 
 import kljax
 from kljax.__main__ import main
@@ -172,6 +174,20 @@ def test_reports_go_to_the_folder_audit_by_default(files: pathlib.Path, monkeypa
 def test_out_must_be_a_folder(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--batch", files / "batch.npz", "--out", files / "policy.npy") == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", [(0.2, 4), (0.003, 0.8), (1e-6, 2)])
+def test_labels_of_a_log_axis_stay_apart(ends: tuple[float, float]) -> None:
+    axes = Figure(figsize=(6, 2)).subplots()
+    axes.plot(ends, [0, 1])
+    _plot.set_log_axis(axes)
+    axes.figure.canvas.draw()
+    ticks = axes.xaxis.get_majorticklabels() + axes.xaxis.get_minorticklabels()
+    low, high = axes.bbox.intervalx
+    boxes = [tick.get_window_extent() for tick in ticks if tick.get_text()]
+    spans = sorted((box.x0, box.x1) for box in boxes if low <= (box.x0 + box.x1) / 2 <= high)
+    assert len(spans) >= 3
+    assert all(first[1] + 3 < second[0] for first, second in itertools.pairwise(spans))
 
 
 def test_missing_matplotlib_leaves_a_report_and_a_note(
