@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tests.parity_outside.batches import Array, DrawnBatch
-from tests.parity_outside.scoring import move_columns
+from tests.parity_outside.scoring import COARSE, move_columns
 from tests.parity_outside.settings import Settings
 
 
@@ -14,7 +16,7 @@ def compute_advantages(batch: DrawnBatch, settings: Settings, mask: Array, kl: A
 
     `kl` is the estimate per token that a KL in the reward takes off, as it is, without its coefficient.
     """
-    rewards = batch.rewards.astype(dtype) * dtype(settings["reward_scale"])
+    rewards = _change_rewards(batch.rewards.astype(dtype), batch, settings) * dtype(settings["reward_scale"])
     if settings["reward_clip"] is not None:
         rewards = np.clip(rewards, -dtype(settings["reward_clip"]), dtype(settings["reward_clip"]))
     rewards = rewards - dtype(settings["overlong_penalty"]) * batch.truncated.astype(dtype)
@@ -24,9 +26,13 @@ def compute_advantages(batch: DrawnBatch, settings: Settings, mask: Array, kl: A
     if penalty is not None and settings["kl_reward_place"] == "row":
         at_end = batch.columns == batch.lengths[:, None] - 1
         penalty = np.where(at_end, penalty.sum(axis=1, keepdims=True), dtype(0))
+    if penalty is not None and settings["kl_reward_place"] == "row mean":
+        penalty = penalty / np.maximum(mask.sum(axis=1, keepdims=True), 1).astype(dtype)
+    if penalty is not None and settings["kl_reward_shift"]:
+        penalty = move_columns(penalty, settings["kl_reward_shift"])
     groups = _group_ids(batch, settings["groups"])
     function = settings["advantage"]
-    if function in ("group", "baseline returns"):
+    if function in ("group", "pass at k", "baseline returns"):
         if penalty is not None and (function != "baseline returns" or settings["kl_reward_order"] == "early"):
             rewards = rewards - penalty.sum(axis=1)
         advantages = _group_advantages(rewards, groups, batch, settings)
@@ -40,13 +46,48 @@ def compute_advantages(batch: DrawnBatch, settings: Settings, mask: Array, kl: A
     return _change(advantages, batch, mask, settings)
 
 
+def _change_rewards(rewards: Array, batch: DrawnBatch, settings: Settings) -> Array:
+    """Rewards as a system reads them: rounded, of another row, as ranks or as right and wrong, or less for length."""
+    dtype = rewards.dtype.type
+    lengths = (batch.lengths - batch.prompt_lengths).astype(rewards.dtype)
+    limit = dtype(batch.shape.completion)
+    if settings["reward_rows"] != "same":
+        rewards = rewards[ROWS[settings["reward_rows"]](batch)]
+    if settings["reward_dtype"] is not None:
+        rewards = rewards.astype(COARSE[settings["reward_dtype"]]).astype(rewards.dtype)
+    if settings["reward_transform"] == "right or wrong":
+        rewards = (rewards > 0.5).astype(rewards.dtype)
+    elif settings["reward_transform"] == "ranks":
+        rewards = (rewards[:, None] > rewards[None, :]).mean(axis=1).astype(rewards.dtype)
+    elif settings["reward_transform"] == "per token":
+        rewards = rewards / np.maximum(lengths, 1)
+    if settings["length_penalty"]:
+        rewards = rewards - dtype(settings["length_penalty"]) * lengths / limit
+    if settings["overlong_buffer"] is not None:
+        buffer = dtype(settings["overlong_buffer"])
+        rewards = rewards + np.minimum((limit - buffer - lengths) / buffer, 0).astype(rewards.dtype)
+    return rewards
+
+
+ROWS: dict[str, Callable[[DrawnBatch], Array]] = {
+    "same": lambda batch: np.arange(batch.shape.rows),
+    "moved by one": lambda batch: np.roll(np.arange(batch.shape.rows), 1),
+    "reversed": lambda batch: np.arange(batch.shape.rows)[::-1],
+    "by length": lambda batch: np.argsort(batch.lengths, kind="stable"),
+    # A repetition of the prompts that another part of the system reads in the other order.
+    "interleaved": lambda batch: (
+        np.arange(batch.shape.rows).reshape(batch.shape.groups, batch.shape.group_size).T.ravel()
+    ),
+}
+
+
 def _change(advantages: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
     """Whitening, and the faults that change advantages once they are computed."""
     times = int(settings["whiten"] or 0)
     if times and advantages.ndim == 1:
         advantages = np.repeat(advantages[:, None], batch.shape.width, axis=1)
     for _ in range(times):
-        advantages = _whiten(advantages, mask, settings)
+        advantages = _whiten_parts(advantages, batch, mask, settings)
     if settings["row_whitening"]:
         advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + advantages.dtype.type(1e-8))
     dtype = advantages.dtype.type
@@ -68,7 +109,28 @@ def _change(advantages: Array, batch: DrawnBatch, mask: Array, settings: Setting
         left = np.maximum(batch.lengths[:, None] - 1 - batch.columns, 0)
         rows = advantages[:, None] if advantages.ndim == 1 else advantages
         advantages = rows * (dtype(settings["advantage_decay"]) ** left.astype(dtype))
-    return advantages
+    return _place(advantages, batch, settings)
+
+
+def _place(advantages: Array, batch: DrawnBatch, settings: Settings) -> Array:
+    """Advantages on the rows and tokens that get them."""
+    advantages = advantages[ROWS[settings["advantage_rows"]](batch)]
+    if settings["advantage_place"] != "last token":
+        return advantages
+    at_end = batch.columns == batch.lengths[:, None] - 1
+    return np.where(at_end, advantages[:, None] if advantages.ndim == 1 else advantages, 0).astype(advantages.dtype)
+
+
+def _whiten_parts(advantages: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
+    """Whitening of the batch, or of each micro-batch or group of rows by itself."""
+    if settings["whiten_over"] == "batch":
+        return _whiten(advantages, mask, settings)
+    ids = batch.micro_batch_ids if settings["whiten_over"] == "micro-batches" else batch.group_ids
+    result = advantages.copy()
+    for part in np.unique(ids):
+        rows = ids == part
+        result[rows] = _whiten(advantages[rows], mask[rows], settings)
+    return result
 
 
 def _group_ids(batch: DrawnBatch, kind: str) -> Array:
@@ -80,6 +142,8 @@ def _group_ids(batch: DrawnBatch, kind: str) -> Array:
         "moved by one": np.roll(batch.group_ids, 1),
         "pairs of rows": rows // 2,
         "pairs of groups": batch.group_ids // 2,
+        # A process that has a part of a group knows the rewards of that part.
+        "within micro-batches": batch.group_ids * batch.shape.rows + batch.micro_batch_ids,
     }[kind]
 
 
@@ -94,6 +158,8 @@ def _group_advantages(rewards: Array, groups: Array, batch: DrawnBatch, settings
     centered = rewards - np.array([rewards[groups == group].mean() for group in groups], rewards.dtype)
     dtype = rewards.dtype.type
     advantages = np.zeros_like(rewards)
+    if settings["advantage"] == "pass at k":
+        return _pass_at_k(rewards, groups, settings)
     eps, ddof = dtype(settings["eps"]), settings["ddof"]
     for group in np.unique(groups):
         rows = groups == group
@@ -109,10 +175,16 @@ def _group_advantages(rewards: Array, groups: Array, batch: DrawnBatch, settings
             "first": members[0],
             "by length": (members * lengths[rows & counted]).sum() / max(lengths[rows & counted].sum(), 1),
             "others": (members.sum() - members) / dtype(max(count - 1, 1)),
+            "worst": members.min(),
+            "log mean exp": np.log(np.exp(members - members.max()).mean()) + members.max(),
         }[settings["center"]]
-        spread = {"batch std": rewards, "batch std of centered": centered}.get(settings["scale"], members)
+        parts = np.isin(batch.micro_batch_ids, batch.micro_batch_ids[rows])
+        spreads = {"batch std": rewards, "batch std of centered": centered, "micro-batch std": rewards[parts]}
+        spread = spreads.get(settings["scale"], members)
         variance = np.square(spread - spread.mean()).sum() / dtype(max(spread.size - ddof, 1))
         scale = np.sqrt(variance + eps) if settings["eps_inside"] else np.sqrt(variance) + eps
+        if settings["scale_floor"] is not None:
+            scale = np.maximum(np.sqrt(variance), dtype(settings["scale_floor"])) + eps
         if settings["scale"] == "none":
             scale = dtype(1)
         elif settings["scale"] == "range":
@@ -129,6 +201,19 @@ def _group_advantages(rewards: Array, groups: Array, batch: DrawnBatch, settings
     return advantages
 
 
+def _pass_at_k(rewards: Array, groups: Array, settings: Settings) -> Array:
+    """The best row of each group has its lead over the second, over the deviation; the others have 0."""
+    dtype = rewards.dtype.type
+    advantages = np.zeros_like(rewards)
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        order = rows[np.argsort(-rewards[rows], kind="stable")]
+        scale = rewards[rows].std(ddof=settings["ddof"]) + dtype(settings["eps"])
+        lead = rewards[order[0]] - rewards[order[1]]
+        advantages[order[0]] = lead if settings["scale"] == "none" else lead / scale
+    return advantages
+
+
 def _token_rewards(scores: Array, batch: DrawnBatch, mask: Array, penalty: Array | None, settings: Settings) -> Array:
     """The score on the last token, less the penalty of each token."""
     rewards = np.zeros((batch.shape.rows, batch.shape.width), scores.dtype)
@@ -138,6 +223,7 @@ def _token_rewards(scores: Array, batch: DrawnBatch, mask: Array, penalty: Array
         "last token": batch.lengths - 1,
         "last column": np.full(batch.shape.rows, batch.shape.width - 1),
         "first token": batch.prompt_lengths,
+        "one before the last": np.maximum(batch.lengths - 2, batch.prompt_lengths),
         "every token": batch.lengths - 1,
     }[settings["reward_column"]]
     if settings["reward_column"] == "every token":
@@ -151,7 +237,8 @@ def _returns(rewards: Array, mask: Array, settings: Settings) -> Array:
     gamma = rewards.dtype.type(settings["gamma"])
     returns = np.zeros_like(rewards)
     running = np.zeros_like(rewards[:, 0])
-    for column in reversed(range(rewards.shape[1])):
+    columns = range(rewards.shape[1])
+    for column in columns if settings["returns_direction"] == "forward" else reversed(columns):
         step = rewards[:, column] + gamma * running
         running = np.where(mask[:, column], step, running)
         returns[:, column] = np.where(mask[:, column], running, 0)
@@ -166,6 +253,10 @@ def _gae(rewards: Array, batch: DrawnBatch, mask: Array, settings: Settings) -> 
     advantages = np.zeros_like(rewards)
     running = np.zeros_like(rewards[:, 0])
     following = np.zeros_like(running)
+    if settings["gae_bootstrap"]:
+        # A row that was cut at the limit goes on: the value of its last token stands for what follows.
+        last = values[np.arange(batch.shape.rows), batch.lengths - 1]
+        following = np.where(batch.truncated, last, following)
     for column in reversed(range(rewards.shape[1])):
         used = mask[:, column] if settings["masked_steps"] == "skip" else np.ones_like(mask[:, column])
         step = rewards[:, column] + gamma * following - values[:, column] + gamma * lam * running

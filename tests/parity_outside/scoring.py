@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from tests import other_seeds
-from tests.parity_outside.batches import PAD, VOCABULARY, Array, DrawnBatch
+from tests.parity_outside.batches import EOS, PAD, VOCABULARY, Array, DrawnBatch
 from tests.parity_outside.settings import Settings
 
-_COARSE = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+COARSE = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def select_mask(kind: str, batch: DrawnBatch) -> Array:
@@ -19,6 +19,9 @@ def select_mask(kind: str, batch: DrawnBatch) -> Array:
     columns, mask = batch.columns, batch.completion
     after_first = columns >= np.maximum(batch.starts, 1)[:, None]
     last = columns == batch.lengths[:, None] - 1
+    middle = (batch.prompt_lengths + (batch.lengths - batch.prompt_lengths) // 2)[:, None]
+    if kind.startswith("last "):
+        return mask & (columns >= batch.lengths[:, None] - int(kind.removeprefix("last ")))
     if kind.startswith("first "):
         return mask & (columns < batch.prompt_lengths[:, None] + int(kind.removeprefix("first ")))
     choices = {
@@ -34,6 +37,8 @@ def select_mask(kind: str, batch: DrawnBatch) -> Array:
         "early by one": move_columns(mask, -1),
         "no truncated rows": mask & ~batch.truncated[:, None],
         "one token more": (columns >= batch.prompt_lengths[:, None]) & (columns < batch.lengths[:, None] + 1),
+        "one token before": (columns >= batch.prompt_lengths[:, None] - 1) & (columns < batch.lengths[:, None]),
+        "no middle tokens": mask & (columns != middle) & (columns != middle - 1),
         "no last row": mask & (np.arange(batch.shape.rows) < batch.shape.rows - 1)[:, None],
     }
     return np.asarray(choices[kind])
@@ -48,13 +53,19 @@ def score(
     vocabulary: str,
     normalizer: str | None,
     shift: int,
+    logits_shift: int = 0,
+    logits_dtype: str | None = None,
 ) -> Array:
     """Log-prob of each token, `[B, T]` in float64; the first token of an array with a prompt has none and gets 0.
 
     `normalizer` leaves logits out of the sum: "top 4" those below the fourth but for the token's own, "no pad token"
-    the pad token's.
+    the pad token's, "no end token" the end token's, "top p 0.9" those beyond the most probable tokens whose sum reaches
+    0.9, "min p 0.1" those below 0.1 of the largest probability. `logits_shift` moves the logits against the tokens,
+    `logits_dtype` rounds them.
     """
-    logits = batch.logits[model]
+    logits = move_columns(batch.logits[model], logits_shift) if logits_shift else batch.logits[model]
+    if logits_dtype is not None:
+        logits = logits.astype(COARSE[logits_dtype]).astype(float)
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
     logits = logits / temperature
@@ -76,8 +87,17 @@ def _summed(logits: Array, tokens: Array, normalizer: str | None) -> Array:
         return np.ones(logits.shape, bool)
     numbers = np.broadcast_to(np.arange(logits.shape[-1]), logits.shape)
     picked = numbers == tokens[..., None]
-    if normalizer == "no pad token":
-        return np.asarray((numbers != PAD) | picked)
+    if normalizer in ("no pad token", "no end token"):
+        return np.asarray((numbers != {"no pad token": PAD, "no end token": EOS}[normalizer]) | picked)
+    if normalizer.startswith(("top p ", "min p ")):
+        probabilities = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        if normalizer.startswith("min p "):
+            return np.asarray((probabilities >= float(normalizer.removeprefix("min p "))) | picked)
+        ordered = -np.sort(-probabilities, axis=-1)
+        before = np.cumsum(ordered, axis=-1) - ordered
+        kept = before < float(normalizer.removeprefix("top p ")) * ordered.sum(axis=-1, keepdims=True)
+        least = np.where(kept, ordered, np.inf).min(axis=-1, keepdims=True)
+        return np.asarray((probabilities >= least) | picked)
     count = int(normalizer.removeprefix("top "))
     return np.asarray((logits >= np.sort(logits, axis=-1)[..., -count, None]) | picked)
 
@@ -92,7 +112,7 @@ def record(name: str, value: Array, settings: Settings, seed: int) -> Array:
     if name in settings["field_factor"]:
         value = value * value.dtype.type(settings["field_factor"][name])
     if name in settings["coarse"]:
-        value = value.astype(_COARSE[settings["coarse"][name]]).astype(value.dtype)
+        value = value.astype(COARSE[settings["coarse"][name]]).astype(value.dtype)
     return value
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tests.parity_outside import advantages as advantage_functions
 from tests.parity_outside.batches import Array, DrawnBatch
-from tests.parity_outside.scoring import move_columns, record, score, select_mask
+from tests.parity_outside.scoring import COARSE, move_columns, record, score, select_mask
 from tests.parity_outside.settings import Settings
 from tests.parity_outside.tape import Node, gradient, larger, select, smaller
 
@@ -34,11 +33,12 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
     mask = select_mask(settings["mask"], batch)
     keep("mask", mask.astype(dtype))
     log_probs = Node(fields["log_probs"])
-    old = Node(move_columns(fields[_FIELDS[settings["old"]]], settings["old_shift"]))
+    old = Node(_old_rows(fields, batch, settings))
     reference = Node(fields[_FIELDS[settings["kl_against"]]])
     penalty = np.zeros_like(log_probs.value)
     if settings["kl_reward"]:
-        penalty = keep("kl", _estimate(settings["kl_reward"], Node(fields["old_log_probs"]), reference, settings).value)
+        first = Node(fields[_FIELDS[settings["kl_reward_from"]]])
+        penalty = keep("kl", _estimate(settings["kl_reward"], first, reference, settings).value)
     penalized = mask if settings["kl_reward_mask"] is None else select_mask(settings["kl_reward_mask"], batch)
     computed = advantage_functions.compute_advantages(batch, settings, mask, np.where(penalized, penalty, 0), dtype)
     advantages = keep("advantages", computed)
@@ -55,19 +55,23 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
         keep("ratio", _ratio(log_probs, old, mask, {**settings, "ratio_level": "token"}).value)
     if settings["ratio_gradient"] == "none":
         ratio = ratio.detach()
-    token_loss = _policy_loss(log_probs, ratio, per_token, fields, settings)
+    token_loss = _policy_loss(log_probs, ratio, per_token, {**fields, "mask": mask}, settings)
     if settings["correction"]:
-        token_loss = token_loss * keep("weights", _weights(fields, mask, settings))
+        token_loss = token_loss * keep("weights", _weights(fields, batch, mask, settings))
     if settings["sequence_mask"] is not None:
         token_loss = token_loss * _sequence_mask(fields, mask, per_token, settings)
+    if settings["row_rejection"] is not None:
+        token_loss = token_loss * _row_rejection(fields, mask, settings)
     stored = keep("token_loss", np.broadcast_to(token_loss.value, mask.shape).astype(dtype))
     token_loss = token_loss + (stored - token_loss.value)
-    kl = _kl_term(log_probs, reference, fields, settings)
+    kl = _kl_term(log_probs, reference, {**fields, "mask": mask}, settings)
     if kl is not None:
         kl = kl + (keep("kl", kl.value) - kl.value)
         if settings["correction_on_kl"]:
             kl = kl * fields["weights"]
     masks = _loss_masks(batch, settings, mask, per_token)
+    if settings["correction"] == "reject":
+        masks = (masks[0] & (fields["weights"] != 0), masks[1] & (fields["weights"] != 0))
     loss = _reduce(batch, settings, masks, (token_loss, kl), log_probs)
     keep("loss", loss.value)
     keep("grad_log_probs", _gradient(loss, log_probs, batch, settings))
@@ -106,38 +110,63 @@ def _score_models(batch: DrawnBatch, settings: Settings, dtype: type, keep: Any)
             vocabulary=vocabulary,
             normalizer=normalizers.get(name),
             shift=shift,
+            logits_shift=settings[_LOGITS[name][0]] if name in _LOGITS else 0,
+            logits_dtype=settings[_LOGITS[name][1]] if name in _LOGITS else None,
         )
         if name == "ref_log_probs":
-            values = values[_ROWS[settings["ref_rows"]](batch)]
+            values = values[advantage_functions.ROWS[settings["ref_rows"]](batch)]
         keep(name, values.astype(dtype))
 
 
-_ROWS: dict[str, Callable[[DrawnBatch], Array]] = {
-    "same": lambda batch: np.arange(batch.shape.rows),
-    "moved by one": lambda batch: np.roll(np.arange(batch.shape.rows), 1),
-    "reversed": lambda batch: np.arange(batch.shape.rows)[::-1],
-    "by length": lambda batch: np.argsort(batch.lengths, kind="stable"),
+_LOGITS = {
+    "log_probs": ("logits_shift", "logits_dtype"),
+    "ref_log_probs": ("ref_logits_shift", "ref_logits_dtype"),
 }
+
+
+def _old_rows(fields: dict[str, Array], batch: DrawnBatch, settings: Settings) -> Array:
+    """The old policy's log-probs as the ratio uses them: of other rows, or the policy's own in a part of the batch."""
+    values = move_columns(fields[_FIELDS[settings["old"]]], settings["old_shift"])
+    kind = settings["old_rows"]
+    if kind == "policy in the first micro-batch":
+        first = batch.micro_batch_ids == batch.micro_batch_ids.min()
+        return np.where(first[:, None], fields["log_probs"], values)
+    return np.asarray(values[advantage_functions.ROWS[kind](batch)])
 
 
 def _centered(penalty: Array, mask: Array, settings: Settings) -> Array:
     """The change of the advantages: the mean KL of the batch less that of the token, times the coefficient."""
     mean = penalty[mask].mean() if settings["kl_centered"] else penalty.dtype.type(0)
+    if settings["kl_centered"] == "row":
+        sums = np.where(mask, penalty, 0).sum(axis=1, keepdims=True)
+        mean = sums / np.maximum(mask.sum(axis=1, keepdims=True), 1).astype(penalty.dtype)
+    elif settings["kl_centered"] == "all columns":
+        mean = penalty.mean()
     return np.where(mask, mean - penalty, 0) * penalty.dtype.type(settings["kl_advantage_coef"])
 
 
 def _ratio(log_probs: Node, old: Node, mask: Array, settings: Settings) -> Node:
     """Policy over old policy: of each token, or of a row through the mean of its log-ratios."""
     difference = old - log_probs if settings["ratio_inverse"] else log_probs - old
-    difference = difference * settings["log_ratio_factor"]
+    difference = _rounded(difference * settings["log_ratio_factor"], settings["log_ratio_dtype"])
     bound = settings["log_ratio_clip"]
     if settings["ratio_level"] == "token":
         return (difference.clip(-bound, bound) if bound is not None else difference).exp()
     dtype = difference.value.dtype
     counts = {"product": 1, "padded mean": mask.shape[1]}.get(settings["ratio_level"], mask.sum(axis=1, keepdims=True))
     weights = mask / np.maximum(counts, 1)
+    if settings["ratio_level"] == "mean of ratios":
+        ratio = difference.exp()
+        return (select(mask, ratio, Node(np.zeros_like(ratio.value))) * weights.astype(dtype)).sum(axis=1)
     mean = (select(mask, difference, Node(np.zeros_like(difference.value))) * weights.astype(dtype)).sum(axis=1)
     return (mean.clip(None, bound) if bound is not None else mean).exp()
+
+
+def _rounded(value: Node, dtype: str | None) -> Node:
+    """The value rounded to a coarser type, with the derivative of the value."""
+    if dtype is None:
+        return value
+    return value + (value.value.astype(COARSE[dtype]).astype(value.value.dtype) - value.value)
 
 
 def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings) -> Node:
@@ -149,7 +178,10 @@ def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[s
             limit = Node(
                 np.broadcast_to(-advantages * settings["dual_clip"], loss.value.shape).astype(loss.value.dtype)
             )
-            loss = select(np.broadcast_to(advantages < 0, loss.value.shape), smaller(loss, limit), loss)
+            bounded_below = (advantages < 0) | (settings["dual_clip_side"] == "both")
+            loss = select(np.broadcast_to(bounded_below, loss.value.shape), smaller(loss, limit), loss)
+    elif settings["loss"] in _OTHER_LOSSES:
+        loss = _OTHER_LOSSES[settings["loss"]](log_probs, ratio, advantages, fields, settings)
     elif settings["loss"] == "unclipped":
         loss = ratio * -advantages
     elif settings["loss"] == "reinforce":
@@ -167,25 +199,106 @@ def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[s
         loss = ((ratio - 1.0) * tau).sigmoid() * (4 / tau)
         loss = loss * -advantages if settings["loss"] == "sapo gate" else log_probs * (loss.value * -advantages)
     else:
-        moved = np.exp(fields["log_probs"]) - np.exp(fields["rollout_log_probs"])
+        moved = np.exp(fields["log_probs"]) - np.exp(fields[_FIELDS[settings["trust_policy"]]])
         trusted = np.where(advantages > 0, moved <= high, moved >= -low)
+        if settings["loss"] == "dppo binary kl":
+            far = _binary_kl(fields)
+            trusted = np.where(advantages > 0, (far <= high) | (moved <= 0), (far <= low) | (moved >= 0))
         if settings["loss"] == "ipo":
             trusted = (moved <= high) & (moved >= -low)
-        loss = ratio * np.where(trusted, -advantages, 0).astype(ratio.value.dtype)
+        kept = np.where(trusted, -advantages, 0).astype(ratio.value.dtype)
+        loss = log_probs * (ratio.value * kept) if settings["loss"] == "dppo through log-probs" else ratio * kept
     return loss * (settings["loss_sign"] * settings["token_loss_factor"])
 
 
-def _weights(fields: dict[str, Array], mask: Array, settings: Settings) -> Array:
+def _binary_kl(fields: dict[str, Array]) -> Array:
+    """Divergence of the sampler from the policy, of the token against all others."""
+    sampled, current = np.exp(fields["rollout_log_probs"]), np.exp(fields["log_probs"])
+    rest = np.log((1 - sampled + 1e-8) / (1 - current + 1e-8))
+    return np.asarray(sampled * (fields["rollout_log_probs"] - fields["log_probs"]) + (1 - sampled) * rest)
+
+
+def _clipped_only(
+    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
+) -> Node:
+    """The bounded surrogate of PPO, without the maximum of both."""
+    return ratio.clip(1 - settings["clip_low"], 1 + settings["clip_high"]) * -advantages
+
+
+def _geometric_mean(
+    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
+) -> Node:
+    """The ratio of a row from log-ratios that are bounded one by one, as in GMPO."""
+    mask = fields["mask"]
+    difference = log_probs - fields["old_log_probs"]
+    bounded = difference.clip(-settings["clip_low"], settings["clip_high"])
+    positive = np.broadcast_to(advantages > 0, mask.shape)
+    chosen = select(positive, smaller(difference, bounded), larger(difference, bounded))
+    weights = (mask / np.maximum(mask.sum(axis=1, keepdims=True), 1)).astype(difference.value.dtype)
+    mean = (select(mask, chosen, Node(np.zeros_like(chosen.value))) * weights).sum(axis=1)
+    return mean.exp() * -advantages
+
+
+def _covariance_loss(
+    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
+) -> Node:
+    """Unclipped, with the size of the log-ratio on the fifth of the tokens that has the largest covariance."""
+    mask = fields["mask"]
+    spread = np.broadcast_to(advantages, mask.shape)
+    centered = fields["log_probs"] - fields["log_probs"][mask].mean()
+    covariance = np.where(mask, (spread - spread[mask].mean()) * centered, -np.inf)
+    count = max(1, int(0.2 * mask.sum()))
+    largest = covariance >= np.sort(covariance.ravel())[-count]
+    penalty = (log_probs - fields["old_log_probs"]).abs()
+    return ratio * -advantages + penalty * largest.astype(ratio.value.dtype)
+
+
+def _gamma_weighted(
+    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
+) -> Node:
+    """Log-probs with a gamma weight of the row's ratio, as in VESPO."""
+    difference = np.where(fields["mask"], fields["log_probs"] - fields["old_log_probs"], 0)
+    log_row = np.clip(difference.sum(axis=1, keepdims=True), np.log(1e-8), 20)
+    power, rate = np.where(advantages >= 0, 2.0, 3.0), np.where(advantages >= 0, 3.0, 2.0)
+    weight = np.exp(rate + power * log_row - rate * np.exp(log_row))
+    return log_probs * (weight * -advantages).astype(difference.dtype)
+
+
+def _masked_side(log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings) -> Node:
+    """CISPO without the tokens that PPO's clip would leave without a gradient."""
+    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
+    clipped = np.where(advantages > 0, ratio.value > high, (ratio.value < low) & (advantages < 0))
+    return log_probs * (np.where(clipped, 0, np.clip(ratio.value, low, high)) * -advantages)
+
+
+_OTHER_LOSSES: dict[str, Callable[[Node, Node, Array, dict[str, Array], Settings], Node]] = {
+    "clipped only": _clipped_only,
+    "geometric mean": _geometric_mean,
+    "kl cov": _covariance_loss,
+    "vespo": _gamma_weighted,
+    "cispo without clipped": _masked_side,
+}
+
+
+def _weights(fields: dict[str, Array], batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
     """The weights of the rollout correction: old policy over sampler, bounded."""
     sampler = move_columns(fields["rollout_log_probs"], settings["rollout_shift"])
+    sampler = sampler[advantage_functions.ROWS[settings["rollout_rows"]](batch)]
     difference = fields[_FIELDS[settings["correction_from"]]] - sampler
     if settings["correction_inverse"]:
         difference = -difference
-    if settings["correction_level"] != "token":
+    if settings["correction_dtype"] is not None:
+        difference = difference.astype(COARSE[settings["correction_dtype"]]).astype(difference.dtype)
+    every = difference
+    if settings["correction_level"] == "prefix":
+        difference = np.cumsum(np.where(mask, difference, 0), axis=1)
+    elif settings["correction_level"] != "token":
         difference = np.where(mask, difference, 0).sum(axis=1, keepdims=True)
     if settings["correction_level"] == "geometric":
         difference = difference / np.maximum(mask.sum(axis=1, keepdims=True), 1)
     ratio = np.broadcast_to(np.exp(difference), mask.shape)
+    if settings["correction_mean_one"] == "before the bounds":
+        ratio = ratio / ratio[mask].mean()
     low, high = settings["correction_lower"], settings["correction_upper"]
     if settings["correction"] == "clip":
         weights = np.clip(ratio, low, high) if low is not None or high is not None else ratio
@@ -196,9 +309,15 @@ def _weights(fields: dict[str, Array], mask: Array, settings: Settings) -> Array
     if settings["correction_mean_one"] == "row":
         sums = np.where(mask, weights, 0).sum(axis=1, keepdims=True)
         weights = weights * np.maximum(mask.sum(axis=1, keepdims=True), 1) / np.where(sums == 0, 1, sums)
-    elif settings["correction_mean_one"]:
+    elif settings["correction_mean_one"] == "mean of rows":
+        means = np.where(mask, weights, 0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+        weights = weights / means[mask.any(axis=1)].mean()
+    elif settings["correction_mean_one"] is True:
         weights = weights / weights[mask].mean()
     weights = weights ** settings["correction_times"]
+    if settings["correction_veto"] is not None:
+        rejected = np.any(mask & (np.exp(every) < settings["correction_veto"]), axis=1, keepdims=True)
+        weights = np.where(rejected, 0, weights)
     return np.asarray(weights, fields["log_probs"].dtype)
 
 
@@ -209,11 +328,19 @@ def _sequence_mask(fields: dict[str, Array], mask: Array, advantages: Array, set
     return np.where((advantages < 0) & (divergence > settings["sequence_mask"]), 0, 1).astype(difference.dtype)
 
 
+def _row_rejection(fields: dict[str, Array], mask: Array, settings: Settings) -> Array:
+    """0 on rows whose mean size of old policy less sampler is above the threshold."""
+    difference = np.where(mask, np.abs(fields["old_log_probs"] - fields["rollout_log_probs"]), 0)
+    divergence = difference.sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
+    return np.where(divergence > settings["row_rejection"], 0, 1).astype(difference.dtype)
+
+
 def _estimate(estimator: str, log_probs: Node, reference: Node, settings: Settings) -> Node:
     difference = reference - log_probs if settings["kl_swapped"] else log_probs - reference
     if settings["kl_dtype"]:
-        rounded = difference.value.astype(ml_dtypes.bfloat16).astype(difference.value.dtype)
-        difference = difference + (rounded - difference.value)
+        difference = _rounded(difference, settings["kl_dtype"])
+    if settings["kl_log_ratio_clip"] is not None:
+        difference = difference.clip(-settings["kl_log_ratio_clip"], settings["kl_log_ratio_clip"])
     if estimator == "low_var_kl":
         difference = difference.clip(-20.0, 20.0)
     value = {
@@ -236,6 +363,8 @@ def _kl_term(log_probs: Node, reference: Node, fields: dict[str, Array], setting
     if settings["kl"] is None:
         return None
     first = log_probs if settings["kl_from"] == "policy" else Node(fields["old_log_probs"])
+    if settings["kl_level"] == "row":
+        first, reference = (_row_mean(node, fields["mask"]) for node in (first, reference))
     value = _estimate(settings["kl"], first, reference, settings)
     if settings["kl_gradient"] == "none":
         value = value.detach()
@@ -243,11 +372,27 @@ def _kl_term(log_probs: Node, reference: Node, fields: dict[str, Array], setting
         half = _estimate("k2", first, reference, {**settings, "kl_value_clip": None, "kl_scale": 1.0})
         value = half - half.detach() + value.detach()
     if settings["kl_ratio"]:
-        ratio = (log_probs - fields["old_log_probs"]).exp()
+        ratio = _kl_ratio(log_probs, fields, settings)
         if settings["kl_ratio_cap"] is not None:
             ratio = ratio.clip(0.0, settings["kl_ratio_cap"])
         value = value * (ratio.detach() if settings["kl_ratio_detached"] else ratio)
     return value
+
+
+def _kl_ratio(log_probs: Node, fields: dict[str, Array], settings: Settings) -> Node:
+    """The ratio that the KL has: of the token to the old policy, or another one that systems have had."""
+    kind = settings["kl_ratio"]
+    difference = log_probs - fields["rollout_log_probs" if kind == "to the sampler" else "old_log_probs"]
+    if kind == "row":
+        difference = _row_mean(difference, fields["mask"])
+    return (-difference if kind == "inverse" else difference).exp()
+
+
+def _row_mean(values: Node, mask: Array) -> Node:
+    """The mean of each row over the mask, on all of its tokens."""
+    weights = (mask / np.maximum(mask.sum(axis=1, keepdims=True), 1)).astype(values.value.dtype)
+    mean = (select(mask, values, Node(np.zeros_like(values.value))) * weights).sum(axis=1)
+    return mean + np.zeros(mask.shape, values.value.dtype)
 
 
 def _reduce(
@@ -275,7 +420,8 @@ def _loss_masks(batch: DrawnBatch, settings: Settings, mask: Array, advantages: 
     """The tokens of the policy loss and of the KL term."""
     used = mask if settings["loss_mask"] is None else select_mask(settings["loss_mask"], batch)
     if settings["drop_zero_rows"]:
-        used = used & np.any((advantages != 0) & mask, axis=1, keepdims=True)
+        counted = advantages > 0 if settings["drop_zero_rows"] == "negative, too" else advantages != 0
+        used = used & np.any(counted & mask, axis=1, keepdims=True)
     return used, used if settings["kl_mask"] is None else select_mask(settings["kl_mask"], batch)
 
 
@@ -303,25 +449,30 @@ def weigh_tokens(mode: str, mask: Array, batch: DrawnBatch, settings: Settings) 
 def _weigh(mode: str, mask: Array, batch: DrawnBatch, settings: Settings, of: Array | slice = slice(None)) -> Array:
     group_ids, attended = batch.group_ids[of], (batch.lengths - batch.starts)[of]
     values = mask.astype(float)
+    numerators = values
+    if settings["divisor_mask"] is not None:
+        values = select_mask(settings["divisor_mask"], batch)[of].astype(float)
     counts = values.sum(axis=1, keepdims=True)
     rows = int((counts > 0).sum()) if settings["empty_rows"] == "drop" else len(counts)
     rows, eps = max(rows, 1), settings["divisor_eps"]
     length = settings["max_length"] or mask.shape[1]
     if mode == "prompt_mean":
         totals = np.array([values[group_ids == group].sum() for group in group_ids])[:, None]
-        return values / np.maximum(totals, 1) / len(np.unique(group_ids))
+        return numerators / np.maximum(totals, 1) / len(np.unique(group_ids))
+    longest = np.array([counts[batch.micro_batch_ids[of] == part].max() for part in batch.micro_batch_ids[of]])
     return {
-        "token_mean": lambda: values / (max(values.sum(), 1) + eps),
-        "token_sum": lambda: values,
-        "seq_mean_token_mean": lambda: values / (np.maximum(counts, 1) + eps) / rows,
-        "seq_mean_token_sum": lambda: values / rows,
-        "seq_mean_token_sum_norm": lambda: values / length / rows,
-        "sum_norm": lambda: values / length,
-        "padded_mean": lambda: values / mask.size,
-        "attention_mean": lambda: values / attended.sum(),
-        "longest_norm": lambda: values / counts.max() / rows,
-        "length_twice": lambda: values / np.maximum(counts, 1) ** 2 / rows,
-        "root_length": lambda: values / np.sqrt(np.maximum(counts, 1)) / rows,
+        "token_mean": lambda: numerators / (max(values.sum(), 1) + eps),
+        "token_sum": lambda: numerators,
+        "seq_mean_token_mean": lambda: numerators / (np.maximum(counts, 1) + eps) / rows,
+        "seq_mean_token_sum": lambda: numerators / rows,
+        "seq_mean_token_sum_norm": lambda: numerators / length / rows,
+        "sum_norm": lambda: numerators / length,
+        "padded_mean": lambda: numerators / mask.size,
+        "attention_mean": lambda: numerators / attended.sum(),
+        "longest_norm": lambda: numerators / counts.max() / rows,
+        "longest_of_micro_batch": lambda: numerators / np.maximum(longest[:, None], 1) / rows,
+        "length_twice": lambda: numerators / np.maximum(counts, 1) ** 2 / rows,
+        "root_length": lambda: numerators / np.sqrt(np.maximum(counts, 1)) / rows,
     }[mode]()
 
 
@@ -331,6 +482,14 @@ def _gradient(loss: Node, log_probs: Node, batch: DrawnBatch, settings: Settings
     if settings["gradient_rows"] == "last micro-batch":
         last = batch.micro_batch_ids == batch.micro_batch_ids.max()
         result = np.where(last[:, None], result, 0).astype(result.dtype)
+    elif settings["gradient_rows"] == "first micro-batch":
+        result = np.where((batch.micro_batch_ids == 0)[:, None], result, 0).astype(result.dtype)
+    if settings["gradient_norm_parts"] is not None:
+        result = result.copy()
+        for part in np.unique(batch.micro_batch_ids):
+            rows = batch.micro_batch_ids == part
+            norm = float(np.sqrt(np.square(result[rows]).sum()))
+            result[rows] *= result.dtype.type(min(1.0, settings["gradient_norm_parts"] / max(norm, 1e-30)))
     if settings["gradient_clip"] is not None:
         result = np.clip(result, -settings["gradient_clip"], settings["gradient_clip"])
     if settings["gradient_norm"] is not None:
