@@ -78,6 +78,13 @@ NUMBERS = {
     "advantage.cut_reward": ("truncated_reward",),
     "advantage.kl_coef": ("kl_coefficient",),
     "loss.max_drift": ("sequence_mask",),
+    "loss.max_mismatch": ("row_rejection",),
+    "kl.log_ratio_clip": ("kl_log_ratio_clip",),
+    "correction.veto": ("correction_veto",),
+    "advantage.floor": ("group_scale_floor",),
+    "advantage.length_penalty": ("length_penalty",),
+    "advantage.buffer": ("overlong_buffer",),
+    "gradient.part_norm": ("gradient_norm_of_micro_batch",),
 }
 MASKS = {
     "shifted right by one": "late by one",
@@ -92,7 +99,10 @@ MASKS = {
     "last row left out": "no last row",
     "prompt and pad tokens": "all",
     "all tokens": "all",
+    "tokens within rows left out": "no middle tokens",
 }
+# The order of rows, by its name.
+ROWS = {"rows reversed": "reversed", "rows by length": "by length", "rows moved by one": "moved by one"}
 # The kind and the value of a choice, by its key.
 CHOICES: dict[str, tuple[str, Any]] = {
     "log_probs: vocabulary padding": ("padded_vocabulary", "padded"),
@@ -227,6 +237,61 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "reduction: mean of micro-batches": ("micro_batches", True),
     "reduction: sum of micro-batches": ("micro_batches", "sum"),
     "reduction: no eps": ("divisor_epsilon", 0.0),
+    "log_probs: alignment off by one": ("logits_shift", -1),
+    "log_probs: alignment off by one (back)": ("logits_shift", 1),
+    "reference: alignment off by one": ("reference_logits_shift", -1),
+    "reference: alignment off by one (back)": ("reference_logits_shift", 1),
+    **{f"log_probs: logits in {dtype}": ("logits_dtype", dtype) for dtype in ("bfloat16", "float16")},
+    **{f"reference: logits in {dtype}": ("reference_logits_dtype", dtype) for dtype in ("bfloat16", "float16")},
+    **{f"ratio: old {name}": ("old_rows", word) for name, word in ROWS.items()},
+    "ratio: first micro-batch on its own policy": ("old_rows", "policy in the first micro-batch"),
+    **{f"ratio: log-ratio in {dtype}": ("log_ratio_dtype", dtype) for dtype in ("bfloat16", "float16")},
+    **{f"correction: sampler {name}": ("rollout_rows", word) for name, word in ROWS.items()},
+    **{f"correction: log-ratio in {dtype}": ("correction_log_ratio_dtype", dtype) for dtype in ("bfloat16", "float16")},
+    "correction: level prefix": ("correction_level", "prefix"),
+    "correction: divided by the mean of rows": ("correction_normalized", "mean of rows"),
+    "correction: divided by their mean before the bounds": ("correction_normalized", "before the bounds"),
+    "correction: tokens rejected": ("correction_mode", "reject"),
+    "kl: of rollout_log_probs": ("kl_policy", "rollout"),
+    "kl: importance ratio of the row": ("kl_importance_ratio", "row"),
+    "kl: importance ratio sampler": ("kl_importance_ratio", "to the sampler"),
+    "kl: importance ratio inverse": ("kl_importance_ratio", "inverse"),
+    "kl: of the row": ("kl_level", "row"),
+    "kl: centered over the row": ("kl_centering", "row"),
+    "kl: mean over the row": ("kl_reward_place", "row mean"),
+    "kl: in the reward off by one (right)": ("kl_reward_shift", 1),
+    "kl: in the reward off by one (left)": ("kl_reward_shift", -1),
+    "advantage: rows interleaved": ("advantage_rows", "interleaved"),
+    **{f"advantage: rewards: {name}": ("reward_rows", word) for name, word in ROWS.items()},
+    "advantage: rewards ranks": ("reward_transform", "ranks"),
+    "advantage: rewards above 0.5": ("reward_transform", "right or wrong"),
+    "advantage: rewards per token": ("reward_transform", "per token"),
+    **{f"advantage: rewards in {dtype}": ("reward_dtype", dtype) for dtype in ("bfloat16", "float16")},
+    "advantage: pass_at_k_advantages": ("advantage_function", "pass at k"),
+    "advantage: at the last token": ("advantage_place", "last token"),
+    "advantage: groups cut by micro-batches": ("group_ids", "within micro-batches"),
+    "advantage: scale std of its micro-batches": ("group_scale", "micro-batch std"),
+    "advantage: centered on the log mean exp": ("group_center", "log mean exp"),
+    "advantage: centered on the worst": ("group_center", "worst"),
+    "advantage: reward at the token before the last": ("reward_column", "one before the last"),
+    "advantage: rows bootstrapped": ("gae_bootstrap", True),
+    "advantage: whitened over micro-batches": ("whitening_over", "micro-batches"),
+    "advantage: whitened over groups": ("whitening_over", "groups"),
+    "advantage: returns forward": ("returns_direction", "forward"),
+    "advantage: divided by the mean absolute": ("advantage_norm", "mean absolute"),
+    "loss: mean of ratios": ("ratio_level", "mean of ratios"),
+    "loss: dual clip of both signs": ("dual_clip_side", "both"),
+    "loss: region around old_log_probs": ("trust_policy", "old"),
+    "loss: outside of PPO's clip masked": ("loss_function", "cispo without clipped"),
+    "loss: clipped alone": ("loss_function", "clipped only"),
+    "loss: gmpo_loss": ("loss_function", "geometric mean"),
+    "loss: vespo_loss": ("loss_function", "vespo"),
+    "loss: kl_cov_loss, fraction 0.2": ("loss_function", "kl cov"),
+    "loss: divergence kl": ("loss_function", "dppo binary kl"),
+    "loss: through log_prob": ("loss_function", "dppo through log-probs"),
+    "reduction: rows without a positive advantage dropped": ("rows_dropped", "negative, too"),
+    "reduction: Dr. GRPO over the longest row of a micro-batch": ("reduction", "longest_of_micro_batch"),
+    "gradient: first micro-batch alone": ("gradient_rows", "first micro-batch"),
 }
 # Faults that no dump tells from random numbers on their field: the README of the dumps has the proof.
 UNTELLABLE = {("wrong_reference", "stale reference")}
@@ -249,6 +314,7 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         word = MASKS.get(cause.name, cause.name.removesuffix(" tokens"))
         return [(kind, word), *([("kl_reward_mask", word)] if kind == "kl_mask" else [])]
     settings = dict(cause.settings)
+    mask = cause.name.removeprefix("divisor: ")
     normalizer = "reference_normalizer" if cause.stage == "reference" else "normalizer"
     several: dict[str, list[tuple[str, Any]]] = {
         # A set-up has one divisor of a variance: that of its groups, or that of its whitening.
@@ -257,6 +323,8 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         "gradient: sign flipped": [("gradient_factor", settings.get("scale"))],
         "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
         f"{cause.stage}: top {settings.get('top_k')}": [(normalizer, cause.name)],
+        f"reduction: divisor: {mask}": [("divisor_mask", MASKS.get(mask, mask.removesuffix(" tokens")))],
+        f"{cause.stage}: top-p {settings.get('top_p')} renormalised": [(normalizer, f"top p {settings.get('top_p')}")],
         f"{cause.stage}: without token {PAD}": [(normalizer, "no pad token")],
         "loss: gspo_loss": [("ratio_level", "sequence")],
         "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kljax.parity.calls import run_call
-from kljax.parity.comparisons import compare_rewards, grouped, is_other, root_factor, whitened
+from kljax.parity.comparisons import REWARDS, compare_rewards, grouped, is_other, root_factor, whitened
 from kljax.parity.dump import DumpError
 from kljax.parity.policies import kl_at, kl_policy
 from kljax.parity.positions import ROW_ORDERS, apply_rule, last_positions, over_tokens, shift_rows
@@ -35,7 +35,8 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """
     step, unit = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe)
     used = replay.used_mask(recipe)
-    ids, count = grouped(replay.arrays["group_ids"], step.groups)
+    parts = replay.arrays.get("micro_batch_ids", np.zeros(len(used), int))
+    ids, count = grouped(replay.arrays["group_ids"], step.groups, parts)
     call = replay.call("advantage", step)
     after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
     rewards, kl = _shaped_rewards(replay, recipe, after, step)
@@ -47,6 +48,9 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     if call.function == "gae":
         arrays["rewards"] = shaped["token_rewards"]
         arrays["values"] = shift_rows(arrays["values"], step.values_shift)
+        if step.bootstrap:
+            following = np.where(_at_last(used) & cut_rows(replay)[:, None], arrays["values"], 0)
+            arrays["rewards"] = arrays["rewards"] + call.arguments.get("gamma", 1.0) * following
     keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
 
@@ -59,7 +63,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
             inputs = arrays | dict.fromkeys(names, rewards)
             return np.asarray(_run(replay, step, inputs, keywords), np.float64)
         # Each row is a group of its own, so that the function returns the row as it is.
-        values = compare_rewards(step, call, rewards, ids, sizes=sizes, cut=cut_rows(replay))
+        values = compare_rewards(step, call, rewards, ids, sizes=sizes, cut=cut_rows(replay), parts=parts)
         compared = {"rewards": values, "group_ids": np.arange(len(ids))}
         identity = {"scale": "none", "singleton": "reward"}
         plain = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
@@ -75,8 +79,10 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
         factor = root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
     value, bound = _changed(step, value, bound, used)
-    order = ROW_ORDERS[step.rows](replay.layout.lengths)
+    order = ROW_ORDERS[step.rows](replay.layout)
     value, bound = value[order], bound[order]
+    if step.place == "last":
+        value, bound = (np.where(_at_last(used), over_tokens(array, replay.shape), 0) for array in (value, bound))
     mask: np.ndarray = replay.arrays["mask"]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
         rows = Prediction(value, bound, np.asarray(mask.any(1)))
@@ -87,17 +93,45 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 
 def _run(replay: Replay, step: AdvantageStep, arrays: dict[str, Any], keywords: dict[str, Any]) -> Any:
     """Runs the call of the header, but for a step of its own: returns in place of advantages, or another whitening."""
-    if not step.returns and step.whitening == "both":
+    if not step.returns and not step.forward and (step.whitening, step.whiten_over) == ("both", "batch"):
         return replay.run("advantage", step, arrays, **keywords)
-    call = replay.call("advantage", step)
+    call, mask = replay.call("advantage", step), arrays["mask"]
     before = [inner for inner in call.then if inner.function != "masked_whiten"]
-    plain = dataclasses.replace(call, then=tuple(before))
-    value = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
+    after = call.then[len(before) :]
+    value = _forward(call, before, arrays, keywords) if step.forward else None
+    if value is None:
+        plain = dataclasses.replace(call, then=tuple(before))
+        value = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
     if step.returns:
         value = value + arrays["values"]
-    for inner in call.then[len(before) :]:
-        value = whitened(over_tokens(value, arrays["mask"].shape), arrays["mask"], inner, step.whitening)
+    parts = {"micro-batches": replay.arrays.get("micro_batch_ids"), "groups": replay.arrays["group_ids"]}
+    ids = parts.get(step.whiten_over)
+    for inner in after:
+        value = over_tokens(value, mask.shape).copy()
+        for rows in [slice(None)] if ids is None else [ids == part for part in np.unique(ids)]:
+            value[rows] = whitened(value[rows], mask[rows], inner, step.whitening)
     return value
+
+
+def _forward(call: Call, before: list[Call], arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray | None:
+    """Sums the rewards of tokens from the first one on, `[B, T]`; None if the call has no returns."""
+    names = [call.function, *(inner.function for inner in before)]
+    if "reinforce_plus_plus_returns" not in names:
+        return None
+    position, mask = names.index("reinforce_plus_plus_returns"), arrays["mask"]
+    summed = before[position - 1] if position else call
+    rewards = arrays["token_rewards"]
+    if position:
+        plain = dataclasses.replace(call, then=tuple(before[: position - 1]))
+        rewards = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
+        if rewards.ndim == 1:
+            rewards = np.where(_at_last(mask), rewards[:, None], 0)
+    result, running = np.zeros(mask.shape), np.zeros(len(mask))
+    for column in range(mask.shape[1]):
+        used = mask[:, column]
+        running = np.where(used, rewards[:, column] + summed.arguments.get("gamma", 1.0) * running, running)
+        result[:, column] = np.where(used, running, 0)
+    return result
 
 
 def cut_rows(replay: Replay) -> np.ndarray:
@@ -150,13 +184,20 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
         # Sums from the end reach every token of the row, so that the last one may carry them.
         inside = replay.used_mask(recipe)
         values[np.arange(len(values)), last_positions(inside)] += np.where(inside, 0, values).sum(1)
-    if kl.at_end:
-        values = _at_end(values, replay.used_mask(recipe))
+    values = _moved_kl(kl, values, replay.used_mask(recipe))
     return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
 
 
 def _changed_rewards(replay: Replay, step: AdvantageStep) -> np.ndarray:
-    rewards: np.ndarray = step.reward_scale * replay.arrays["rewards"]
+    rewards: np.ndarray = replay.arrays["rewards"][ROW_ORDERS[step.reward_rows](replay.layout)]
+    sizes = replay.layout.sizes
+    if step.rewards in REWARDS:
+        rewards = REWARDS[step.rewards](rewards, sizes)
+    if step.length_penalty:
+        rewards = rewards - step.length_penalty * sizes / max(sizes.max(), 1)
+    if step.buffer is not None:
+        rewards = rewards + np.minimum((sizes.max() - sizes) / step.buffer - 1, 0)
+    rewards = step.reward_scale * rewards
     if step.reward_clip is not None:
         rewards = np.clip(rewards, -step.reward_clip, step.reward_clip)
     cut = cut_rows(replay)
@@ -172,6 +213,18 @@ def _second_kl(replay: Replay, step: AdvantageStep, used: np.ndarray) -> np.ndar
         ("second kl", kl, used.tobytes()), lambda: kl_at(replay, kl_policy(replay, kl), kl, used)
     )
     return values
+
+
+def _moved_kl(kl: Kl, values: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Returns the KL in the reward where a system charges it, `[B, T]`."""
+    if kl.per_length:
+        values = values / np.maximum(used.sum(1, keepdims=True), 1)
+    return shift_rows(_at_end(values, used) if kl.at_end else values, kl.moved)
+
+
+def _at_last(used: np.ndarray) -> np.ndarray:
+    """Returns the last token of each row, `[B, T]` bool."""
+    return np.asarray(used & (np.arange(used.shape[1]) == last_positions(used)[:, None]))
 
 
 def _at_end(values: np.ndarray, used: np.ndarray) -> np.ndarray:
@@ -197,6 +250,7 @@ def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: Advan
     # A reward outside the tokens of its row reaches none of them.
     at = {
         "last": last_positions(used)[:, None],
+        "before last": np.maximum(last_positions(used) - 1, used.argmax(1))[:, None],
         "first": used.argmax(1)[:, None],
         "last column": position[-1],
         "every": position,
@@ -205,7 +259,7 @@ def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: Advan
     if recipe.kl is not None and recipe.kl.place == "reward":
         charged = apply_rule(used, recipe.kl_mask, replay.layout)
         values = recipe.kl.coef * np.where(charged, _kl_values(replay, recipe, used), 0)
-        result = result - (_at_end(values, used) if recipe.kl.at_end else values)
+        result = result - _moved_kl(recipe.kl, values, used)
     return result
 
 
@@ -239,6 +293,10 @@ def _whitened(
     """Normalises advantages over the tokens, or over the rows."""
     rows = step.whiten == "rows" and value.ndim == 1
     members = value[used.any(1)] if rows else over_tokens(value, used.shape)[used]
+    if step.whiten == "mean absolute":
+        typical = max(float(np.abs(members).mean()), 1e-30)
+        relative = over_tokens(bound, used.shape)[used].mean() / typical
+        return value / typical, bound / typical + np.abs(value) / typical * relative
     spread = 1.0 if step.whiten == "centered" else members.std(ddof=step.whiten_ddof) + step.whiten_eps
     result = (value - members.mean()) / spread
     typical = 2 * over_tokens(bound, used.shape)[used].mean()
@@ -251,7 +309,10 @@ def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarr
     kl, used = recipe.kl or Kl(), replay.arrays["mask"]
     values, errors = replay.input("kl", recipe)
     values, errors = np.where(used, values, 0), np.where(used, errors, 0)
-    mean = values.sum() / (used.sum() + recipe.reduction.eps_batch) if kl.centered else 0.0
+    eps = replay.plan.recipe.reduction.eps_batch if kl.mean_eps is None else kl.mean_eps
+    axis = 1 if kl.mean == "row" else None
+    count = used.sum(axis, keepdims=True)
+    mean = values.sum(axis, keepdims=True) / np.maximum(count + eps, 1) if kl.centered else 0.0
     unit = replay.unit("token_loss", recipe)
     result = value + np.where(used, kl.coef * (mean - values), 0)
     height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit

@@ -147,7 +147,7 @@ class Candidates:
     def _search_pairs(self, name: str, recipe: Recipe, skipped: Skipped) -> Iterator[Causes]:
         """Yields pairs that mend a field: promising choices, choices with numbers, numbers, then all choices."""
         choices = self._by_promise(name, recipe, skipped)
-        numbers = self._relevant_numbers(name)
+        numbers = [number for number in self._relevant_numbers(name) if not number.alone]
         pairs = list(itertools.combinations(choices, 2))
         pairs.sort(key=lambda pair: choices.index(pair[0]) + choices.index(pair[1]))
         for stage in (

@@ -5,27 +5,38 @@ from collections.abc import Callable
 import numpy as np
 
 from kljax.parity.recipe import AdvantageStep
+from kljax.parity.rounding import round_to
 from kljax.systems import Call
 
 
-def _rows_in(size: int) -> Callable[[np.ndarray], np.ndarray]:
+def _rows_in(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Makes a group of so many rows that follow each other."""
-    return lambda ids: np.arange(len(ids)) // size
+    return lambda ids, parts: np.arange(len(ids)) // size
 
 
-def _groups_in(size: int) -> Callable[[np.ndarray], np.ndarray]:
+def _groups_in(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Makes a group of so many groups that follow each other."""
-    return lambda ids: ids // size
+    return lambda ids, parts: ids // size
 
 
-# The group of each row, by the groups of the dump, numbered from 0.
-GROUPINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "recorded": lambda ids: ids,
-    "interleaved": lambda ids: np.arange(len(ids)) % (int(ids.max()) + 1),
-    "moved": lambda ids: np.roll(ids, 1),
-    "batch": np.zeros_like,
+# The group of each row, by the groups of the dump, numbered from 0, and the micro-batches.
+GROUPINGS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "recorded": lambda ids, parts: ids,
+    "interleaved": lambda ids, parts: np.arange(len(ids)) % (int(ids.max()) + 1),
+    "moved": lambda ids, parts: np.roll(ids, 1),
+    "batch": lambda ids, parts: np.zeros_like(ids),
+    "cut": lambda ids, parts: np.unique(np.stack([ids, parts]), axis=1, return_inverse=True)[1].reshape(-1),
     **{f"rows in {size}": _rows_in(size) for size in (2, 3, 4, 8)},
     **{f"groups in {size}": _groups_in(size) for size in (2, 3, 4)},
+}
+# What another system compares in place of a reward, by the rewards and the lengths of their rows.
+REWARDS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "ranks": lambda rewards, sizes: (rewards[:, None] > rewards[None, :]).mean(1),
+    "above 0": lambda rewards, sizes: (rewards > 0).astype(float),
+    "above 0.5": lambda rewards, sizes: (rewards > 0.5).astype(float),
+    "per token": lambda rewards, sizes: rewards / np.maximum(sizes, 1),
+    "in bfloat16": lambda rewards, sizes: round_to(rewards, "bfloat16"),
+    "in float16": lambda rewards, sizes: round_to(rewards, "float16"),
 }
 # Rows whose rewards make the statistics of a group, by the number of tokens of each row and whether it is cut.
 MEMBERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -44,6 +55,7 @@ CENTERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
     "first": lambda members, sizes, batch: members[0],
     "last": lambda members, sizes, batch: members[-1],
     "by length": lambda members, sizes, batch: (members * sizes).sum() / max(sizes.sum(), 1),
+    "log mean exp": lambda members, sizes, batch: np.log(np.exp(members - members.max()).mean()) + members.max(),
 }
 # What divides, by the rewards of the group and the degrees of freedom that are subtracted.
 DIVISORS: dict[str, Callable[[np.ndarray, int], float]] = {
@@ -52,33 +64,47 @@ DIVISORS: dict[str, Callable[[np.ndarray, int], float]] = {
     "range": lambda members, ddof: np.ptp(members),
     "mean absolute": lambda members, ddof: np.abs(members - members.mean()).mean(),
     "std of all centered": lambda members, ddof: members.std(ddof=ddof),
+    "std of its micro-batches": lambda members, ddof: members.std(ddof=ddof),
     "root mean square": lambda members, ddof: np.sqrt(np.square(members).mean()),
 }
 
 
 def is_other(step: AdvantageStep) -> bool:
     """Tells whether a step compares rewards in a way that no function of the library has."""
-    return (step.center, step.divisor, step.members) != ("mean", "std", "all")
+    return (step.center, step.divisor, step.members, step.floor) != ("mean", "std", "all", 0.0)
 
 
-def grouped(group_ids: np.ndarray, grouping: str) -> tuple[np.ndarray, int]:
-    """Returns the group of each row, `[B]`, and the number of groups, which is that of rows where groups are others."""
+def grouped(group_ids: np.ndarray, grouping: str, parts: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns the group of each row, `[B]`, and the number of groups, which is that of rows where groups are others.
+
+    Args:
+      grouping: a key of `GROUPINGS`.
+      parts: `[B]` micro-batch of each row.
+    """
     _, ids = np.unique(group_ids, return_inverse=True)
-    return GROUPINGS[grouping](ids), int(ids.max()) + 1 if grouping == "recorded" else len(ids)
+    return GROUPINGS[grouping](ids, parts), int(ids.max()) + 1 if grouping == "recorded" else len(ids)
 
 
 def compare_rewards(
-    step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray, *, sizes: np.ndarray, cut: np.ndarray
+    step: AdvantageStep,
+    call: Call,
+    rewards: np.ndarray,
+    ids: np.ndarray,
+    *,
+    sizes: np.ndarray,
+    cut: np.ndarray,
+    parts: np.ndarray,
 ) -> np.ndarray:
     """Compares the rewards of each group.
 
     Args:
-      step: its members, center and divisor.
+      step: its members, center, divisor and floor.
       call: of the header, with the scale, ddof and epsilon.
       rewards: `[B]`.
       ids: `[B]` group of each row.
       sizes: `[B]` number of tokens of each row.
       cut: `[B]` bool, rows that are cut at the limit.
+      parts: `[B]` micro-batch of each row.
 
     Returns:
       `[B]` advantages; a group without a member takes all its rows.
@@ -96,8 +122,10 @@ def compare_rewards(
         spread = rewards if scale == "batch_std" else members
         if step.divisor == "std of all centered":
             spread = centered
+        elif step.divisor == "std of its micro-batches":
+            spread = rewards[np.isin(parts, parts[rows])]
         if scale != "none" and len(spread) > ddof:
-            result[rows] /= DIVISORS[step.divisor](spread, ddof) + eps
+            result[rows] /= max(DIVISORS[step.divisor](spread, ddof), step.floor) + eps
     return result
 
 

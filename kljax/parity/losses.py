@@ -12,7 +12,17 @@ import kljax
 from kljax.parity.advantages import token_advantages
 from kljax.parity.calls import check_call, per_token, pull_call, remembered, run_call
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.policies import kl_cancellation, kl_gradient_at, kl_move, kl_policy, log_ratio, policy_pair
+from kljax.parity.policies import (
+    kl_at,
+    kl_cancellation,
+    kl_gradient_at,
+    kl_move,
+    kl_policy,
+    log_ratio,
+    micro_batch,
+    policy_pair,
+    row_mean,
+)
 from kljax.parity.positions import apply_rule, over_tokens, value_and_change
 from kljax.parity.recipe import Kl, MaskRule, Recipe, RecipeStep, ReductionRecipe
 from kljax.parity.replay import Prediction, Replay
@@ -45,6 +55,8 @@ def policy_loss_at(replay: Replay, policy: np.ndarray, recipe: Recipe) -> np.nda
     total = np.zeros(policy.shape)
     for factor, call in calls:
         result = np.asarray(run_call("loss", call, arrays), np.float64)
+        if _is_rewritten(step) and call.function == "ppo_clip_loss":
+            result = _rewritten(step, call, arrays, result)[0]
         total = total + factor * result.reshape(per_token(result.shape))
     return total * _correction(replay, recipe)
 
@@ -105,8 +117,14 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
         total = total + recipe.entropy.coef * token_weights(replay, recipe, recipe.reduction)
     total, bound = settings.scale * total, abs(settings.scale) * bound
     if settings.micro_batch != "all":
-        inside = _micro_batch(replay, settings.micro_batch)[:, None]
+        inside = micro_batch(replay, settings.micro_batch)[:, None]
         total, bound = np.where(inside, total, 0), np.where(inside, bound, 0)
+    if settings.part_norm is not None:
+        parts = replay.arrays["micro_batch_ids"]
+        norms = np.sqrt(np.bincount(parts, np.square(total).sum(1)))[parts][:, None]
+        factor = np.minimum(1, settings.part_norm / np.maximum(norms, 1e-30))
+        total, bound = total * factor, bound * factor
+        bound = bound + unit * (PRODUCTS + tree_height(total.size)) * np.abs(total)
     if settings.clip is not None:
         total = np.clip(total, -settings.clip, settings.clip)
     norm = float(np.linalg.norm(total))
@@ -132,10 +150,19 @@ def token_weights(
     def compute() -> np.ndarray:
         rows = _rows_that_count(replay, reduction.rows)
         mask = replay.used_mask(recipe)
+        if rejected:
+            mask = mask & (replay.input("weights", recipe)[0] != 0)
         mask = mask if rule in (None, MaskRule()) else apply_rule(mask, rule, replay.layout)
-        return _token_weights(mask & rows[:, None], reduction, replay.arrays)
+        mask = mask & rows[:, None]
+        if reduction.divisor is None:
+            return _token_weights(mask, reduction, replay.arrays)
+        counted = apply_rule(mask, reduction.divisor, replay.layout)
+        # A row without a token to count is divided by one.
+        counted |= mask & ~counted.any(1, keepdims=True) & (mask.cumsum(1) == 1)
+        return np.where(mask, _token_weights(counted, reduction, replay.arrays).max(1, keepdims=True), 0)
 
-    key = ("token_weights", recipe.mask, rule or MaskRule(), dataclasses.replace(reduction, offset=0.0))
+    rejected = recipe.correction if recipe.correction is not None and recipe.correction.rejects else None
+    key = ("token_weights", recipe.mask, rejected, rule or MaskRule(), dataclasses.replace(reduction, offset=0.0))
     weights: np.ndarray = replay.remember(key, compute)
     return weights
 
@@ -145,13 +172,6 @@ def _kl_weights(replay: Replay, recipe: Recipe) -> np.ndarray | float:
     if recipe.correction is None or recipe.kl is None or not recipe.kl.weighted:
         return 1.0
     return np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
-
-
-def _micro_batch(replay: Replay, which: str) -> np.ndarray:
-    """Returns the rows of the first or the last micro-batch, recorded or a half of the rows, `[B]` bool."""
-    rows = np.arange(replay.shape[0])
-    parts = replay.arrays.get("micro_batch_ids", 2 * rows // len(rows))
-    return np.asarray(parts == (parts.min() if which == "first" else parts.max()))
 
 
 def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -191,8 +211,13 @@ def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
     factor = np.ones(replay.shape)
     if step.max_drift is not None:
         factor = factor * (_drifted(replay, recipe) <= step.max_drift)[:, None]
-    if step.outside == "masked":
-        factor = factor * _within_clips(replay.call("loss", step), *policy_pair(replay, recipe))
+    if step.max_mismatch is not None:
+        factor = factor * (mismatches(replay, recipe) <= step.max_mismatch)[:, None]
+    if step.outside.startswith("masked"):
+        sides = None if step.outside == "masked" else token_advantages(replay, recipe)[0]
+        factor = factor * _within_clips(replay.call("loss", step), *policy_pair(replay, recipe), sides)
+    if step.trust is not None:
+        factor = factor * _trusted(replay, recipe, replay.arrays[step.trust])
     if recipe.correction is None or not step.weights:
         return factor
     weights = np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
@@ -206,6 +231,21 @@ def _drifted(replay: Replay, recipe: Recipe) -> np.ndarray:
     return np.where(negative, drifts(replay, recipe), -np.inf)
 
 
+def mismatches(replay: Replay, recipe: Recipe) -> np.ndarray:
+    """Returns the mean distance of the old policy and the sampler in each row, `[B]` in nats per token."""
+    used = replay.used_mask(recipe)
+    distance = np.abs(replay.arrays["old_log_probs"] - replay.arrays["rollout_log_probs"])
+    return np.asarray(np.where(used, distance, 0).sum(1) / np.maximum(used.sum(1), 1))
+
+
+def _trusted(replay: Replay, recipe: Recipe, center: np.ndarray) -> np.ndarray:
+    """Returns the tokens in the trust region of the header's loss around another policy, `[B, T]` bool."""
+    arguments = replay.plan.calls["loss"].arguments
+    moved = np.exp(policy_pair(replay, recipe)[0]) - np.exp(center)
+    low, high = (arguments.get(name, 0.2) for name in ("clip_low", "clip_high"))
+    return np.where(token_advantages(replay, recipe)[0] > 0, moved <= high, moved >= -low)
+
+
 def drifts(replay: Replay, recipe: Recipe) -> np.ndarray:
     """Returns how far the log-probs of each row fell from the old policy in the mean, `[B]` in nats per token."""
     (policy, old), used = policy_pair(replay, recipe), replay.used_mask(recipe)
@@ -217,7 +257,12 @@ def _pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray | floa
     (policy, old), how = policy_pair(replay, recipe), (recipe.loss or RecipeStep()).row_ratio
     if how == "mean":
         return policy, 1.0
-    lengths = replay.used_mask(recipe).sum(1, keepdims=True)
+    used = replay.used_mask(recipe)
+    lengths = used.sum(1, keepdims=True)
+    if how == "mean of ratios":
+        ratios = np.exp(policy - old)
+        means = row_mean(ratios, used)
+        return old + np.log(np.where(used, means, 1)), np.where(used, ratios / np.where(used, means, 1), 1)
     factor = lengths if how == "sum" else lengths / replay.shape[1]
     return old + factor * (policy - old), factor
 
@@ -227,6 +272,9 @@ def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
     if which == "spread" and "advantages" in replay.arrays:
         values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
         return np.asarray((values != 0).any(1))
+    if which == "positive" and "advantages" in replay.arrays:
+        values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
+        return np.asarray((values > 0).any(1))
     return np.ones(len(replay.arrays["mask"]), bool)
 
 
@@ -281,6 +329,11 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
         arrays, total = _inputs(replay, log_probs, recipe), np.zeros(log_probs.shape)
         cotangent = np.broadcast_to(inner * _correction(replay, recipe), log_probs.shape)
         for factor, call in _parts(replay, step):
+            if _is_rewritten(step) and call.function == "ppo_clip_loss":
+                result = np.asarray(run_call("loss", call, arrays), np.float64)
+                pulled = np.asarray(pull_call("loss", call, arrays, cotangent))
+                total = total + factor * _rewritten(step, call, arrays, result, pulled=pulled, cotangent=cotangent)[1]
+                continue
             total = total + factor * np.asarray(pull_call("loss", call, arrays, cotangent))
             if step.weight_gradient and call.function == "cispo_loss":
                 total = total + factor * cotangent * _of_weight(call, arrays)
@@ -299,6 +352,46 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
     return value, change + (PRODUCTS + height) * unit * np.abs(value) + _inherited(replay, recipe, value)
 
 
+def _is_rewritten(step: RecipeStep) -> bool:
+    """Tells whether PPO's loss has a form that the library's function lacks."""
+    return step.dual_both or step.outside == "clipped"
+
+
+def _rewritten(
+    step: RecipeStep,
+    call: Call,
+    arrays: Mapping[str, np.ndarray],
+    result: np.ndarray,
+    *,
+    pulled: np.ndarray | float = 0.0,
+    cotangent: np.ndarray | float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns PPO's loss per token and its derivative by the log-probs in the form of a step, where it has another.
+
+    Args:
+      result: the loss of the call.
+      pulled: its derivative.
+      cotangent: factor of the derivative.
+    """
+    advantages, mask = arrays["advantages"], arrays["mask"]
+    if step.outside == "clipped":
+        ratio = np.exp(np.where(mask, arrays["log_probs"] - arrays["old_log_probs"], 0))
+        low, high = _clips(call)
+        clipped = np.where(mask, -advantages * np.clip(ratio, 1 - low, 1 + high), 0)
+        inside = mask & (ratio >= 1 - low) & (ratio <= 1 + high)
+        return clipped, np.where(inside, cotangent * clipped, 0)
+    limit = -advantages * call.arguments.get("dual_clip", np.inf)
+    beyond = mask & (advantages > 0) & (result > limit)
+    return np.where(beyond, limit, result), np.where(beyond, 0, pulled)
+
+
+def _clips(call: Call) -> tuple[float, float]:
+    """Returns the distances of the clips of a loss from 1, below and above."""
+    signature = inspect.signature(getattr(kljax, call.function)).parameters
+    low, high = (call.arguments.get(name, signature[name].default) for name in ("clip_low", "clip_high"))
+    return low, high
+
+
 def _of_weight(call: Call, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns the part of CISPO's derivative that passes through the clipped ratio, if that is not a constant."""
     policy, old = arrays["log_probs"], arrays["old_log_probs"]
@@ -306,11 +399,12 @@ def _of_weight(call: Call, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.where(inside, -arrays["advantages"] * np.exp(policy - old) * policy, 0)
 
 
-def _within_clips(call: Call, policy: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Returns where the ratio of a token is within the clips of its loss."""
-    signature = inspect.signature(getattr(kljax, call.function)).parameters
-    low, high = (call.arguments.get(name, signature[name].default) for name in ("clip_low", "clip_high"))
+def _within_clips(call: Call, policy: np.ndarray, old: np.ndarray, advantages: np.ndarray | None = None) -> np.ndarray:
+    """Returns where the ratio of a token is within the clips of its loss, or with advantages where PPO's is."""
+    low, high = _clips(call)
     ratio = np.exp(policy - old)
+    if advantages is not None:
+        return np.asarray(~((advantages > 0) & (ratio > 1 + high)) & ~((advantages < 0) & (ratio < 1 - low)))
     return np.asarray((ratio >= 1 - low) & (ratio <= 1 + high))
 
 
@@ -319,6 +413,8 @@ def _kl_gradient(
 ) -> tuple[np.ndarray, np.ndarray]:
     kl, used = recipe.kl or Kl(), apply_rule(replay.used_mask(recipe), recipe.kl_mask, replay.layout)
     weights = token_weights(replay, recipe, reduction, recipe.kl_mask)
+    other = kl.corrected and not kl.detached and kl.ratio in ("row", "inverse")
+    kl = dataclasses.replace(kl, detached=kl.detached or other)
 
     # The estimate of a token depends on its own log-prob alone.
     def compute(log_probs: np.ndarray) -> np.ndarray:
@@ -328,7 +424,15 @@ def _kl_gradient(
     move = kl_move(replay, kl, unit)
     value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move, stacked=True))
     value, change = (np.where(weights != 0, weights * array, 0) for array in (value, change))
-    return value, change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
+    bound = change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
+    if kl.level == "row":
+        value, bound = (np.where(used, row_mean(array, used), 0) for array in (value, bound))
+    if other:
+        # The ratio of the log-prob of other tokens, or of the other sign, has a derivative of its own.
+        terms = np.where(weights != 0, weights * kl_at(replay, kl_policy(replay, kl), kl, used), 0)
+        terms = -terms if kl.ratio == "inverse" else np.where(used, row_mean(terms, used), 0)
+        value, bound = value + terms, bound + unit * tree_height(replay.shape[1]) * np.abs(terms).max()
+    return value, bound
 
 
 def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -370,6 +474,11 @@ def _weights_of_rows(
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)
     weights = weights / np.maximum(per_row, 1) ** reduction.length_power
+    if reduction.longest:
+        parts = np.unique(arrays["micro_batch_ids"][rows], return_inverse=True)[1]
+        longest = np.zeros(parts.max() + 1)
+        np.maximum.at(longest, parts, part.sum(1))
+        weights = weights * keywords.get("max_length", 1) / np.maximum(longest[parts][:, None], 1)
     result = np.zeros(mask.shape)
     result[rows] = reduction.scale * weights
     return result

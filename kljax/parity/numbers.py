@@ -11,7 +11,7 @@ import kljax
 from kljax.parity.advantages import cut_rows
 from kljax.parity.calls import scalar_parameters
 from kljax.parity.causes import Cause
-from kljax.parity.losses import drifts
+from kljax.parity.losses import drifts, mismatches
 from kljax.parity.policies import declared_log_ratio_clip
 from kljax.parity.positions import over_tokens
 from kljax.parity.recipe import Kl, Recipe
@@ -52,6 +52,7 @@ class UnknownNumber:
       argument: whether it is an argument of the call.
       settings: further settings of the stage that go with it.
       shared: stages that have the number, too.
+      alone: whether it is too rare to be looked for together with other causes of a field.
     """
 
     stage: str
@@ -61,6 +62,7 @@ class UnknownNumber:
     argument: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     shared: tuple[str, ...] = ()
+    alone: bool = False
 
     def cause(self, recipe: Recipe, value: float, note: str = "") -> Cause:
         """Returns the cause that the number has a value.
@@ -142,6 +144,10 @@ def _of_ratio(replay: Replay) -> Iterator[UnknownNumber]:
 def _of_correction(replay: Replay) -> Iterator[UnknownNumber]:
     if replay.plan.recipe.correction is not None:
         yield from _of_call("correction", replay.plan.calls["correction"])
+        inputs, mask = replay.inputs("correction"), replay.arrays["mask"]
+        if {"log_probs", "sampling_log_probs"} <= set(inputs):
+            ratios = np.where(mask, np.exp(inputs["log_probs"] - inputs["sampling_log_probs"]), np.inf).min(1)
+            yield UnknownNumber("correction", "veto", 0.0, (0.0, *_between(ratios[mask.any(1)])), alone=True)
         yield UnknownNumber("correction", "scale", 1.0)
 
 
@@ -183,6 +189,11 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
     yield UnknownNumber("advantage", "reward_scale", 1.0, MULTIPLES)
     largest = float(np.abs(replay.arrays["rewards"]).max()) if "rewards" in replay.arrays else 0.0
     if largest:
+        shares = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0)
+        yield UnknownNumber("advantage", "floor", 0.0, tuple(largest * x for x in shares), alone=True)
+        yield UnknownNumber("advantage", "length_penalty", 0.0, _around(largest), alone=True)
+        longest = float(replay.layout.sizes.max(initial=1))
+        yield UnknownNumber("advantage", "buffer", None, tuple(longest * x for x in shares), alone=True)
         yield UnknownNumber(
             "advantage", "reward_clip", None, tuple(largest * x for x in (0.01, 0.1, 0.3, 0.5, 0.8, 1.0))
         )
@@ -207,9 +218,9 @@ def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
         call = replay.plan.calls["loss"]
         yield from _of_call("loss", call)
         if recipe.ratio.old in replay.arrays:
-            falls = np.unique(drifts(replay, recipe))
-            between = (falls[0] - 1, *((falls[1:] + falls[:-1]) / 2))
-            yield UnknownNumber("loss", "max_drift", None, tuple(float(x) for x in between))
+            yield UnknownNumber("loss", "max_drift", None, _between(drifts(replay, recipe)))
+        if {"old_log_probs", "rollout_log_probs"} <= set(replay.arrays):
+            yield UnknownNumber("loss", "max_mismatch", None, _between(mismatches(replay, recipe)), alone=True)
         if call.plus:
             yield UnknownNumber("loss", "added", 1.0)
         # Of the loss alone, the factor is that of the reduction.
@@ -239,6 +250,15 @@ def _of_reduction(replay: Replay) -> Iterator[UnknownNumber]:
         largest = float(np.abs(replay.arrays["grad_log_probs"]).max())
         yield UnknownNumber("gradient", "clip", None, tuple(largest * x for x in (0.5, 0.9, 0.999, 1.001, 1.1)))
         yield UnknownNumber("gradient", "norm", None, tuple(norm * factor for factor in (0.5, 0.9, 1.1, 2.0)))
+        if "micro_batch_ids" in replay.arrays:
+            shares = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
+            yield UnknownNumber("gradient", "part_norm", None, tuple(norm * factor for factor in shares), alone=True)
+
+
+def _between(values: np.ndarray) -> tuple[float, ...]:
+    """Returns numbers below, between and above some numbers, so that each leaves out others."""
+    ordered = np.unique(values)
+    return (float(ordered[0] - 1), *(float(x) for x in (ordered[1:] + ordered[:-1]) / 2)) if ordered.size else (0.0,)
 
 
 def _range_of(values: np.ndarray) -> tuple[float, ...]:

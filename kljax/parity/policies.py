@@ -65,7 +65,7 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
         moved = settings.moved or settings.rows != "same"
         scored = scoring.score(replay.dump, side, settings, np.ones_like(keep) if moved else keep, unit)
         # What leaves a row at its end is lost.
-        order = ROW_ORDERS[settings.rows](replay.layout.lengths)
+        order = ROW_ORDERS[settings.rows](replay.layout)
         value, bound, at = (shift_rows(array, settings.moved)[order] for array in scored)
         return Prediction(settings.scale * value, abs(settings.scale) * bound, keep & at)
     other = settings.source or ("log_probs" if side else "ref_log_probs")
@@ -85,16 +85,27 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
       `[B, T]` log-probs of the policy and of the old policy, in nats.
     """
     policy, settings = replay.arrays["log_probs"], recipe.ratio
-    old = shift_rows(replay.old_log_probs(recipe), settings.shift)
+    old = shift_rows(replay.old_log_probs(recipe), settings.shift)[ROW_ORDERS[settings.rows](replay.layout)]
+    if settings.own != "none":
+        old = np.where(micro_batch(replay, settings.own)[:, None], policy, old)
     if settings.recorded:
         return old + np.log(np.where(replay.arrays["ratio"] > 0, replay.arrays["ratio"], 1)), old
     if settings.swapped:
         policy = 2 * old - policy
     if settings.factor != 1:
         policy = old + settings.factor * (policy - old)
+    if settings.dtype is not None:
+        policy = old + round_to(policy - old, settings.dtype)
     if settings.log_ratio_clip is not None:
         policy = old + np.clip(policy - old, -settings.log_ratio_clip, settings.log_ratio_clip)
     return policy, old
+
+
+def micro_batch(replay: Replay, which: str) -> np.ndarray:
+    """Returns the rows of the first or the last micro-batch, recorded or a half of the rows, `[B]` bool."""
+    rows = np.arange(replay.shape[0])
+    parts = replay.arrays.get("micro_batch_ids", 2 * rows // len(rows))
+    return np.asarray(parts == (parts.min() if which == "first" else parts.max()))
 
 
 def log_ratio(replay: Replay, recipe: Recipe) -> np.ndarray:
@@ -147,9 +158,11 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
         numerator = replay.arrays[step.policy]
     if "advantages" in inputs:
         inputs["advantages"] = over_tokens(inputs["advantages"], replay.shape)
-    denominator = shift_rows(denominator, step.shift)
+    denominator = shift_rows(denominator, step.shift)[ROW_ORDERS[step.rows](replay.layout)]
     if step.swapped:
         numerator, denominator = denominator, numerator
+    plain = np.where(used, numerator - denominator, 0)
+    numerator = denominator + _changed_log_ratio(step, plain, used)
     unit = replay.unit("weights", recipe)
     move = unit * (np.abs(numerator - denominator) * (1 + tree_height(replay.shape[1])) + EXP)
 
@@ -161,13 +174,31 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
     factor = step.scale / _mean_weight(value, used, step.normalized)
     value, change = factor * value, np.abs(factor) * change
+    if step.veto:
+        kept = np.where(used, np.exp(plain), np.inf).min(1, keepdims=True) >= step.veto
+        value, change = value * kept, change * kept
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 
+def _changed_log_ratio(step: RecipeStep, difference: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Returns the log-ratio that the weights of a correction are made of, `[B, T]`."""
+    if step.dtype is not None:
+        difference = round_to(difference, step.dtype)
+    if step.prefix:
+        difference = np.cumsum(np.where(used, difference, 0), 1)
+    if step.normalized == "free" and used.any():
+        difference = difference - np.log(np.exp(difference[used]).mean())
+    return difference
+
+
 def _mean_weight(weights: np.ndarray, used: np.ndarray, over: str) -> np.ndarray:
-    """Returns the mean of weights that divides them, of the batch or of each row; 1 if there is none."""
-    if over == "none":
+    """Returns the mean of weights that divides them, of the batch, of each row or of rows; 1 if there is none."""
+    if over in ("none", "free"):
         return np.ones(1)
+    if over == "rows":
+        means = np.where(used, weights, 0).sum(1) / np.maximum(used.sum(1), 1)
+        mean = means[used.any(1)].mean() if used.any() else 1.0
+        return np.asarray(mean if mean else 1.0)
     axis = None if over == "batch" else 1
     total, count = (np.sum(np.where(used, array, 0), axis, keepdims=True) for array in (weights, np.ones(used.shape)))
     return np.asarray(np.where(total == 0, 1, total / np.maximum(count, 1)))
@@ -201,8 +232,10 @@ def kl_gradient_at(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray)
 
 def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the estimates and their derivatives, in the shape of `policy`."""
-    sampling = replay.old_log_probs(replay.plan.recipe) if kl.corrected else None
+    sampling = _sampling(replay, kl, used) if kl.corrected else None
     reference = shift_rows(replay.arrays[kl.reference], kl.shift)
+    if kl.level == "row":
+        policy, reference = (row_mean(array, used) for array in (policy, reference))
     if kl.dtype is not None:
         # The rounding has the gradient of its argument, and the importance ratio is not rounded.
         rounded = reference + round_to(policy - reference, kl.dtype)
@@ -248,6 +281,22 @@ def _kl_program(replay: Replay, policy: np.ndarray, kl: Kl, used: np.ndarray) ->
     program = remembered(f"kl {settings!r} {kl.swapped} {kl.detached} {inner}", compute)
     value, derivative = program(policy, *arrays, {**clips, "floor": kl.floor, "offset": kl.offset})
     return kl.scale * np.asarray(value), kl.scale * np.asarray(derivative)
+
+
+def row_mean(values: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Returns the mean of each row over its tokens, repeated for all, `[..., B, T]`."""
+    mean = np.where(used, values, 0).sum(-1, keepdims=True) / np.maximum(used.sum(1, keepdims=True), 1)
+    return np.broadcast_to(mean, values.shape)
+
+
+def _sampling(replay: Replay, kl: Kl, used: np.ndarray) -> np.ndarray:
+    """Returns the log-probs that the KL's importance ratio is taken to, `[B, T]`."""
+    policy, old = replay.arrays["log_probs"], replay.old_log_probs(replay.plan.recipe)
+    if kl.ratio == "sampler":
+        return replay.arrays["rollout_log_probs"]
+    if kl.ratio == "token":
+        return old
+    return policy - (old - policy if kl.ratio == "inverse" else row_mean(policy - old, used))
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:

@@ -17,22 +17,36 @@ class RowLayout:
       lengths: `[B]` position after the last token.
       complete: `[B]` bool, rows that end with an end-of-sequence token; the others are cut at the limit.
       ends_known: whether the end-of-sequence token is known; else the longest completions are taken as cut.
+      sizes: `[B]` tokens of each completion.
+      groups: `[B]` prompt of each row.
+      blank: `[B, T]` bool, tokens within rows that the mask or the gradient leaves out.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
     complete: np.ndarray
     ends_known: bool
+    sizes: np.ndarray
+    groups: np.ndarray
+    blank: np.ndarray
 
 
-# Where the numbers of a row may come from: the source of each row, by the lengths of all.
-ROW_ORDERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "same": lambda lengths: np.arange(len(lengths)),
-    "above": lambda lengths: np.roll(np.arange(len(lengths)), 1),
-    "below": lambda lengths: np.roll(np.arange(len(lengths)), -1),
-    "reversed": lambda lengths: np.arange(len(lengths))[::-1],
-    "by length": lambda lengths: np.argsort(lengths, kind="stable"),
-    "longest first": lambda lengths: np.argsort(-lengths, kind="stable"),
+def _interleaved(layout: RowLayout) -> np.ndarray:
+    """Returns the first row of every group, then the second of every group, and so on."""
+    earlier = (layout.groups[:, None] == layout.groups[None, :]) & np.tri(len(layout.groups), k=-1, dtype=bool)
+    return np.lexsort((layout.groups, earlier.sum(1)))
+
+
+# Where the numbers of a row may come from: the source of each row.
+ROW_ORDERS: dict[str, Callable[[RowLayout], np.ndarray]] = {
+    "same": lambda layout: np.arange(len(layout.lengths)),
+    "above": lambda layout: np.roll(np.arange(len(layout.lengths)), 1),
+    "below": lambda layout: np.roll(np.arange(len(layout.lengths)), -1),
+    "reversed": lambda layout: np.arange(len(layout.lengths))[::-1],
+    "by length": lambda layout: np.argsort(layout.lengths, kind="stable"),
+    "longest first": lambda layout: np.argsort(-layout.lengths, kind="stable"),
+    "interleaved": _interleaved,
+    "gathered": lambda layout: np.argsort(_interleaved(layout)),
 }
 
 
@@ -61,8 +75,9 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     prompts = arrays.get("prompt_lengths", np.where(some, mask.argmax(1), 0))
     tokens, sizes = arrays.get("tokens"), lengths - prompts
     below = sizes < sizes.max(initial=0)
+    groups, blank = arrays.get("group_ids", rows), _blank(mask, prompts, lengths, arrays)
     if tokens is None:
-        return RowLayout(np.zeros(len(mask), int), lengths, below, False)
+        return RowLayout(np.zeros(len(mask), int), lengths, below, False, sizes, groups, blank)
     behind = tokens[positions >= lengths[:, None]]
     if pad_id is None and behind.size and (behind == behind[0]).all():
         pad_id = int(behind[0])
@@ -71,7 +86,22 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     if eos_id is None and below.sum() > 1 and len(set(last[below].tolist())) == 1:
         eos_id = int(last[below][0])
     known = eos_id is not None
-    return RowLayout(np.minimum(starts, prompts), lengths, last == eos_id if known else below, known)
+    complete = last == eos_id if known else below
+    return RowLayout(np.minimum(starts, prompts), lengths, complete, known, sizes, groups, blank)
+
+
+def _blank(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Finds the tokens of completions that the mask leaves out, or else those of the mask without a gradient.
+
+    Only where they lie within a row, between tokens that are trained, does a rule of their own say something.
+    """
+    position, gradient = np.arange(mask.shape[1]), arrays.get("grad_log_probs")
+    inside = (position >= prompts[:, None]) & (position < lengths[:, None])
+    trained = mask if gradient is None or (inside & ~mask).any() else mask & (gradient != 0)
+    blank = (inside | mask) & ~trained
+    before, after = np.maximum.accumulate(trained, 1), np.maximum.accumulate(trained[:, ::-1], 1)[:, ::-1]
+    none: np.ndarray = np.zeros_like(mask)
+    return np.asarray(blank) if (blank & before & after).any() else none
 
 
 def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarray:
@@ -85,7 +115,7 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     """
     position, start = np.arange(mask.shape[1]), layout.starts[:, None]
     some = mask.any(1, keepdims=True)
-    first = np.where(some, mask.argmax(1)[:, None], 0)
+    first = np.where(some, mask.argmax(1)[:, None], layout.lengths[:, None])
     last = np.where(some, last_positions(mask)[:, None], -1)
     result = mask.copy()
     if rule.prompt != "none":
@@ -97,12 +127,18 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     if rule.extra:
         end = layout.lengths[:, None]
         result |= (position >= end) & (position < end + rule.extra) & (position > 0)
+    if rule.before:
+        result |= (position < first) & (position >= first - rule.before) & (position > 0)
     if rule.last != "all":
         result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
     if not rule.first:
         result &= position != first
     if rule.size is not None:
         result &= position < first + rule.size
+    if rule.tail is not None:
+        result &= position > last - rule.tail
+    if not rule.inside:
+        result &= ~layout.blank
     if not rule.final:
         result[-1] = False
     if not rule.cut:

@@ -6,7 +6,7 @@ import numpy as np
 
 from kljax.parity.causes import Cause, make, rare
 from kljax.parity.choices.policies import ROWS
-from kljax.parity.comparisons import CENTERS, DIVISORS, GROUPINGS, MEMBERS, grouped
+from kljax.parity.comparisons import CENTERS, DIVISORS, GROUPINGS, MEMBERS, REWARDS, grouped
 from kljax.parity.replay import Replay
 from kljax.systems import Call
 from kljax.systems._call import parameters, steps
@@ -15,6 +15,7 @@ GROUPS = {
     "interleaved": ("groups interleaved", "row i belongs to prompt i modulo the number of prompts"),
     "moved": ("groups moved by one", "the groups are those of the row above"),
     "batch": ("one group", "the whole batch is one group"),
+    "cut": ("groups cut by micro-batches", "the rows of a prompt in different micro-batches are groups of their own"),
 }
 CENTERED = {"none": "not centered", "by length": "centered on the mean weighted by length"}
 WHITENINGS = {
@@ -23,7 +24,12 @@ WHITENINGS = {
     "mean added back": "adds the mean again after the division",
     "padded": "has its mean over padding, too",
 }
-REWARD_AT = {"first": "the first token", "last column": "the last column", "every": "every token"}
+REWARD_AT = {
+    "before last": "the token before the last",
+    "first": "the first token",
+    "last column": "the last column",
+    "every": "every token",
+}
 
 
 def advantage_causes(replay: Replay) -> Iterator[Cause]:
@@ -50,8 +56,18 @@ def advantage_causes(replay: Replay) -> Iterator[Cause]:
     yield make("advantage", "sign flipped", "advantages have the other sign", scale=-1.0)
     yield from _group_causes(replay)
     for order, (name, text) in ROWS.items():
-        yield make("advantage", name, f"advantages are those of {text}", rows=order)
+        kind = rare if order in ("interleaved", "gathered") else make
+        yield kind("advantage", name, f"advantages are those of {text}", rows=order)
+    yield from _reward_causes()
     yield from _comparison_causes(call, names)
+    if replay.arrays.get("advantages", np.zeros(1)).ndim > 1:
+        yield rare("advantage", "at the last token", "the last token of a row alone has its advantage", place="last")
+    if call.function == "grpo_advantages":
+        arguments = {name: call.arguments[name] for name in ("scale", "ddof", "eps") if name in call.arguments}
+        text = "the best row of a group has its lead over the second, and the others have 0"
+        changes = (("function", "pass_at_k_advantages"), *arguments.items())
+        if arguments.get("scale", "std") in ("std", "none"):
+            yield rare("advantage", "pass_at_k_advantages", text, arguments=changes)
     yield make("advantage", "sign alone", "only the sign of the advantages is left", sign=True)
     text = "advantages are spread over the tokens: divided by the length of their row"
     yield make("advantage", "divided by the length", text, per_length=True)
@@ -60,21 +76,32 @@ def advantage_causes(replay: Replay) -> Iterator[Cause]:
     yield from _whitening_causes(call)
 
 
+def _reward_causes() -> Iterator[Cause]:
+    """Yields other rewards: of other rows, or other functions of the recorded ones."""
+    for order, (name, text) in ROWS.items():
+        yield rare("advantage", f"rewards: {name}", f"rewards are those of {text}", reward_rows=order)
+    for transform in REWARDS:
+        text = f"rewards are {transform} before they are compared"
+        yield rare("advantage", f"rewards {transform}", text, rewards=transform)
+
+
 def _group_causes(replay: Replay) -> Iterator[Cause]:
     """Yields other groups of rows; of several names for the same groups, the first."""
     recorded = replay.arrays.get("group_ids", np.arange(replay.shape[0]))
+    parts = replay.arrays.get("micro_batch_ids", np.zeros(len(recorded), int))
     seen = set()
     for groups in ("recorded", *GROUPS, *(name for name in GROUPINGS if " in " in name)):
-        ids = np.unique(grouped(recorded, groups)[0], return_inverse=True)[1].tobytes()
+        ids = np.unique(grouped(recorded, groups, parts)[0], return_inverse=True)[1].tobytes()
         if ids in seen:
             continue
         seen.add(ids)
         if groups in GROUPS:
             name, text = GROUPS[groups]
-            yield make("advantage", name, text, groups=groups)
+            kind = rare if groups == "cut" else make
+            yield kind("advantage", name, text, groups=groups)
         elif groups != "recorded":
-            kind, size = groups.split(" in ")
-            yield rare("advantage", groups, f"{size} {kind} that follow each other are one group", groups=groups)
+            unit, size = groups.split(" in ")
+            yield rare("advantage", groups, f"{size} {unit} that follow each other are one group", groups=groups)
 
 
 def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
@@ -82,14 +109,16 @@ def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
     if call.function in ("grpo_advantages", "rloo_advantages", "reinforce_plus_plus_baseline_advantages"):
         for center in CENTERS:
             title = CENTERED.get(center, f"centered on the {center}")
-            yield make("advantage", title, f"rewards are {title}", center=center)
+            kind = rare if center == "log mean exp" else make
+            yield kind("advantage", title, f"rewards are {title}", center=center)
         for members in MEMBERS:
             text = f"rows that are {members} alone make the statistics of a group"
             yield make("advantage", f"members {members}", text, members=members)
     if call.arguments.get("scale") == "std":
         for divisor in DIVISORS:
             text = f"centered rewards are divided by the group's {divisor}"
-            yield make("advantage", f"scale {divisor}", text, divisor=divisor)
+            kind = rare if divisor == "std of its micro-batches" else make
+            yield kind("advantage", f"scale {divisor}", text, divisor=divisor)
     if "masked_tokens" in names:
         for rule in ("skip", "zero", "none", "reset"):
             arguments = (("masked_tokens", rule),)
@@ -97,11 +126,14 @@ def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
             yield make("advantage", f"masked tokens {rule}", text, arguments=arguments)
     if call.function in ("gae", "reinforce_plus_plus_returns"):
         for position, title in REWARD_AT.items():
-            yield make("advantage", f"reward at {title}", f"the reward of a row stands at {title}", reward_at=position)
+            kind = rare if position == "before last" else make
+            yield kind("advantage", f"reward at {title}", f"the reward of a row stands at {title}", reward_at=position)
     if call.function == "gae":
         for shift, where in ((1, "right"), (-1, "left")):
             text = f"the values of GAE are off by one: moved to the {where}"
             yield make("advantage", f"values off by one ({where})", text, values_shift=shift)
+        text = "the value of the last token follows a row that is cut at the limit"
+        yield rare("advantage", "rows bootstrapped", text, bootstrap=True)
         yield make("advantage", "returns", "the returns stand in place of the advantages", returns=True)
 
 
@@ -111,6 +143,11 @@ def _whitening_causes(call: Call) -> Iterator[Cause]:
         yield make("advantage", "not whitened", "advantages are not whitened", skip="masked_whiten")
         for parts, text in WHITENINGS.items():
             yield make("advantage", f"whitening: {parts}", f"the whitening {text}", whitening=parts)
+        for over in ("micro-batches", "groups"):
+            text = f"the whitening is that of each of the {over}"
+            yield rare("advantage", f"whitened over {over}", text, whiten_over=over)
+    if "reinforce_plus_plus_returns" in (call.function, *(step.function for step in call.then)):
+        yield rare("advantage", "returns forward", "returns are summed from the first token on", forward=True)
     for whiten, title in (("tokens", "over the tokens"), ("rows", "over the rows")):
         for ddof in (1, 0):
             for eps in (1e-8, 1e-6, 1e-5, 1e-4):
@@ -118,4 +155,6 @@ def _whitening_causes(call: Call) -> Iterator[Cause]:
                 text = f"advantages are whitened again, {title}{extra}"
                 settings = {"whiten": whiten, "whiten_ddof": ddof, "whiten_eps": eps}
                 yield Cause("advantage", f"whitened again {title}", text, tuple(settings.items()), alone=bool(extra))
+    text = "advantages are divided by the mean of their sizes over the tokens"
+    yield rare("advantage", "divided by the mean absolute", text, whiten="mean absolute")
     yield make("advantage", "centered again", "advantages are centered over the tokens again", whiten="centered")

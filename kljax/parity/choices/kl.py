@@ -25,6 +25,12 @@ GRADIENTS = {
     "none": "the KL has no gradient",
 }
 
+RATIOS = {
+    "row": "that is the geometric mean of its row",
+    "sampler": "to the sampler",
+    "inverse": "of the old policy over the policy",
+}
+
 
 def kl_causes(replay: Replay) -> Iterator[Cause]:
     """Yields other KL terms."""
@@ -48,6 +54,10 @@ def kl_causes(replay: Replay) -> Iterator[Cause]:
     flag = "importance ratio left out" if kl.corrected else "importance ratio multiplied"
     if replay.plan.recipe.ratio.old in replay.arrays:
         yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
+        for ratio, text in RATIOS.items():
+            if ratio != "sampler" or "rollout_log_probs" in replay.arrays:
+                name = f"importance ratio {'of the row' if ratio == 'row' else ratio}"
+                yield rare("kl", name, f"the KL has an importance ratio {text}", corrected=True, ratio=ratio)
         yield from _ratio_after_clip(replay, kl)
     samplers = [name for name in ("old_log_probs", "rollout_log_probs") if name in replay.arrays]
     for policy in ("log_probs", *samplers):
@@ -81,13 +91,24 @@ def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     if replay.plan.recipe.correction is not None and kl.place == "loss":
         text = "the correction's weights multiply the KL term"
         yield make("kl", "weighted as the policy loss", text, weighted=True)
+    yield rare("kl", "of the row", "the KL of a token is that of the mean log-probs of its row", level="row")
     if kl.place == "advantage":
+        text = "the KL in the advantage has the mean of its row taken off, not that of the batch"
+        yield rare("kl", "centered over the row", text, mean="row")
+        text = "the mean KL has no epsilon in its divisor"
+        yield rare("kl", "mean without epsilon", text, mean_eps=0.0)
         text = "the KL in the advantage does not have its mean over the batch taken off"
         yield make("kl", "not centered", text, centered=False)
     if kl.place == "reward":
         yield make("kl", "summed over padding", "the KL in the reward is summed over padding, too", padded=True)
         text = "the KL of a row is taken off the reward of its last token"
         yield make("kl", "at the last token", text, at_end=True)
+        yield rare(
+            "kl", "mean over the row", "the KL in the reward is divided by the length of its row", per_length=True
+        )
+        for moved, where in ((1, "right"), (-1, "left")):
+            text = f"the KL in the reward is off by one: moved to the {where}"
+            yield rare("kl", f"in the reward off by one ({where})", text, moved=moved)
         if "advantage" in replay.plan.calls and "subtract_kl" in repr(replay.plan.calls["advantage"]):
             text = "the KL is taken off the reward before the rewards of a group are compared"
             yield make("kl", "taken off before the comparison", text, early=True)

@@ -7,9 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 
 import kljax
-from kljax.parity.causes import Cause, make
+from kljax.parity.causes import Cause, make, rare
 from kljax.parity.losses import BY_ROW
 from kljax.parity.replay import Replay
+from kljax.systems import Call
 
 # Losses with two clips, by function.
 FAMILY = {
@@ -17,6 +18,13 @@ FAMILY = {
     "gspo_loss": "GSPO's, with a ratio per sequence",
     "cispo_loss": "CISPO's, whose clipped ratio is a constant",
 }
+
+# Losses of the same arrays that have other numbers.
+OTHERS: tuple[tuple[str, str, dict[str, float]], ...] = (
+    ("gmpo_loss", "GMPO's, with a geometric mean of clipped ratios", {}),
+    ("vespo_loss", "VESPO's, with its own numbers", {}),
+    *(("kl_cov_loss", "KL-Cov's", {"fraction": fraction}) for fraction in (2e-4, 2e-3, 2e-2, 0.2)),
+)
 
 
 def loss_causes(replay: Replay) -> Iterator[Cause]:
@@ -47,10 +55,26 @@ def loss_causes(replay: Replay) -> Iterator[Cause]:
     text = "token t has the advantage of row t"
     if replay.shape[0] == replay.shape[1] and replay.arrays.get("advantages", np.zeros((1, 1))).ndim == 1:
         yield make("loss", "advantages along the tokens", text, columns=True)
+    yield from _form_causes(replay, call, value)
+
+
+def _form_causes(replay: Replay, call: Call, value: dict[str, Any]) -> Iterator[Cause]:
+    """Yields other forms of the loss of the header, by the values of its arguments."""
     if call.function in BY_ROW:
         yield make("loss", "ratio summed over the row", "the ratio is that of the whole row", row_ratio="sum")
         text = "the log-ratios of a row are divided by the padded length"
         yield make("loss", "ratio over the padded length", text, row_ratio="padded mean")
+        text = "the ratio of a row is the arithmetic mean of its ratios"
+        yield rare("loss", "mean of ratios", text, row_ratio="mean of ratios")
+    if call.function == "ppo_clip_loss" and value["dual_clip"] is not None:
+        yield rare("loss", "dual clip of both signs", "the dual clip bounds positive advantages, too", dual_both=True)
+    if call.function == "dppo_loss":
+        wide = (("clip_low", 2.0), ("clip_high", 2.0), ("divergence", "tv"))
+        for trust in ("old_log_probs", "rollout_log_probs", "ref_log_probs"):
+            if trust in replay.arrays and trust != replay.array_name("loss", "old_log_probs"):
+                yield rare(
+                    "loss", f"region around {trust}", f"the trust region is around {trust}", arguments=wide, trust=trust
+                )
     if call.function == "cispo_loss":
         yield make("loss", "weight has a gradient", "the clipped ratio is differentiated, too", weight_gradient=True)
 
@@ -72,6 +96,17 @@ def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
     text = "the policy loss is not clipped, from below or above"
     yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
     yield make("loss", "outside masked", "tokens whose ratio is beyond a clip are left out", outside="masked")
+    text = "tokens whose ratio is beyond PPO's clip are left out"
+    yield rare("loss", "outside of PPO's clip masked", text, outside="masked side")
+    if function == "ppo_clip_loss":
+        text = "the clipped surrogate alone is taken, not the larger of both"
+        yield rare("loss", "clipped alone", text, outside="clipped")
+    if function in FAMILY:
+        for other, title, arguments in OTHERS:
+            clips = {"clip_low": low, "clip_high": high} if other == "gmpo_loss" else arguments
+            changed = (("function", other), *clips.items())
+            shown = "".join(f", {name} {number:g}" for name, number in arguments.items())
+            yield rare("loss", f"{other}{shown}", f"the policy loss is {title}{shown}", arguments=changed)
     text = "the policy loss is -A log pi, without a ratio"
     yield make("loss", "reinforce_loss", text, arguments=(("function", "reinforce_loss"),))
     if function == "ppo_clip_loss":

@@ -26,6 +26,8 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         ("last row left out", "leaves out the last row", {"final": False}),
         ("padding on the left", "has padding on the left in it", {"left": True}),
         ("one token more", "has the token behind each row in it", {"extra": 1}),
+        ("one token before", "has the token before each completion in it", {"before": 1}),
+        ("tokens within rows left out", "leaves out tokens within rows", {"inside": False}),
     ]
     if replay.layout.ends_known:
         text = "leaves out the end-of-sequence token of each row"
@@ -44,6 +46,7 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
     # Less is a fault of the loss alone: in a record, most rows would show another length.
     for length in (size,) if stage == "mask_rule" else range(size, 0, -1):
         options.append((f"first {length} tokens", f"has at most {length} tokens of a row in it", {"size": length}))
+        options.append((f"last {length} tokens", f"has the last {length} tokens of a row in it", {"tail": length}))
     if stage == "mask_rule" and {"prompt_lengths", "lengths"} <= set(replay.arrays):
         position = np.arange(replay.shape[1])
         base = (position >= replay.arrays["prompt_lengths"][:, None]) & (position < replay.arrays["lengths"][:, None])
@@ -52,7 +55,9 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         mask = apply_rule(base, MaskRule(**settings), replay.layout).tobytes()
         if mask not in masks:
             masks.add(mask)
-            kind = rare if settings.get("size", size) != size else make
+            kind = (
+                rare if {"size", "tail", "before", "inside"} & set(settings) and settings.get("size") != size else make
+            )
             yield kind(stage, name, f"the {title} {text}", **settings)
 
 

@@ -16,6 +16,8 @@ ROWS = {
     "reversed": ("rows reversed", "the rows in reverse"),
     "by length": ("rows by length", "the rows sorted by length"),
     "longest first": ("rows by length, longest first", "the rows sorted by length, the longest first"),
+    "interleaved": ("rows interleaved", "the first row of each prompt, then the second of each"),
+    "gathered": ("rows of interleaved prompts", "the rows of prompts that are thought to be interleaved"),
 }
 
 
@@ -78,7 +80,8 @@ def _row_causes(replay: Replay, stage: str, side: str) -> Iterator[Cause]:
     for name, by in moves:
         yield make(stage, name, f"{title} are moved by one position: {name}", moved=by)
     for order, (name, text) in ROWS.items():
-        yield make(stage, name, f"{title} are those of {text}", rows=order)
+        kind = rare if order in ("interleaved", "gathered") else make
+        yield kind(stage, name, f"{title} are those of {text}", rows=order)
     for source in ("old_log_probs", "rollout_log_probs"):
         if side and source in replay.arrays:
             yield make(stage, f"of {source}", f"{title} are {source}", source=source)
@@ -96,6 +99,14 @@ def ratio_causes(replay: Replay) -> Iterator[Cause]:
     for old in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "log_probs"):
         if old in replay.arrays and not (old == "log_probs" and "old_log_probs" not in replay.arrays):
             yield make("ratio", f"{old} as the old policy", f"{old} are the denominator of the ratio", old=old)
+    if replay.plan.recipe.ratio.old in replay.arrays:
+        for order, (name, text) in ROWS.items():
+            yield rare("ratio", f"old {name}", f"the denominator of the ratio is that of {text}", rows=order)
+        for which in ("first", "last"):
+            text = f"the {which} micro-batch has its own policy as the denominator of the ratio"
+            yield rare("ratio", f"{which} micro-batch on its own policy", text, own=which)
+    for dtype in ("bfloat16", "float16"):
+        yield rare("ratio", f"log-ratio in {dtype}", f"the log-ratio is rounded to {dtype}", dtype=dtype)
 
 
 def correction_causes(replay: Replay) -> Iterator[Cause]:
@@ -124,5 +135,25 @@ def correction_causes(replay: Replay) -> Iterator[Cause]:
         if policy in replay.arrays and policy != replay.array_name("correction", "log_probs"):
             yield make("correction", f"of {policy}", f"the correction's ratio is {policy} / sampler", policy=policy)
     yield make("correction", "weights squared", "the correction's weights are squared", weights=2)
+    yield from _rare_correction_causes("mode" in signature)
     yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
     yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)
+
+
+def _rare_correction_causes(masks: bool) -> Iterator[Cause]:
+    """Yields weights of other rows and parts, and tokens that are rejected if the function has a mask."""
+    for order, (name, text) in ROWS.items():
+        yield rare("correction", f"sampler {name}", f"the sampler of the correction is that of {text}", rows=order)
+    for dtype in ("bfloat16", "float16"):
+        text = f"the correction's log-ratio is rounded to {dtype}"
+        yield rare("correction", f"log-ratio in {dtype}", text, dtype=dtype)
+    text = "a weight of the correction is the product of those up to its token"
+    yield rare("correction", "level prefix", text, prefix=True)
+    text = "the correction's weights are divided by the mean of the means of rows"
+    yield rare("correction", "divided by the mean of rows", text, normalized="rows")
+    text = "the correction's weights are divided by their mean before their bounds"
+    yield rare("correction", "divided by their mean before the bounds", text, normalized="free")
+    if masks:
+        text = "tokens whose weight is out of its bounds are in no sum and no divisor of the loss"
+        mask = (("mode", "mask"),)
+        yield rare("correction", "tokens rejected", text, arguments=mask, rejects=True)

@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 
 from kljax.parity.causes import Cause
-from kljax.parity.recipe import ReductionRecipe
+from kljax.parity.choices.masks import mask_causes
+from kljax.parity.recipe import MaskRule, ReductionRecipe
 from kljax.parity.replay import Replay
+
+# Reductions that are not tried together with other choices.
+ALONE = ("rows without a positive advantage dropped", "Dr. GRPO over the longest row of a micro-batch")
 
 
 def reduction_causes(replay: Replay) -> Iterator[Cause]:
@@ -18,15 +22,20 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
     for eps in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
         options.append((f"eps {eps:g}", f"adds {eps:g} to the number of tokens", _eps(base, eps)))
     options.append(("no eps", "adds no epsilon to the number of tokens", {"eps_batch": 0.0, "eps_row": 0.0}))
+    for cause in mask_causes(replay, "mask", "divisor"):
+        rule = MaskRule(**dict(cause.settings))
+        if rule.tail is None and rule.size is None and rule.inside:
+            options.append((f"divisor: {cause.name}", f"has a divisor that {cause.text[12:]}", {"divisor": rule}))
     shared = recipe.kl_reduction == base
     for name, text, settings in options:
         also = (("kl_reduction", tuple(settings.items())),) if shared else ()
         title = "the reduction" if shared or recipe.kl_reduction is None else "the reduction of the policy loss"
-        yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also)
+        alone = name.startswith("divisor") or name in ALONE
+        yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also, alone=alone)
     if recipe.kl_reduction is None:
         return
     for name, text, settings in options:
-        if "eps" in name:
+        if "eps" in name or name.startswith("divisor") or name in ALONE:
             continue
         if shared:
             title = "the reduction of the policy loss alone"
@@ -68,6 +77,11 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
     if base.mode not in ("token_sum", "seq_mean_token_sum_norm"):
         text = "not counting rows of groups with equal rewards"
         yield "rows of equal groups dropped", text, {"rows": "spread"}
+    text = "not counting rows without a positive advantage"
+    yield "rows without a positive advantage dropped", text, {"rows": "positive"}
+    if "micro_batch_ids" in replay.arrays:
+        text = "Dr. GRPO's, over the longest row of each micro-batch"
+        yield "Dr. GRPO over the longest row of a micro-batch", text, {**norm, "max_length": 1, "longest": True}
     yield "length divided twice", "divided by the length of each row once more", {"length_power": 1.0}
     root = {"mode": "seq_mean_token_sum", "max_length": None, **plain, "empty_rows": "count", "length_power": 0.5}
     yield "divided by the root of the length", "a sum divided by the root of each row's length", root
