@@ -97,7 +97,10 @@ def _blank(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, arrays: M
     """
     position, gradient = np.arange(mask.shape[1]), arrays.get("grad_log_probs")
     inside = (position >= prompts[:, None]) & (position < lengths[:, None])
-    trained = mask if gradient is None or (inside & ~mask).any() else mask & (gradient != 0)
+    trained = mask
+    if gradient is not None and not (inside & ~mask).any():
+        # A token without a loss has no gradient in any case.
+        trained = mask & ((gradient != 0) | (arrays.get("token_loss", np.ones(mask.shape)) == 0))
     blank = (inside | mask) & ~trained
     before, after = np.maximum.accumulate(trained, 1), np.maximum.accumulate(trained[:, ::-1], 1)[:, ::-1]
     none: np.ndarray = np.zeros_like(mask)

@@ -48,6 +48,27 @@ NAMED_LAST = (
     "sequence-mask-trl_dapo",
     "gradient-last-micro-batch-verl_tis",
 )
+# Of the fourth list: one of each family of causes that it added to the search.
+NAMED_FOURTH = (
+    "mask-last-turn-trl_dr_grpo",
+    "mask-without-tool-answer-verl_ppo",
+    "rewards-as-ranks-slime_tis",
+    "overlong-buffer-verl_tis",
+    "groups-cut-by-micro-batches-skyrl_cispo",
+    "advantage-on-last-token-trl_dapo",
+    "returns-not-reversed-openrlhf_reinforce",
+    "old-missing-in-first-micro-batch-trl_dapo",
+    "bfloat16-log-ratio-trinity_ppo",
+    "ratio-mean-of-ratios-trl_gspo",
+    "veto-slime_tis",
+    "weights-of-prefix-skyrl_cispo",
+    "weights-reject-trl_grpo",
+    "kl-ratio-of-row-trl_dapo",
+    "kl-of-row-skyrl_dual",
+    "dual-clip-both-signs-trinity_ppo",
+    "divisor-no-end-trl_gspo",
+    "gradient-norm-of-micro-batch-verl_rpp",
+)
 # Advantages that rounding alone makes, and ratios beyond the bound of a system.
 CLEAN = (
     "clean-equal-rewards-skyrl_cispo",
@@ -57,6 +78,7 @@ CLEAN = (
 CASES = {case["id"]: case for case in read_cases()}
 LATER_CASES = {case["id"]: case for case in read_cases(ROOT / "more_cases.json")}
 LAST_CASES = {case["id"]: case for case in read_cases(ROOT / "third_cases.json")}
+FOURTH_CASES = {case["id"]: case for case in read_cases(ROOT / "fourth_cases.json")}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -72,6 +94,11 @@ def test_fault_of_the_second_list_is_named(name: str, tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize("name", [*NAMED_LAST, *CLEAN])
 def test_dump_of_the_third_list_is_right(name: str, tmp_path: pathlib.Path) -> None:
     assert score(LAST_CASES[name], tmp_path).verdict == "right"
+
+
+@pytest.mark.parametrize("name", NAMED_FOURTH)
+def test_fault_of_the_fourth_list_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    assert score(FOURTH_CASES[name], tmp_path).verdict == "right"
 
 
 def test_stale_reference_is_unknown(tmp_path: pathlib.Path) -> None:
