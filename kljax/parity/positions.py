@@ -100,7 +100,10 @@ def _blank(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, arrays: M
     trained = mask
     if gradient is not None and not (inside & ~mask).any():
         # A token without a loss has no gradient in any case.
-        trained = mask & ((gradient != 0) | (arrays.get("token_loss", np.ones(mask.shape)) == 0))
+        kl, token_loss = (
+            arrays.get(name, np.full(mask.shape, other)) for name, other in (("kl", 0), ("token_loss", 1))
+        )
+        trained = mask & ((gradient != 0) | ((token_loss == 0) & (kl == 0)))
     blank = (inside | mask) & ~trained
     before, after = np.maximum.accumulate(trained, 1), np.maximum.accumulate(trained[:, ::-1], 1)[:, ::-1]
     none: np.ndarray = np.zeros_like(mask)
