@@ -175,8 +175,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     factor = step.scale / _mean_weight(value, used, step.normalized)
     value, change = factor * value, np.abs(factor) * change
     if step.veto:
-        kept = np.where(used, np.exp(plain), np.inf).min(1, keepdims=True) >= step.veto
-        value, change = value * kept, change * kept
+        likely = np.where(used, np.exp(plain), np.inf).min(1, keepdims=True) >= step.veto
+        value, change = value * likely, change * likely
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 

@@ -91,7 +91,7 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
 
 
 def _blank(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Finds the tokens of completions that the mask leaves out, or else those of the mask without a gradient.
+    """Finds the tokens of completions that the mask leaves out, or else tokens of the mask without a gradient.
 
     Only where they lie within a row, between tokens that are trained, does a rule of their own say something.
     """

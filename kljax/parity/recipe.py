@@ -187,7 +187,7 @@ class RecipeStep:
       shift: how many positions to the right the sampler is moved in a correction.
       rows: the order of the rows of the sampler in a correction, or of the advantages; a key of `ROW_ORDERS`.
       dtype: that the log-ratio of a correction is rounded to; None keeps it.
-      prefix: whether a weight of a correction is the product of those up to its token.
+      prefix: whether a weight of a correction is the product of the ratios up to its token.
       veto: rows with a token whose ratio is below it have the weight 0.
       rejects: whether tokens of weight 0 are in no sum and no divisor of the loss.
       normalized: the tokens whose mean the weights of a correction are divided by: "none", "batch", "row", or "rows",

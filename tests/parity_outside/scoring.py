@@ -95,8 +95,8 @@ def _summed(logits: Array, tokens: Array, normalizer: str | None) -> Array:
             return np.asarray((probabilities >= float(normalizer.removeprefix("min p "))) | picked)
         ordered = -np.sort(-probabilities, axis=-1)
         before = np.cumsum(ordered, axis=-1) - ordered
-        kept = before < float(normalizer.removeprefix("top p ")) * ordered.sum(axis=-1, keepdims=True)
-        least = np.where(kept, ordered, np.inf).min(axis=-1, keepdims=True)
+        likely = before < float(normalizer.removeprefix("top p ")) * ordered.sum(axis=-1, keepdims=True)
+        least = np.where(likely, ordered, np.inf).min(axis=-1, keepdims=True)
         return np.asarray((probabilities >= least) | picked)
     count = int(normalizer.removeprefix("top "))
     return np.asarray((logits >= np.sort(logits, axis=-1)[..., -count, None]) | picked)

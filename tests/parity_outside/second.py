@@ -197,17 +197,17 @@ def _planted_log_probs(setting: str, value: Any, header: dict[str, Any], arrays:
             line = line[: header[part]["vocab_size"]] / header[part]["temperature"]
             token = int(arrays["tokens"][row, column])
             probabilities = np.exp(line) / np.exp(line).sum()
-            kept = set(range(line.size))
+            summed = set(range(line.size))
             if setting.endswith("normalizer") and value.startswith("top p "):
-                kept, reached = set(), 0.0
+                summed, reached = set(), 0.0
                 for candidate in np.argsort(-probabilities):
                     if reached >= float(value[6:]):
                         break
-                    kept.add(int(candidate))
+                    summed.add(int(candidate))
                     reached += probabilities[candidate]
             elif setting.endswith("normalizer"):
                 return {}
-            total = sum(probabilities[candidate] for candidate in kept | {token})
+            total = sum(probabilities[candidate] for candidate in summed | {token})
             result[row, column] = math.log(probabilities[token] / total)
     return {name: result}
 
@@ -350,12 +350,12 @@ def _planted_loss(setting: str, value: Any, header: dict[str, Any], arrays: dict
     """Faults of the ratio, of the policy loss and of its divisors."""
     current, old, sampled = (arrays[name].astype(float) for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
     order = sorted(range(len(old)), key=lambda row: arrays["lengths"][row])
-    own = np.where((arrays["micro_batch_ids"] == 0)[:, None], current, old)
+    mixed = np.where((arrays["micro_batch_ids"] == 0)[:, None], current, old)
     rounded = (arrays["log_probs"] - arrays["old_log_probs"]).astype(ml_dtypes.bfloat16).astype(float)
     log_ratio = {
         ("log_ratio_dtype", "bfloat16"): rounded,
         ("old_rows", "by length"): current - old[order],
-        ("old_rows", "policy in the first micro-batch"): current - own,
+        ("old_rows", "policy in the first micro-batch"): current - mixed,
     }.get((setting, value))
     if log_ratio is not None:
         return {"ratio": _on_mask(arrays, lambda row, column: math.exp(log_ratio[row, column]))}
@@ -400,7 +400,7 @@ def _other_losses(
     used = arrays["mask"] > 0
     tokens = [(int(row), int(column)) for row, column in np.argwhere(used)]
     still = np.zeros(used.shape)
-    mean_log_prob = statistics.fmean(float(current[place]) for place in tokens)
+    mean_log_prob = statistics.fmean(float(current[token]) for token in tokens)
     mean_advantage = statistics.fmean(float(arrays["advantages"][row]) for row, _ in tokens)
     covariances = {
         (row, column): (float(arrays["advantages"][row]) - mean_advantage) * (current[row, column] - mean_log_prob)

@@ -206,8 +206,8 @@ def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[s
             trusted = np.where(advantages > 0, (far <= high) | (moved <= 0), (far <= low) | (moved >= 0))
         if settings["loss"] == "ipo":
             trusted = (moved <= high) & (moved >= -low)
-        kept = np.where(trusted, -advantages, 0).astype(ratio.value.dtype)
-        loss = log_probs * (ratio.value * kept) if settings["loss"] == "dppo through log-probs" else ratio * kept
+        signs = np.where(trusted, -advantages, 0).astype(ratio.value.dtype)
+        loss = log_probs * (ratio.value * signs) if settings["loss"] == "dppo through log-probs" else ratio * signs
     return loss * (settings["loss_sign"] * settings["token_loss_factor"])
 
 
