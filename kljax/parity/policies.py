@@ -162,7 +162,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     if step.swapped:
         numerator, denominator = denominator, numerator
     plain = np.where(used, numerator - denominator, 0)
-    numerator = denominator + _changed_log_ratio(step, plain, used)
+    if step.dtype is not None or step.prefix or step.normalized == "free":
+        numerator = denominator + _changed_log_ratio(step, plain, used)
     unit = replay.unit("weights", recipe)
     move = unit * (np.abs(numerator - denominator) * (1 + tree_height(replay.shape[1])) + EXP)
 

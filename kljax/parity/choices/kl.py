@@ -94,7 +94,7 @@ def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     yield rare("kl", "of the row", "the KL of a token is that of the mean log-probs of its row", level="row")
     if kl.place == "advantage":
         text = "the KL in the advantage has the mean of its row taken off, not that of the batch"
-        yield rare("kl", "centered over the row", text, mean="row")
+        yield make("kl", "centered over the row", text, mean="row")
         text = "the mean KL has no epsilon in its divisor"
         yield rare("kl", "mean without epsilon", text, mean_eps=0.0)
         text = "the KL in the advantage does not have its mean over the batch taken off"

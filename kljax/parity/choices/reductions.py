@@ -10,8 +10,8 @@ from kljax.parity.choices.masks import mask_causes
 from kljax.parity.recipe import MaskRule, ReductionRecipe
 from kljax.parity.replay import Replay
 
-# Reductions that are not tried together with other choices.
-ALONE = ("rows without a positive advantage dropped", "Dr. GRPO over the longest row of a micro-batch")
+# A reduction that is not tried together with other choices.
+LONGEST = "Dr. GRPO over the longest row of a micro-batch"
 
 
 def reduction_causes(replay: Replay) -> Iterator[Cause]:
@@ -30,12 +30,12 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
     for name, text, settings in options:
         also = (("kl_reduction", tuple(settings.items())),) if shared else ()
         title = "the reduction" if shared or recipe.kl_reduction is None else "the reduction of the policy loss"
-        alone = name.startswith("divisor") or name in ALONE
+        alone = name.startswith("divisor") or name == LONGEST
         yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also, alone=alone)
     if recipe.kl_reduction is None:
         return
     for name, text, settings in options:
-        if "eps" in name or name.startswith("divisor") or name in ALONE:
+        if "eps" in name or name.startswith("divisor") or name == LONGEST:
             continue
         if shared:
             title = "the reduction of the policy loss alone"
@@ -81,7 +81,7 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
     yield "rows without a positive advantage dropped", text, {"rows": "positive"}
     if "micro_batch_ids" in replay.arrays:
         text = "Dr. GRPO's, over the longest row of each micro-batch"
-        yield "Dr. GRPO over the longest row of a micro-batch", text, {**norm, "max_length": 1, "longest": True}
+        yield LONGEST, text, {**norm, "max_length": 1, "longest": True}
     yield "length divided twice", "divided by the length of each row once more", {"length_power": 1.0}
     root = {"mode": "seq_mean_token_sum", "max_length": None, **plain, "empty_rows": "count", "length_power": 0.5}
     yield "divided by the root of the length", "a sum divided by the root of each row's length", root
