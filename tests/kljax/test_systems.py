@@ -474,6 +474,7 @@ def test_option_lists_its_values_and_arguments(spelling: str, capsys: pytest.Cap
         ("--eps-clip", "openrlhf:    --actor.eps_clip (clip_eps_low) sets clip_low of ppo, gspo"),
         ("--kl_estimator", "openrlhf:    --kl_estimator (--algo.kl.estimator) takes\n  k1 "),
         ("init_kl_coef", "openrlhf:    --init_kl_coef (--algo.kl.init_coef) sets coef of fixed, adaptive"),
+        ("token_mask_low", "prime-rl:    token_mask_low sets lower of token_mask"),
         ("clip_ratio_high", "verl:        actor.clip_ratio_high sets clip_high of vanilla"),
     ],
 )

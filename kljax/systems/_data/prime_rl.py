@@ -19,6 +19,10 @@ kl = partial(Entry, "prime-rl", "kl")
 advantage = partial(Entry, "prime-rl", "advantage", option="orchestrator.algo.type", gradient="constant")
 policy_loss = partial(Entry, "prime-rl", "policy_loss",
     divisors="a sum over tokens, over those of the component in the step")
+mask = partial(Entry, "prime-rl", "correction", gradient="constant",
+    note="dropped tokens lose the KL term too", version="main of 2026-01; the trust region default replaced it",
+    reason="prime-rl is not on PyPI and its recorded cases are of later code")
+RATIO = {"log_probs": "trainer_logprobs", "sampling_log_probs": "inference_logprobs"}
 
 ENTRIES = (
     # KL estimators. x = log pi - log ref.
@@ -108,7 +112,18 @@ ENTRIES = (
     policy_loss("ce", call("cross_entropy_loss"),
         "-log pi", option="the algorithms sft and echo", gradient="-1",
         reason="prime-rl is not on PyPI and its recorded cases do not hold it; tested by formula"),
-    # Corrections.
+    # Corrections. r = trainer / sampler.
+    mask("token_mask", call("rejection_mask", level="token", lower=0.125, upper=8.0),
+        "drops tokens with r outside the bounds", option="trainer.loss.token_mask_low, token_mask_high",
+        sources=RATIO | {"lower": "token_mask_low", "upper": "token_mask_high"}, defaults="0.125, 8.0"),
+    mask("geo_mask", call("rejection_mask", level="geometric", lower=0.1, upper=10.0),
+        "drops rows with a geometric mean of r outside the bounds",
+        option="trainer.loss.geo_mask_low, geo_mask_high",
+        sources=RATIO | {"lower": "geo_mask_low", "upper": "geo_mask_high"}, defaults="0.1, 10.0"),
+    mask("sequence_mask", call("veto_mask", max_ratio=100.0),
+        "drops rows that hold a token with r outside the bounds",
+        option="trainer.loss.sequence_mask_low, sequence_mask_high",
+        sources=RATIO | {"min_ratio": "sequence_mask_low", "max_ratio": "sequence_mask_high"}, defaults="0, 100"),
     Entry("prime-rl", "correction", "enable_router_replay", None,
         "the experts of the sampler in updates, `routing.replay: rollout`",
         option="trainer.enable_router_replay, which sets inference.enable_return_routed_experts",
