@@ -44,7 +44,7 @@ class OpenAISourceSection(Section):
     """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None
     """openai: environment variable with the server's API key; null: none is sent."""
-    api_key_file: Text | None = None
+    api_key_file: PathText | None = None
     """openai: file with the server's API key, in place of `api_key_env`."""
     timeout: Positive = 600.0
     """openai: time limit of one request, in seconds, from connecting to the last byte of the answer."""

@@ -29,12 +29,21 @@ RECORDING = "recording"
 """The task of recorded completions: their prompts and rewards, and nothing to evaluate on."""
 TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl", RECORDING)
 Judge = Literal["math_verify", "strict"]
+LONGEST_NAME = 255
+"""Bytes of the longest name of a file or folder that Linux and macOS take."""
 
 
 def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) != len(values):
         raise ValueError("an entry is repeated")
     return values
+
+
+def _expanded_path(text: str) -> str:
+    path = os.path.expanduser(text)
+    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        raise ValueError(f"no file system has a name of more than {LONGEST_NAME} bytes")
+    return path
 
 
 # A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it. A tuple
@@ -64,7 +73,7 @@ Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
-PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_expanded_path)]
 CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),
