@@ -89,7 +89,7 @@ def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tm
 
 @pytest.mark.parametrize("name", ["experts", "adapters of experts"])
 def test_exported_experts_are_the_weights_of_the_run(split, tmp_path, name):
-    """An adapter of experts, which PEFT cannot hold, is added to the base."""
+    """An adapter of experts is added to the base."""
     root, folder = split(name), tmp_path / "hf"
     assert export([str(root), "--to", str(folder), *(["--merge"] if "adapter" in name else [])]) == 0
     tensors, state = load_file(folder / "model.safetensors"), state_arrays(root, STEPS)

@@ -5,7 +5,8 @@
 
 ENV is the environment of `tests.round_trip`. All weights are trained. The log-probs of the folder that transformers
 wrote, and of the exported one, are compared with those of transformers; the exported one gives the policy of the run.
-Exit code 1 if one differs.
+The same holds for the adapter that PEFT wrote for a mixture of experts: on attention, router and experts, with one A
+for gates and ups, which have their own after training. Exit code 1 if one differs.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from train.process.console import quiet_orbax
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.mxfp4 import dequantise_mxfp4
+from train.weights.peft import load_adapter, read_peft_config
 
 MAKE, SCORER = (Path(__file__).with_name(name) for name in ("make_families.py", "score.py"))
 
@@ -41,6 +43,24 @@ def train_and_reload(directory: Path) -> dict[str, np.ndarray]:
         scores[name] = score(model, kljax.Policy(load_params(directory / name, model, make_mesh())))
     if not np.array_equal(scores["hf"], score_step(saved)):
         raise SystemExit(f"{directory.name}: the exported folder is another policy than that of the run")
+    return scores
+
+
+@quiet_orbax()
+def train_adapter(directory: Path) -> dict[str, np.ndarray]:
+    """Trains `directory/adapter` and exports it as `directory/peft`; returns the log-probs of kljax for both."""
+    run = directory / "adapted"
+    run.mkdir()
+    saved = train(directory / "model", run, f"lora={{path: {directory / 'adapter'}}}", "reference={source: base}")
+    export(run / "run", directory / "peft", step=None, form="peft", merge=False)
+    scores, base = {}, None
+    for name in ("adapter", "peft"):
+        lora = read_peft_config(directory / name)
+        model = Decoder(decoder_config(directory / "model", lora=lora))
+        base = load_params(directory / "model", model, make_mesh()) if base is None else base
+        scores[name] = score(model, kljax.Policy(base, load_adapter(directory / name, model, make_mesh())))
+    if not np.array_equal(scores["peft"], score_step(saved)):
+        raise SystemExit(f"{directory.name}: the exported adapter is another policy than that of the run")
     return scores
 
 
@@ -66,16 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([python, MAKE, root, *(options.only or [])], check=True)
         check_mxfp4(root / "mxfp4.npz")
         np.save(root / "tokens.npy", tokens_to_score())
-        actual = {path: train_and_reload(path) for path in sorted(root.iterdir()) if path.is_dir()}
+        folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
+        actual = [(path, train_and_reload(path)) for path in folders]
+        actual += [(path, train_adapter(path)) for path in folders if (path / "adapter").is_dir()]
         subprocess.run([python, SCORER, root], check=True)
-        return judge([compare(path, scores) for path, scores in actual.items()])
+        return judge([compare(path, scores) for path, scores in actual])
 
 
 def compare(path: Path, scores: dict[str, np.ndarray]) -> Compared:
-    """Compares the log-probs of both folders of a family with those that transformers left beside them."""
-    far = {name: float(np.abs(np.load(path / f"{name}.npy") - got).max()) for name, got in scores.items()}
-    line = f"{path.name:>13}: differs by {far['model']:.1e} nats as read, {far['hf']:.1e} as exported"
-    return Compared(path.name, line, max(far.values()), float(np.abs(scores["hf"] - scores["model"]).max()))
+    """Compares the log-probs of a folder, and of its export, with those that transformers left beside them."""
+    far = [float(np.abs(np.load(path / f"{name}.npy") - got).max()) for name, got in scores.items()]
+    source, exported = scores
+    line = f"{path.name:>13} {source:>7}: differs by {far[0]:.1e} nats as read, {far[1]:.1e} as exported"
+    return Compared(path.name, line, max(far), float(np.abs(scores[exported] - scores[source]).max()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Writes a tiny random folder of every family, with a tokenizer: `python make_families.py OUT [NAMES]`.
 
 The models are those of `tests/goldens/models/generate.py` with more tokens, and GPT-OSS once more with the experts in
-mxfp4, as the hub has them. The folder of NAME is `OUT/NAME/model`. `OUT/mxfp4.npz` has every byte with every scale, and
-their `values` in transformers.
+mxfp4, as the hub has them. The folder of NAME is `OUT/NAME/model`. `OUT/NAME/adapter` is a random adapter of PEFT on
+attention, router and experts, where a model has them. `OUT/mxfp4.npz` has every byte with every scale, and their
+`values` in transformers.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import numpy as np
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -54,6 +56,23 @@ def dequantise(out: pathlib.Path) -> None:
     np.savez(out / "mxfp4.npz", blocks=blocks, scales=scales, values=values.transpose(1, 2))
 
 
+def write_adapter(folder: pathlib.Path) -> None:
+    """Writes an adapter of the model beside it, if the model has experts."""
+    model = generate.load(folder)
+    ends = (".experts.gate_up_proj", ".experts.down_proj", ".mlp.gate.weight", ".mlp.router.weight")
+    parameters = {name.partition(".mlp.")[2] for name, _ in model.named_parameters() if name.endswith(ends)}
+    if not parameters:
+        return
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    config.target_parameters = sorted(f"mlp.{name}" for name in parameters)
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn_like(weight) * 0.1)
+    adapted.save_pretrained(folder.with_name("adapter"))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dequantise(pathlib.Path(sys.argv[1]))
@@ -66,3 +85,5 @@ if __name__ == "__main__":
         generate.make_tokenizer().save_pretrained(folder)
         if family == MXFP4:
             pack(folder)
+        else:
+            write_adapter(folder)

@@ -1,6 +1,7 @@
 """Scores every export below a directory with transformers and PEFT: `python score.py DIRECTORY FOLDER`.
 
-FOLDER is the base of all of them. Without it, each export `NAME/hf` has a base of its own, `NAME/model`.
+FOLDER is the base of all of them. Without it, each export `NAME/hf` has a base of its own, `NAME/model`; so has an
+adapter, `NAME/adapter` or `NAME/peft`.
 """
 
 import os
@@ -35,5 +36,6 @@ for base in BASES:
     np.save(ROOT / "before.npy", log_probs(load(base)))
 for folder in sorted([*ROOT.glob("*/hf"), *ROOT.glob("*/model")]):
     np.save(folder.with_suffix(".npy"), log_probs(load(folder)))
-for folder in sorted(ROOT.glob("*/peft")):
-    np.save(folder.with_name("peft.npy"), log_probs(PeftModel.from_pretrained(load(BASES[0]), folder)))
+for folder in sorted([*ROOT.glob("*/peft"), *ROOT.glob("*/adapter")]):
+    base = BASES[0] if BASES else folder.with_name("model")
+    np.save(folder.with_suffix(".npy"), log_probs(PeftModel.from_pretrained(load(base), folder)))

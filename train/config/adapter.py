@@ -1,6 +1,6 @@
 """The shape of the adapter at `lora.path`, which its folder knows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,6 +9,23 @@ from train.config.types import LoraTarget
 
 # Longest header of a safetensors file.
 MAX_HEADER = 100_000_000
+PARAMETERS: Mapping[str, tuple[LoraTarget, ...]] = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+    "mlp.gate.weight": ("gate",),
+    "mlp.router.weight": ("gate",),
+}
+"""The targets of the parameters of transformers 5 that are no modules: of experts, and routers."""
+
+
+def parameters_of(targets: Iterable[str]) -> list[str]:
+    """Lists the keys of `PARAMETERS` that have an adapter in some layer, from `target_parameters` of a config."""
+    names = list(targets)
+    return [
+        parameter
+        for parameter in PARAMETERS
+        if any(f".{parameter}".endswith(f".{name}") or name.endswith(f".{parameter}") for name in names)
+    ]
 
 
 def with_adapter(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +51,9 @@ def _shape(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(header, dict):
         return {}
     modules = {part for name in header for part in name.split(".")}
+    names = config.get("target_parameters")
+    for parameter in parameters_of(name for name in names if isinstance(name, str)) if isinstance(names, list) else ():
+        modules |= {*PARAMETERS[parameter]}
     shape = {
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save
 
 from kljax.checkpoint import first_five, named_leaves
+from train.config.adapter import PARAMETERS, parameters_of
 from train.config.interpreter import python_command
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import to_host
@@ -25,23 +26,36 @@ from train.models.config import PROJECTIONS, ROUTER
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
+from train.weights.huggingface.names import EXPERTS
 from train.weights.huggingface.safetensors import open_tensors
 from train.weights.peft_config import CONFIG_FILE, read_config, targeted
+from train.weights.peft_experts import (
+    config_fields,
+    has_pairs,
+    join,
+    module_of,
+    parameter_in_file,
+    parameter_of,
+    shape_in_file,
+    split,
+    stacked_targets,
+)
 from train.weights.tensor_digests import check_tensors, write_tensor_digests
 
 Tree = Any
 
+_MERGE = f"export the merged weights (`{python_command()} -m train.export --merge`)"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # The decoder inside a causal language model, or inside a multimodal Gemma 3.
 KEY = re.compile(
     r"base_model\.model\.((?:model\.|model\.language_model\.|language_model\.model\.)"
-    r"layers\.(\d+)\.((?:self_attn|mlp)\.(\w+)))\.(lora_[AB])\.weight"
+    r"layers\.(\d+)\.)((?:self_attn|mlp)\.\w+(?:\.base_layer)?)\.(lora_[AB])\.weight"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file: its key, module, layer and name there, and its shape, [rank, in] or [out, rank]."""
+    """One tensor of a file: its key, module or parameter, layer, name there, and shape, [rank, in] or [out, rank]."""
 
     key: str
     module: str
@@ -69,8 +83,9 @@ def read_peft_config(path: str | Path) -> LoraConfig:
     """
     raw = read_config(path)
     with _open_weights(path) as file:
-        projections = {tensor.name.split(".")[-2] for tensor in _list_tensors(path, file)}
-    targets = tuple(name for name in PROJECTIONS if name in projections)
+        modules = {tensor.name.rpartition(".")[0] for tensor in _list_tensors(path, file, raw)}
+    projections = {name for module in modules for name in PARAMETERS.get(module, (module.rpartition(".")[2],))}
+    targets = tuple(name for name in (*PROJECTIONS, ROUTER) if name in projections)
     return LoraConfig(int(raw["r"]), float(raw["lora_alpha"]), targets, bool(raw.get("use_rslora")))
 
 
@@ -86,7 +101,7 @@ def check_adapter(path: str | Path, model: Decoder) -> None:
     _check_lora(path, model.config.lora)
     raw = read_config(path)
     with _open_weights(path) as file:
-        stored = _list_tensors(path, file)
+        stored = _list_tensors(path, file, raw)
     problems = [*_mismatches(stored, raw, model), *_missing_matrices(stored, raw, model)]
     if problems:
         raise ValueError(f"adapter {path} does not fit the model: {first_five(problems)}")
@@ -113,17 +128,22 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
     """
     check_adapter(path, model)
     on_leader("adapter", lambda: check_tensors(path))
+    raw = read_config(path)
     with _open_weights(path) as file:
-        keys = {(tensor.layer, tensor.name): tensor.key for tensor in _list_tensors(path, file)}
+        keys = {(tensor.layer, tensor.name): tensor.key for tensor in _list_tensors(path, file, raw)}
 
         def load(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.zeros(leaf.shape, leaf.dtype)
-            for index, matrix in enumerate(_stacked_matrices(model, name)):
-                if matrix in keys:
-                    values[index] = file.get_tensor(keys[matrix]).T
+            for index, (layer, inner) in enumerate(_stacked_matrices(model, name)):
+                key = keys.get((layer, _name_in_file(model, inner)))
+                if key is not None:
+                    try:
+                        values[index] = _from_file(model, inner, file.get_tensor(key), pairs=has_pairs(raw))
+                    except ValueError as error:
+                        raise ValueError(f"adapter {path}: {key}: {error}") from None
                     if not (allow_nonfinite or np.isfinite(values[index]).all()):
                         raise ValueError(
-                            f"adapter {path}: {keys[matrix]} has values that are not finite; restore the file, or "
+                            f"adapter {path}: {key} has values that are not finite; restore the file, or "
                             "set model.allow_nonfinite=true to load it as it is"
                         )
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
@@ -156,28 +176,53 @@ def save_adapter(
     got, expected = {name: leaf.shape for name, leaf in leaves.items()}, _shapes(model)
     if lora is None or got != expected:
         raise ValueError(f"adapter does not fit the model: got {got}, expected {expected}")
-    stacked = sorted({name.split(".")[-2] for name in leaves if ".experts." in name or f".mlp.{ROUTER}." in name})
-    if stacked:
-        raise ValueError(
-            f"lora.targets: got {', '.join(stacked)} of a mixture of experts, which PEFT has no modules for in "
-            f"transformers 5; export the merged weights (`{python_command()} -m train.export --merge`)"
-        )
+    try:
+        fields = config_fields(model.config)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_MERGE}") from None
     prefix = f"base_model.model.{_prefix(source)}"
     leaves = to_host(leaves)
     if not is_leader():
         return
+    matrices = _matrices_to_write(model, leaves, fields.get("target_parameters", ()))
     with new_directory(Path(path)) as partial:
-        tensors = {}
-        for name, leaf in leaves.items():
-            for (layer, inner), matrix in zip(
-                _stacked_matrices(model, name), np.asarray(leaf, np.float32), strict=True
-            ):
-                tensors[f"{prefix}layers.{layer}.{inner}.weight"] = np.ascontiguousarray(matrix.T)
+        tensors = {f"{prefix}layers.{layer}.{name}.weight": matrix for (layer, name), matrix in matrices.items()}
         # `save_file` makes the file private to its owner, but a server may run as another user.
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
+        text = json.dumps(_peft_config(lora, base_name) | fields, indent=2, sort_keys=True)
         write_text_atomic(partial / CONFIG_FILE, f"{text}\n")
         write_tensor_digests(partial)
+
+
+def _matrices_to_write(
+    model: Decoder, leaves: Mapping[str, np.ndarray], parameters: Collection[str]
+) -> dict[tuple[int, str], np.ndarray]:
+    """Returns the matrices of a file by their layer and their name there; `parameters` are the targets of PEFT.
+
+    Raises:
+      ValueError: a dense MLP beside experts has an adapter that is not zero.
+    """
+    config, matrices = model.config, dict[tuple[int, str], np.ndarray]()
+    joined: dict[tuple[int, str, str], dict[str, np.ndarray]] = {}
+    stacked = stacked_targets(config)
+    for leaf, values in leaves.items():
+        for (layer, inner), matrix in zip(_stacked_matrices(model, leaf), np.asarray(values, np.float32), strict=True):
+            module, _, kind = inner.rpartition(".")
+            parameter, name = parameter_of(config, module), module.rpartition(".")[2]
+            if parameter is None and name in stacked:
+                if matrix.any():
+                    raise ValueError(
+                        f"lora.targets: got {name}, which layers.{layer}.{module} has too: PEFT gives it to the "
+                        f"experts alone; {_MERGE}"
+                    )
+            elif parameter is None or matrix.ndim == 2:
+                stored = module if parameter is None else module_of(parameter, parameters)
+                matrices[layer, f"{stored}.{kind}"] = np.ascontiguousarray(matrix.T)
+            else:
+                joined.setdefault((layer, parameter, kind), {})[name] = matrix
+    for (layer, parameter, kind), parts in joined.items():
+        matrices[layer, f"{module_of(parameter, parameters)}.{kind}"] = join(config, parameter, kind, parts)
+    return matrices
 
 
 def _prefix(source: str | Path | None) -> str:
@@ -200,7 +245,6 @@ def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": sorted(lora.targets),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.rslora,
@@ -226,7 +270,7 @@ def _check_lora(path: str | Path, lora: LoraConfig) -> None:
 
 def _mismatches(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
     """Yields the tensors that are no part of the model, have another shape, or are ignored by PEFT."""
-    shapes, layers = _matrices(model), model.config.layers
+    shapes, layers = _matrices(model, has_pairs(raw)), model.config.layers
     wanted = targeted(raw, (tensor.module for tensor in stored))
     for tensor in stored:
         expected = shapes.get((tensor.layer, tensor.name))
@@ -244,7 +288,7 @@ def _missing_matrices(stored: list[StoredTensor], raw: Mapping[str, Any], model:
     prefix = stored[0].module.split("layers.")[0]
     absent = [
         (f"{prefix}layers.{layer}.{module}", f"layers.{layer}.{module}.{name} is missing")
-        for layer, matrix in _matrices(model)
+        for layer, matrix in _matrices(model, has_pairs(raw))
         for module, _, name in [matrix.rpartition(".")]
         if (layer, matrix) not in saved
     ]
@@ -259,9 +303,28 @@ def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 @functools.cache
-def _matrices(model: Decoder) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Returns the shape in a file of every matrix of the adapter, by its layer and its name there."""
-    return {matrix: shape[:0:-1] for leaf, shape in _shapes(model).items() for matrix in _stacked_matrices(model, leaf)}
+def _matrices(model: Decoder, pairs: bool) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Returns the shape in a file of every matrix of the adapter, by its layer and its name in `StoredTensor`."""
+    shapes = {}
+    for leaf, shape in _shapes(model).items():
+        for layer, inner in _stacked_matrices(model, leaf):
+            name = _name_in_file(model, inner)
+            module, _, kind = name.rpartition(".")
+            stacked = len(shape) == 4
+            shapes[layer, name] = shape_in_file(module, kind, shape[1:], pairs=pairs) if stacked else shape[:0:-1]
+    return shapes
+
+
+def _name_in_file(model: Decoder, inner: str) -> str:
+    """Returns the name in `StoredTensor` of a matrix of the adapter: of its parameter, if transformers has one."""
+    module, _, kind = inner.rpartition(".")
+    return f"{parameter_of(model.config, module) or module}.{kind}"
+
+
+def _from_file(model: Decoder, inner: str, matrix: np.ndarray, *, pairs: bool) -> np.ndarray:
+    """Returns a matrix of the adapter from that of a file; of all experts, if it has them."""
+    *modules, projection, kind = inner.split(".")
+    return split(model.config, projection, kind, matrix, pairs=pairs) if EXPERTS in modules else matrix.T
 
 
 def _stacked_matrices(model: Decoder, leaf: str) -> list[tuple[int, str]]:
@@ -280,18 +343,26 @@ def _open_weights(path: str | Path) -> AbstractContextManager[Any]:
     return open_tensors(file)
 
 
-def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:
+def _list_tensors(path: str | Path, file: Any, raw: Mapping[str, Any]) -> list[StoredTensor]:
     """Lists the tensors of an open file; raises ValueError if there are none, or a tensor is no adapter matrix."""
-    stored, unknown = [], []
+    stored, unknown, parameters = [], [], parameters_of(raw.get("target_parameters") or ())
     for key in sorted(file.keys()):
         match = KEY.fullmatch(key)
-        if match is None or match[4] not in PROJECTIONS:
+        if match is None:
+            unknown.append(key)
+            continue
+        prefix, layer, module, kind = match.groups()
+        name = parameter_in_file(module, parameters) or module
+        if name == module and module.rpartition(".")[2] not in PROJECTIONS:
             unknown.append(key)
         else:
             shape = tuple(file.get_slice(key).get_shape())
-            stored.append(StoredTensor(key, match[1], int(match[2]), f"{match[3]}.{match[5]}", shape))
+            stored.append(StoredTensor(key, f"{prefix}{name}", int(layer), f"{name}.{kind}", shape))
     if unknown or not stored:
         listed = first_five(unknown, separator=", ") or "nothing"
-        allowed = "layers.N.{self_attn,mlp}.PROJECTION.lora_{A,B}.weight, PROJECTION one of " + ", ".join(PROJECTIONS)
+        allowed = (
+            "layers.N.{self_attn,mlp}.PROJECTION.lora_{A,B}.weight, PROJECTION one of "
+            f"{', '.join(PROJECTIONS)}, or matrices of target_parameters, some of {', '.join(PARAMETERS)}"
+        )
         raise ValueError(f"adapter {path}: got tensors {listed}; expected {allowed}")
     return stored

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from train.config.adapter import PARAMETERS
 from train.config.json_text import parse_json
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
 from train.data.workers.targets import FIELDS, is_targeted, layer_expression
+from train.weights.peft_experts import PAIR_KEY, has_pairs
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 1_000_000
@@ -48,19 +50,21 @@ READ = frozenset(
         "peft_type",
         "r",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
 # Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base weights.
 SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")
+PATTERNS = f"or twice r and the same scale for {PAIR_KEY!r} of experts"
 EXPECTED = {
-    "alpha_pattern": "one lora_alpha for all modules",
+    "alpha_pattern": f"one lora_alpha for all modules, {PATTERNS}",
     "bias": "'none'",
     "fan_in_fan_out": "false",
     "layer_replication": "the layers of the base model",
     "lora_bias": "false",
     "modules_to_save": "none: modules beside the adapter are not supported",
-    "rank_pattern": "one r for all modules",
+    "rank_pattern": f"one r for all modules, {PATTERNS}",
     "trainable_token_indices": "none: the embedding has no adapter",
     "use_dora": "false: DoRA is not supported",
 }
@@ -103,10 +107,13 @@ class _Types(BaseModel):
     exclude_modules: Annotated[str | list[str] | None, "module names or a regular expression"] = None
     layers_pattern: Annotated[str | list[str] | None, "a text or a list of texts"] = None
     layers_to_transform: Annotated[int | list[int] | None, "an integer or a list of integers"] = None
+    target_parameters: Annotated[list[str] | None, "a list of names of parameters"] = None
 
 
 def _wrong_types(raw: Mapping[str, Any]) -> dict[str, str]:
     """Lists the fields of a wrong type, with the type that is expected."""
+    if raw.get("target_parameters") and raw.get("target_modules") in (None, []):
+        raw = {**raw, "target_modules": raw["target_parameters"]}
     try:
         _Types.model_validate(raw)
     except ValidationError as error:
@@ -150,6 +157,8 @@ def _refused(raw: Mapping[str, Any]) -> list[str]:
     for name, value in sorted(raw.items()):
         if name == "init_lora_weights" and value not in SUPPORTED_INITS and value is not None:
             problems.append(f"{name}: got {value!r}, which changes the base weights; save it as plain LoRA with PEFT")
+        elif name in ("rank_pattern", "alpha_pattern") and has_pairs(raw):
+            continue
         elif name not in NEUTRAL | READ and value and value != "none":
             expected = EXPECTED.get(name, "no such field, or an empty one")
             problems.append(f"{name}: got {json.dumps(value)[:80]}, expected {expected}")
@@ -157,12 +166,21 @@ def _refused(raw: Mapping[str, Any]) -> list[str]:
 
 
 def targeted(raw: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
-    """Lists the modules that PEFT would put an adapter on.
+    """Lists the modules and the parameters of `PARAMETERS` that PEFT would put an adapter on.
 
     Raises:
       ValueError: a regular expression of the config takes too long.
     """
-    fields, names = {name: raw.get(name) for name in FIELDS}, sorted(set(modules))
+    names = set(modules)
+    parameters = {name for name in names if name.endswith(tuple(PARAMETERS))}
+    chosen = {
+        name for name in parameters for end in raw.get("target_parameters") or [] if f".{name}".endswith(f".{end}")
+    }
+    return chosen | _targeted_modules(raw, sorted(names - parameters))
+
+
+def _targeted_modules(raw: Mapping[str, Any], names: list[str]) -> set[str]:
+    fields = {name: raw.get(name) for name in FIELDS}
     if not _expressions(raw):
         return {name for name in names if is_targeted(fields, name)}
     try:

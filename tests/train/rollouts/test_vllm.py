@@ -15,7 +15,7 @@ import pytest
 from tests.goldens.vllm import record, tiny
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
-from train.models import Decoder, ExpertsConfig, LayerKind
+from train.models import Decoder, ExpertsConfig, LayerKind, LoraConfig
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.answers import Requested, read_answers
 from train.rollouts.source import SourceError
@@ -183,6 +183,16 @@ def test_weights_of_a_tied_head_are_refused():
     context = tiny.context_of(tiny.config_of("http://unused"))
     with pytest.raises(UserError, match=r"rollout\.source\.sync: got weights, but the model ties its LM head"):
         ServerSource(context, context.config.rollout.source, client_of("http://unused"))
+
+
+def test_adapters_of_experts_are_refused():
+    from train.rollouts.server.weights import make_sync
+
+    context = tiny.context_of(tiny.config_of("http://unused", "rollout.source.sync=lora", "lora={rank: 2}"))
+    mixture = {"pattern": (LayerKind(mlp="experts"),), "experts": ExpertsConfig(2, 1, 8)}
+    model = Decoder(dataclasses.replace(context.model.config, **mixture, lora=LoraConfig(2, 4.0, ("q_proj", "gate"))))
+    with pytest.raises(UserError, match=r"got lora with gate of a mixture of experts .* set it to weights"):
+        make_sync(client_of("http://unused"), dataclasses.replace(context, model=model))
 
 
 def test_weights_with_a_router_bias_are_refused():

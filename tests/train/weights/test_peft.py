@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from train.config.adapter import with_adapter
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.config import PROJECTIONS
+from train.models.config import PROJECTIONS, ROUTER, ExpertsConfig, LayerKind
 from train.models.sharding import make_mesh
 from train.rl.policy import init_adapter
 from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter
@@ -229,3 +230,96 @@ def test_malformed_adapter_files_are_named(edited, tmp_path):
         read_config(tmp_path)
     with pytest.raises(ValueError, match="lora: got null, expected a lora section"):
         check_adapter(ADAPTER, Decoder(dataclasses.replace(MODEL.config, lora=None)))
+
+
+MIXTURE_LORA = LoraConfig(2, 6.0, ("q_proj", "gate_proj", "up_proj", "down_proj", ROUTER), rslora=True)
+EXPERTS = "base_model.model.model.layers.{}.mlp.experts.{}.weight"
+
+
+def mixture(*, bias: bool = False, **changes) -> Decoder:
+    """A dense layer and one with experts; experts with biases have the layout of GPT-OSS."""
+    pattern = (LayerKind(mlp="dense"), LayerKind(mlp="experts"))
+    experts = ExpertsConfig(count=3, active=2, width=5, bias=bias)
+    lora = dataclasses.replace(MIXTURE_LORA, **changes)
+    return Decoder(dataclasses.replace(MODEL.config, layers=2, pattern=pattern, experts=experts, lora=lora))
+
+
+def drawn(model: Decoder) -> dict:
+    """An adapter without zeros, but in dense MLPs beside experts, where it has nothing else."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf) -> np.ndarray:
+        names = [key.key for key in path]
+        dense = "mlp" in names and "experts" not in names and ROUTER not in names
+        return np.float32(rng.normal(size=leaf.shape) * (not dense))
+
+    return jax.tree_util.tree_map_with_path(draw, init_adapter(model, jax.random.key(0), make_mesh()))
+
+
+def experts_of(adapter: dict) -> dict:
+    """The adapters [1, 3, ...] of the projections of the experts."""
+    found = [adapter] if "experts" in adapter else []
+    nested = [experts_of(part) for part in adapter.values() if isinstance(part, dict)]
+    return next(filter(None, [part["experts"] for part in found] + nested), {})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_and_router_are_parameters_of_peft(tmp_path, bias):
+    """The update of the weights is that of PEFT's `ParamWrapper.get_delta_weight`."""
+    model, path = mixture(bias=bias), tmp_path / "out"
+    adapter = drawn(model)
+    save_adapter(path, model, adapter, base_name=None)
+    config, stored = json.loads((path / CONFIG).read_text()), load_file(path / WEIGHTS)
+    router = "mlp.router" if bias else "mlp.gate"
+    assert config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == sorted(
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", f"{router}.weight"]
+    )
+    assert f"base_model.model.model.layers.1.{router}.lora_A.weight" in stored
+    rank, alpha = config["rank_pattern"][r".*\.gate_up_proj"], config["alpha_pattern"][r".*\.gate_up_proj"]
+    lora_a, lora_b = (stored[EXPERTS.format(1, f"base_layer.lora_{name}")] for name in "AB")
+    wide = (lora_b.reshape(10, rank, 3), lora_a.reshape(3, rank, 32))
+    update = np.einsum("ore,eri->eoi", *wide) * alpha / rank**0.5
+    parts = {name: experts_of(adapter)[name] for name in ("gate_proj", "up_proj")}
+    scale = MIXTURE_LORA.scale
+    gate, up = (np.swapaxes(scale * (part["lora_A"] @ part["lora_B"])[0], 1, 2) for part in parts.values())
+    got = (update[:, ::2], update[:, 1::2]) if bias else (update[:, :5], update[:, 5:])
+    np.testing.assert_allclose(got, (gate, up), rtol=0, atol=1e-5)
+    assert read_peft_config(path) == MIXTURE_LORA
+    assert set(with_adapter({"lora": {"path": str(path)}})["lora"]["targets"]) == {*MIXTURE_LORA.targets}
+    chex.assert_trees_all_equal(load_adapter(path, model, make_mesh()), adapter)
+
+
+def test_fused_experts_of_one_rank_share_their_a(tmp_path):
+    """As PEFT writes them; B in the ranks of the other projection is an error in an adapter of twice the rank."""
+    model, path = mixture(), tmp_path / "out"
+    save_adapter(path, model, drawn(model), base_name=None)
+    stored, config = load_file(path / WEIGHTS), json.loads((path / CONFIG).read_text())
+    keys = [EXPERTS.format(1, f"base_layer.lora_{name}") for name in "AB"]
+    stored[keys[1]] = np.ones_like(stored[keys[1]])
+    save_file(stored, path / WEIGHTS)
+    (path / "digests.json").unlink()
+    with pytest.raises(ValueError, match=r"has weights in the ranks of \w+, expected zeros"):
+        load_adapter(path, model, make_mesh())
+    rng = np.random.default_rng(1)
+    lora_a, lora_b = rng.normal(size=(6, 32)).astype(np.float32), rng.normal(size=(10, 6)).astype(np.float32)
+    save_file(stored | dict(zip(keys, (lora_a, lora_b), strict=True)), path / WEIGHTS)
+    (path / CONFIG).write_text(json.dumps(config | {"rank_pattern": {}, "alpha_pattern": {}}))
+    experts = experts_of(load_adapter(path, model, make_mesh()))
+    for number, name in enumerate(("gate_proj", "up_proj")):
+        np.testing.assert_array_equal(experts[name]["lora_A"][0], lora_a.reshape(3, 2, 32).transpose(0, 2, 1))
+        own = lora_b.reshape(10, 2, 3)[number * 5 : number * 5 + 5]
+        np.testing.assert_array_equal(experts[name]["lora_B"][0], own.transpose(2, 1, 0))
+
+
+def test_adapters_that_peft_cannot_hold_name_merge(tmp_path):
+    alone = mixture(targets=("gate_proj",))
+    with pytest.raises(
+        ValueError, match=r"got gate_proj of experts alone, which PEFT has as one with up_proj; .*--merge"
+    ):
+        save_adapter(tmp_path / "out", alone, drawn(alone), base_name=None)
+    model = mixture()
+    dense = jax.tree.map(np.ones_like, drawn(model))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\w+ has too: PEFT gives it to the experts alone; .*--merge"):
+        save_adapter(tmp_path / "out", model, dense, base_name=None)
+    assert not list(tmp_path.iterdir())

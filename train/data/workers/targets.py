@@ -19,7 +19,7 @@ def is_targeted(fields: Mapping[str, Any], module: str) -> bool:
     """
     if _matches(fields.get("exclude_modules") or [], module):
         return False
-    targets = fields["target_modules"]
+    targets = fields.get("target_modules") or []
     if isinstance(targets, str):
         return targets.lower() == "all-linear" or _matches(targets, module)
     layers = fields.get("layers_to_transform")

@@ -21,6 +21,7 @@ from train.distributed.peers import is_leader
 from train.rollouts.server.client import Client, acknowledged
 from train.rollouts.source import SourceError
 from train.weights.files import usable_directory
+from train.weights.peft_experts import stacked_targets
 
 
 class Sync(Protocol):
@@ -212,6 +213,12 @@ def make_sync(client: Client, context: RunContext) -> Sync:
         raise UserError(
             "rollout.source.sync: got weights with routing.bias_update_rate > 0, but no server reads the biases, and "
             "would choose other experts; set the rate to 0, or sample in this process (rollout.source=jax)"
+        )
+    stacked = stacked_targets(context.model.config)
+    if kind == "lora" and stacked:
+        raise UserError(
+            f"rollout.source.sync: got lora with {', '.join(stacked)} of a mixture of experts in lora.targets, which "
+            "no server was tried with; set it to weights, which sends merged ones"
         )
     if kind == "none":
         return NoSync(section.model)
