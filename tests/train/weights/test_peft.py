@@ -258,9 +258,9 @@ def drawn(model: Decoder) -> dict:
 
 def experts_of(adapter: dict) -> dict:
     """The adapters [1, 3, ...] of the projections of the experts."""
-    found = [adapter] if "experts" in adapter else []
+    direct = [adapter] if "experts" in adapter else []
     nested = [experts_of(part) for part in adapter.values() if isinstance(part, dict)]
-    return next(filter(None, [part["experts"] for part in found] + nested), {})
+    return next(filter(None, [part["experts"] for part in direct] + nested), {})
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -308,11 +308,11 @@ def test_fused_experts_of_one_rank_share_their_a(tmp_path):
     experts = experts_of(load_adapter(path, model, make_mesh()))
     for number, name in enumerate(("gate_proj", "up_proj")):
         np.testing.assert_array_equal(experts[name]["lora_A"][0], lora_a.reshape(3, 2, 32).transpose(0, 2, 1))
-        own = lora_b.reshape(10, 2, 3)[number * 5 : number * 5 + 5]
-        np.testing.assert_array_equal(experts[name]["lora_B"][0], own.transpose(2, 1, 0))
+        part = lora_b.reshape(10, 2, 3)[number * 5 : number * 5 + 5]
+        np.testing.assert_array_equal(experts[name]["lora_B"][0], part.transpose(2, 1, 0))
 
 
-def test_adapters_that_peft_cannot_hold_name_merge(tmp_path):
+def test_adapters_beyond_peft_name_merge(tmp_path):
     alone = mixture(targets=("gate_proj",))
     with pytest.raises(
         ValueError, match=r"got gate_proj of experts alone, which PEFT has as one with up_proj; .*--merge"
