@@ -22,6 +22,8 @@ from train.models.kernels import device_kind
 Implementation: TypeAlias = Literal["loop", "ragged", "megablox"]
 ROWS = (256, 128, 64, 32)
 """Rows of a tile in the loop, largest first: a group is cut into whole tiles, the last of which may overlap."""
+FEW_ROWS = (64, 16)
+"""The same where groups have fewer rows than the smallest of these tiles in the mean, as in a decode step."""
 TILING = (512, 1024, 512)
 """Most rows, inputs and outputs of a tile of megablox; smaller arrays take their padded size."""
 LANES = 128
@@ -78,9 +80,9 @@ def expected_trips(rows: int, groups: int) -> dict[str, float]:
     A count of operations counts each branch of a conditional as taken: the gradient of the matrices gets fewer trips.
     """
     size, trips = rows / groups, dict[str, float]()
-    left = size
-    for count in _tiles(rows):
-        trips[f"{_ROW_TILES}_{count}"] = left / count if count == _tiles(rows)[-1] else left // count
+    left, tiles = size, _tiles(rows, groups)
+    for count in tiles:
+        trips[f"{_ROW_TILES}_{count}"] = left / count if count == tiles[-1] else left // count
         left %= count
     trips[_MATRIX_TILES] = size / sum(_counts(_tiles(rows)[0]))
     return trips
@@ -100,26 +102,35 @@ def _rows_at(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, index, count)
 
 
-def _tiles(size: int) -> tuple[int, ...]:
-    """Lists the rows of the tiles of an array of `size` rows."""
-    return tuple(rows for rows in ROWS if rows <= size) or (size,)
+def _tiles(rows: int, groups: int = 1) -> tuple[int, ...]:
+    """Lists the rows of the tiles of an array of so many rows and groups."""
+    sizes = ROWS if rows >= ROWS[-1] * groups else FEW_ROWS
+    return tuple(size for size in sizes if size <= rows) or (rows,)
 
 
 def _each_tile(
-    first: jax.Array, size: jax.Array, rows: int, add: Callable[[int, jax.Array, jax.Array, Any], Any], carry: Any
+    group: jax.Array,
+    first: jax.Array,
+    size: jax.Array,
+    add: Callable[[int, jax.Array, jax.Array, jax.Array, Any], Any],
+    carry: Any,
+    *,
+    tiles: tuple[int, ...],
 ) -> Any:
-    """Calls `add(count, start, left, carry)` for the tiles of a group, with the number of rows that they must compute.
+    """Calls `add(count, group, start, left, carry)` for the tiles of a group; `left` rows of a tile must be computed.
 
     A tile has `count` rows from `start` on; all but the last one compute all of them. Trip counts are traced, so that
     tiles which do not exist take no time.
     """
-    tiles = _tiles(rows)
     for count in tiles:
         last = count == tiles[-1]
         number = -(-size // count) if last else size // count
 
         def step(index: jax.Array, carry: Any, count: int = count, first: Any = first, size: Any = size) -> Any:
-            return add(count, first + index * count, jnp.minimum(size - index * count, count), carry)
+            # If the matrix did not depend on the iteration, XLA would read it, and multiply a tile of all rows with
+            # it, outside of the loop: also for tiles that do not exist.
+            here, index = lax.optimization_barrier((group, index))
+            return add(count, here, first + index * count, jnp.minimum(size - index * count, count), carry)
 
         with jax.named_scope(f"{_ROW_TILES}_{count}"):
             carry = lax.fori_loop(0, number, step, carry)
@@ -137,24 +148,24 @@ def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax
 
 def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Computes the product, or that with the transposed matrices."""
-    rows, smallest = len(x), _tiles(len(x))[-1]
+    rows, tiles = len(x), _tiles(len(x), len(group_sizes))
 
     def add_group(group: jax.Array, first: jax.Array, size: jax.Array, y: jax.Array) -> jax.Array:
-        def add_tile(count: int, start: jax.Array, left: jax.Array, y: jax.Array) -> jax.Array:
+        def add_tile(count: int, group: jax.Array, start: jax.Array, left: jax.Array, y: jax.Array) -> jax.Array:
             array, index = _read(weights, group)
             matrix = lax.dynamic_index_in_dim(array, index, keepdims=False).astype(x.dtype)
             begin = jnp.minimum(start, rows - count)
             contracted = (((1,), (1 if transposed else 0,)), ((), ()))
             part = lax.dot_general(_rows_at(x, begin, count), matrix, contracted, preferred_element_type=_wide(x.dtype))
             part = part.astype(x.dtype)
-            if count == smallest:
+            if count == tiles[-1]:
                 # The tile may reach into other groups, whose rows stay as they are.
                 number = begin + jnp.arange(count)[:, None]
                 inside = (number >= start) & (number < start + left)
                 part = jnp.where(inside, part, lax.dynamic_slice_in_dim(y, begin, count))
             return lax.dynamic_update_slice_in_dim(y, part, begin, 0)
 
-        return _each_tile(first, size, rows, add_tile, y)
+        return _each_tile(group, first, size, add_tile, y, tiles=tiles)
 
     return _each_group(group_sizes, add_group, jnp.zeros((rows, weights.shape[1 if transposed else 2]), x.dtype))
 

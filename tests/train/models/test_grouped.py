@@ -1,5 +1,6 @@
 """The grouped product against all products of all rows, of which each row selects its own."""
 
+import functools
 from typing import get_args
 
 import chex
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models.grouped import Implementation, choose_implementation, grouped_dot
+from train.models.grouped import Implementation, choose_implementation, expected_trips, grouped_dot
+from train.plan.compiler import hlo
+from train.plan.compiler.flops import count_flops
 
 IMPLEMENTATIONS = get_args(Implementation)
 SIZES = {
@@ -113,6 +116,18 @@ def test_rows_without_a_rest_fill_the_array():
     for sizes in ((3, 30), (40, 5), (7,), (256, 1)):
         arrays = draw(sizes, rest=0)
         assert_close(by_groups("loop", *arrays), by_all_groups(*arrays), 2e-6)
+
+
+@pytest.mark.parametrize("rows", [8, 64, 256])
+def test_tiles_that_do_not_exist_multiply_nothing(rows):
+    """Tiles of all rows too, of which XLA could compute the product with each matrix outside of the loop."""
+    operands = jnp.zeros((rows, INPUTS)), jnp.zeros((3, INPUTS, OUTPUTS)), jnp.zeros(3, int)
+    program = hlo.parse(
+        jax.jit(functools.partial(grouped_dot, implementation="loop")).lower(*operands).compile().as_text()
+    )
+    trips = expected_trips(rows, 3)
+    assert count_flops(program, trips) > 0
+    assert count_flops(program, dict.fromkeys(trips, 0.0)) == 0
 
 
 def test_group_sizes_are_mapped():
