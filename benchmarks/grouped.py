@@ -5,8 +5,13 @@
 
 Rows are drawn unevenly, as a router leaves them: the largest group has about three times the mean. "Equal groups" is
 one batched product with groups of equal size, which reads every matrix and writes every gradient, too. "Dense" is one
-product of the same flops. Contenders take turns, and the fastest round counts, by the CPU time of all threads. A missed
-target does not fail the command.
+product of the same flops.
+
+Then a decoder with experts samples against a dense one of the same active width. A decode step has few rows of each
+expert, and reads the weights of all experts that a row has.
+
+Contenders take turns, and the fastest round counts, by the CPU time of all threads. A missed target does not fail the
+command.
 """
 
 import argparse
@@ -20,18 +25,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import Check, Measured, Report, Target, table
+from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.grouped import grouped_dot
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
+from train.rollouts.sampler import Sampling, sample
 
-FORWARD, GRADIENT, DENSE = 1.10, 1.20, 1.30
-"""Targets: over equal groups, forward and with gradients; over one dense product where groups are large."""
+FORWARD, GRADIENT, DENSE, DECODE = 1.10, 1.20, 1.30, 1.30
+"""Targets: over equal groups, forward and with gradients; over one dense product where groups are large; sampling over
+a dense decoder."""
 LARGE_GROUP = 512
+DECODERS = {"dense": "dense", "experts": "experts"}
 TITLES = {"dense": "dense", "equal": "equal groups", "grouped": "grouped product"}
 KINDS = {"forward": "forward", "gradient": "with gradients"}
 COLUMNS = (("product", ""), ("ms", ".1f"), ("CPU ms", ".1f"), ("over equal groups", ".2f"), ("over dense", ".2f"),
            ("temporary MiB", "MiB"))  # fmt: skip
+DECODER_COLUMNS = (("decoder", ""), ("ms", ".1f"), ("CPU ms", ".1f"), ("over dense", ".2f"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +69,70 @@ class GroupSizes:
 
 SIZES = (GroupSizes(), GroupSizes(rows=LARGE_GROUP))
 QUICK = (GroupSizes(3, 7, 5, 4), GroupSizes(2, LARGE_GROUP, 5, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSizes:
+    """A decoder whose experts each have `expert_width`, and the tokens that it samples from short prompts."""
+
+    width: int = 256
+    experts: int = 16
+    active: int = 4
+    expert_width: int = 128
+    slots: int = 64
+    new_tokens: int = 64
+    layers: int = 2
+    vocab_size: int = 2048
+    prompt_length: int = 8
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slots} completions of {self.new_tokens} tokens, {self.layers} layers of width {self.width}, "
+            f"{self.active} of {self.experts} experts of width {self.expert_width}"
+        )
+
+    def decoder(self, name: str) -> Decoder:
+        """Makes the decoder with experts, or the dense one."""
+        mlp: dict[str, Any] = {"mlp_width": self.active * self.expert_width}
+        if name == "experts":
+            experts = ExpertsConfig(count=self.experts, active=self.active, width=self.expert_width)
+            mlp |= {"pattern": (LayerKind(mlp="experts"),), "experts": experts}
+        heads = {"heads": 8, "kv_heads": 4, "head_dim": self.width // 8}
+        return Decoder(DecoderConfig(vocab_size=self.vocab_size, layers=self.layers, width=self.width, **heads, **mlp))
+
+
+DECODED = (DecoderSizes(), DecoderSizes(512, 64, 8, 256, new_tokens=32))
+QUICK_DECODED = (DecoderSizes(16, 4, 2, 8, slots=2, new_tokens=2, layers=1, vocab_size=32, prompt_length=2),)
+
+
+def measure_decoders(size: DecoderSizes, rounds: int) -> Measured:
+    """Times the sampling of a decoder with experts and of a dense one."""
+    ids = jax.random.randint(jax.random.key(1), (size.slots, size.prompt_length), 0, size.vocab_size)
+    programs = {}
+    for name in DECODERS:
+        model = size.decoder(name)
+        programs[name] = (
+            functools.partial(_sample, model, size.new_tokens),
+            (
+                init_params(model, jax.random.key(0), make_mesh()),
+                ids,
+            ),
+        )
+    return Measured(size, race_programs(programs, rounds)[0])
+
+
+def _sample(model: Decoder, new_tokens: int, params: Any, ids: jax.Array) -> jax.Array:
+    return sample(
+        model,
+        kljax.Policy(params),
+        ids,
+        jnp.ones(ids.shape, bool),
+        key=jax.random.key(0),
+        group=1,
+        max_new_tokens=new_tokens,
+        sampling=Sampling(temperature=1.0),
+        eos_ids=(),
+    ).tokens
 
 
 def products(size: GroupSizes) -> dict[str, Callable[..., jax.Array]]:
@@ -102,6 +179,12 @@ def report(fields: Mapping[str, Any]) -> Report:
         parts += [f"**{measured.size}**", table(COLUMNS, _rows(measured))]
         checks += _checks(measured)
         failures += measured.failures({})
+    for entry in fields.get("decoders", ()):
+        measured = Measured.read(entry, DecoderSizes)
+        parts += [f"**{measured.size}**", table(DECODER_COLUMNS, _decoder_rows(measured))]
+        title = f"{measured.size.active} of {measured.size.experts} experts: sampling, over dense"
+        checks.append(Target("cpu", "experts", "dense", DECODE).check(title, measured.results))
+        failures += measured.failures({})
     how = [f"float32, {fields['rounds']} interleaved rounds"]
     return Report(parts, checks, "wall time", fields, how, failures)
 
@@ -116,6 +199,14 @@ def _rows(measured: Measured) -> list[list[Any]]:
             wall, cpu = (result.best(clock) or 0.0 for clock in ("wall", "cpu"))
             over = [cpu / (results[f"{other}_{kind}"].best("cpu") or 1.0) for other in ("equal", "dense")]
             rows.append([f"{label}, {title}", wall * 1e3, cpu * 1e3, *over, result.temp_bytes])
+    return rows
+
+
+def _decoder_rows(measured: Measured) -> list[list[Any]]:
+    results, rows = measured.results, list[list[Any]]()
+    for name, label in DECODERS.items():
+        wall, cpu = (results[name].best(clock) or 0.0 for clock in ("wall", "cpu"))
+        rows.append([label, wall * 1e3, cpu * 1e3, cpu / (results["dense"].best("cpu") or 1.0)])
     return rows
 
 
@@ -135,7 +226,9 @@ def _checks(measured: Measured) -> list[Check]:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     fields = machine.conditions("cpu") | {"rounds": options.rounds}
     sizes = [measure_size(size, options.rounds) for size in (QUICK if options.quick else SIZES)]
-    return fields | {"sizes": [dataclasses.asdict(measured) for measured in sizes]}
+    decoders = [measure_decoders(size, options.rounds) for size in (QUICK_DECODED if options.quick else DECODED)]
+    entries = {"sizes": sizes, "decoders": decoders}
+    return fields | {name: [dataclasses.asdict(entry) for entry in group] for name, group in entries.items()}
 
 
 main = cli.command(

@@ -16,5 +16,6 @@ def test_products_race_and_are_reported(tmp_path: pathlib.Path, capsys: pytest.C
     assert "7 rows an expert: forward, over equal groups" in printed
     assert "512 rows an expert: with gradients, over dense" in printed
     assert "7 rows an expert: forward, over dense" not in printed
+    assert "2 of 4 experts: sampling, over dense" in printed
     fields = json.loads(file.read_text())
     assert grouped.report(fields).text == printed
