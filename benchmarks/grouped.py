@@ -97,8 +97,17 @@ class DecoderSizes:
         if name == "experts":
             experts = ExpertsConfig(count=self.experts, active=self.active, width=self.expert_width)
             mlp |= {"pattern": (LayerKind(mlp="experts"),), "experts": experts}
-        heads = {"heads": 8, "kv_heads": 4, "head_dim": self.width // 8}
-        return Decoder(DecoderConfig(vocab_size=self.vocab_size, layers=self.layers, width=self.width, **heads, **mlp))
+        return Decoder(
+            DecoderConfig(
+                vocab_size=self.vocab_size,
+                layers=self.layers,
+                width=self.width,
+                heads=8,
+                kv_heads=4,
+                head_dim=self.width // 8,
+                **mlp,
+            )
+        )
 
 
 DECODED = (DecoderSizes(), DecoderSizes(512, 64, 8, 256, new_tokens=32))

@@ -80,10 +80,12 @@ def expected_trips(rows: int, groups: int) -> dict[str, float]:
     A count of operations counts each branch of a conditional as taken: the gradient of the matrices gets fewer trips.
     """
     size, trips = rows / groups, dict[str, float]()
-    left, tiles = size, _tiles(rows, groups)
-    for count in tiles:
-        trips[f"{_ROW_TILES}_{count}"] = left / count if count == tiles[-1] else left // count
-        left %= count
+    # All tiles: a program may have products of other rows too, as a sampler has prefill and decode steps.
+    for tiles in (FEW_ROWS, ROWS, _tiles(rows, groups)):
+        left = size
+        for count in tiles:
+            trips[f"{_ROW_TILES}_{count}"] = left / count if count == tiles[-1] else left // count
+            left %= count
     trips[_MATRIX_TILES] = size / sum(_counts(_tiles(rows)[0]))
     return trips
 

@@ -119,7 +119,7 @@ def test_rows_without_a_rest_fill_the_array():
 
 
 @pytest.mark.parametrize("rows", [8, 64, 256])
-def test_tiles_that_do_not_exist_multiply_nothing(rows):
+def test_absent_tiles_multiply_nothing(rows):
     """Tiles of all rows too, of which XLA could compute the product with each matrix outside of the loop."""
     operands = jnp.zeros((rows, INPUTS)), jnp.zeros((3, INPUTS, OUTPUTS)), jnp.zeros(3, int)
     program = hlo.parse(
@@ -128,6 +128,16 @@ def test_tiles_that_do_not_exist_multiply_nothing(rows):
     trips = expected_trips(rows, 3)
     assert count_flops(program, trips) > 0
     assert count_flops(program, dict.fromkeys(trips, 0.0)) == 0
+
+
+def test_trips_are_expected_for_other_rows_too():
+    """A sampler has products of many rows in the prefill and of few in decode steps."""
+    assert expected_trips(64, 16) | {"matrix_tiles": 0} == {
+        **{f"row_tiles_{rows}": 0 for rows in (256, 128, 64)},
+        "row_tiles_32": 4 / 32,
+        "row_tiles_16": 4 / 16,
+        "matrix_tiles": 0,
+    }
 
 
 def test_group_sizes_are_mapped():
