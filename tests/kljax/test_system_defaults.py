@@ -212,6 +212,7 @@ SUGGESTED = "None: off; the config suggests 1e-4 and 100"
 PULL_REQUEST = "an option of a pull request that no release has"
 RECIPE = "an option of a recipe beside verl, which no release has"
 REQUEST = "a bound of a request, whose default is the server's"
+OLDER = "a default of an older release than the recorded ones, which have no such option"
 OF_MAIN = "a default of the main branch, after the release whose defaults are recorded"
 # (system, row, argument) -> why the call does not hold the default of the option; a row may stand for those after a +.
 EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
@@ -235,6 +236,8 @@ EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
             for name in ("ppo", "cispo", "gspo", "dppo")
             for bound in ("clip_low", "clip_high")
         },
+        **{("prime-rl", row, bound): OLDER for row in ("token_mask", "geo_mask") for bound in ("lower", "upper")},
+        **{("prime-rl", "sequence_mask", bound): OLDER for bound in ("min_ratio", "max_ratio")},
         ("prime-rl", "topd", "alpha"): PULL_REQUEST,
         ("prime-rl", "turn_credit", "coef"): OF_MAIN,
         ("prime-rl", "turn_credit", "gamma"): OF_MAIN,

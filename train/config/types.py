@@ -41,8 +41,9 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _expanded_path(text: str) -> str:
     path = os.path.expanduser(text)
-    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
-        raise ValueError(f"no file system has a name of more than {LONGEST_NAME} bytes")
+    longest = max(len(os.fsencode(name)) for name in path.split("/"))
+    if longest > LONGEST_NAME:
+        raise ValueError(f"a name of {longest} bytes, expected at most {LONGEST_NAME}")
     return path
 
 
