@@ -39,7 +39,7 @@ FORWARD, GRADIENT, DENSE, DECODE = 1.10, 1.20, 1.30, 1.30
 """Targets: over equal groups, forward and with gradients; over one dense product where groups are large; sampling over
 a dense decoder."""
 LARGE_GROUP = 512
-DECODERS = {"dense": "dense", "experts": "experts"}
+DECODERS = ("dense", "experts")
 TITLES = {"dense": "dense", "equal": "equal groups", "grouped": "grouped product"}
 KINDS = {"forward": "forward", "gradient": "with gradients"}
 COLUMNS = (("product", ""), ("ms", ".1f"), ("CPU ms", ".1f"), ("over equal groups", ".2f"), ("over dense", ".2f"),
@@ -120,13 +120,8 @@ def measure_decoders(size: DecoderSizes, rounds: int) -> Measured:
     programs = {}
     for name in DECODERS:
         model = size.decoder(name)
-        programs[name] = (
-            functools.partial(_sample, model, size.new_tokens),
-            (
-                init_params(model, jax.random.key(0), make_mesh()),
-                ids,
-            ),
-        )
+        params = init_params(model, jax.random.key(0), make_mesh())
+        programs[name] = (functools.partial(_sample, model, size.new_tokens), (params, ids))
     return Measured(size, race_programs(programs, rounds)[0])
 
 
@@ -213,9 +208,9 @@ def _rows(measured: Measured) -> list[list[Any]]:
 
 def _decoder_rows(measured: Measured) -> list[list[Any]]:
     results, rows = measured.results, list[list[Any]]()
-    for name, label in DECODERS.items():
+    for name in DECODERS:
         wall, cpu = (results[name].best(clock) or 0.0 for clock in ("wall", "cpu"))
-        rows.append([label, wall * 1e3, cpu * 1e3, cpu / (results["dense"].best("cpu") or 1.0)])
+        rows.append([name, wall * 1e3, cpu * 1e3, cpu / (results["dense"].best("cpu") or 1.0)])
     return rows
 
 

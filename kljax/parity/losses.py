@@ -202,23 +202,21 @@ def _drifted(replay: Replay, recipe: Recipe) -> np.ndarray:
 
 def mismatches(replay: Replay, recipe: Recipe) -> np.ndarray:
     """Returns the mean distance of the old policy and the sampler in each row, `[B]` in nats per token."""
-    used = replay.used_mask(recipe)
     distance = np.abs(replay.arrays["old_log_probs"] - replay.arrays["rollout_log_probs"])
-    return np.asarray(np.where(used, distance, 0).sum(1) / np.maximum(used.sum(1), 1))
+    return row_mean(distance, replay.used_mask(recipe))[:, 0]
 
 
 def _trusted(replay: Replay, recipe: Recipe, center: np.ndarray) -> np.ndarray:
     """Returns the tokens in the trust region of the header's loss around another policy, `[B, T]` bool."""
-    arguments = replay.plan.calls["loss"].arguments
+    low, high = _clips(replay.plan.calls["loss"])
     moved = np.exp(policy_pair(replay, recipe)[0]) - np.exp(center)
-    low, high = (arguments.get(name, 0.2) for name in ("clip_low", "clip_high"))
     return np.where(token_advantages(replay, recipe)[0] > 0, moved <= high, moved >= -low)
 
 
 def drifts(replay: Replay, recipe: Recipe) -> np.ndarray:
     """Returns how far the log-probs of each row fell from the old policy in the mean, `[B]` in nats per token."""
-    (policy, old), used = policy_pair(replay, recipe), replay.used_mask(recipe)
-    return np.asarray(np.where(used, old - policy, 0).sum(1) / np.maximum(used.sum(1), 1))
+    policy, old = policy_pair(replay, recipe)
+    return row_mean(old - policy, replay.used_mask(recipe))[:, 0]
 
 
 def _pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray | float]:

@@ -48,13 +48,11 @@ def token_weights(
 
 def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
     """Returns the rows that enter a reduction, `[B]` bool."""
-    if which == "spread" and "advantages" in replay.arrays:
-        values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
-        return np.asarray((values != 0).any(1))
-    if which == "positive" and "advantages" in replay.arrays:
-        values = np.where(replay.arrays["mask"], over_tokens(replay.arrays["advantages"], replay.shape), 0)
-        return np.asarray((values > 0).any(1))
-    return np.ones(len(replay.arrays["mask"]), bool)
+    mask = replay.arrays["mask"]
+    if which not in ("spread", "positive") or "advantages" not in replay.arrays:
+        return np.ones(len(mask), bool)
+    values = np.where(mask, over_tokens(replay.arrays["advantages"], replay.shape), 0)
+    return np.asarray((values > 0 if which == "positive" else values != 0).any(1))
 
 
 def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
