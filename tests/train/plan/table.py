@@ -30,11 +30,12 @@ def plan(name: str, topology: str) -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HOURS * 3600)
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-        # Memory fills the page; work, collectives and buffers are for the reader of one plan.
-        text = Path(file.name).read_text().partition("**Work of")[0]
-    return (
-        f"### `configs/{name}.yaml` on {topology}\n\n```sh\npython -m train.plan {' '.join(arguments)}\n```\n\n{text}"
-    )
+        # The verdict and the memory fill the page; all else is for the reader of one plan.
+        summary, title, tables = Path(file.name).read_text().partition("**Memory of")
+    verdict = next(line for line in summary.split("\n- ") if line.startswith(("fits", "does not fit")))
+    shell = f"```sh\npython -m train.plan {' '.join(arguments)}\n```"
+    memory = title + tables.partition("**Work of")[0]
+    return f"### `configs/{name}.yaml` on {topology}\n\n{shell}\n\n- {verdict.strip()}\n\n{memory}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
