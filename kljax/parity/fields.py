@@ -48,6 +48,8 @@ FIELDS: dict[str, Field] = {
     "rollout_log_probs": Field("BT", INPUT, "log-probs of the sampler"),
     "routed_experts": Field("BTLK", INPUT, "experts of each token in the sampler; -1: unknown, or padding", True),
     "used_experts": Field("BTLK", RESULT, "experts of each token in the trainer; -1: unknown", True),
+    "router_entropy": Field("BTL", INPUT, "entropy of the trainer's routers in nats, for a note by layer"),
+    "lag": Field("B", INPUT, "RL steps since a row was sampled, for a note of other experts by lag", True),
     "values": Field("BT", INPUT, "the value function before each token, for GAE"),
     "entropy": Field("BT", INPUT, "entropy of the policy at each token, for an entropy bonus"),
     "ratio": Field("BT", RESULT, "importance ratio of policy and old policy, before any clip"),

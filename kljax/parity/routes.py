@@ -1,7 +1,9 @@
-"""Routes of a mixture of experts: whether the trainer used the experts that the sampler recorded."""
+"""Routes of a mixture of experts: whether the trainer used the experts that the sampler recorded, and their loads."""
 
+import collections
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -10,18 +12,19 @@ from kljax.parity.comparison import Difference, Finding
 from kljax.parity.dump import Dump
 
 RECORDED, USED = "routed_experts", "used_experts"
+LAG, ENTROPY = "lag", "router_entropy"
 SHIFTS = {"before": 1, "after": -1}
 """How far a recording is moved so that a token has the experts of a neighbour."""
 
 
 @dataclasses.dataclass
 class _Counts:
-    """Counts over pairs of a token and a layer, `[layers]` each.
+    """Counts over pairs of a token and a layer.
 
     Attributes:
-      pairs: whose experts are known on both sides.
-      differing: with other experts on both sides.
-      neighbours: pairs, and differing ones, of the recording of a neighbour.
+      pairs: whose experts are known on both sides, `[rows, layers]`.
+      differing: with other experts on both sides, `[rows, layers]`.
+      neighbours: pairs, and differing ones, of the recording of a neighbour, `[2, layers]`.
       first: row, token, used and recorded expert of the first differing pair.
     """
 
@@ -31,25 +34,45 @@ class _Counts:
     first: tuple[int, int, int, int] | None = None
 
 
-def compare_routes(dump: Dump) -> tuple[Difference, Finding | None] | None:
+def compare_routes(dump: Dump) -> tuple[Difference, Finding | None, tuple[str, ...]] | None:
     """Compares the experts that were used with the recorded ones, as sets, wherever both are known.
 
     Returns:
-      The difference, and the finding if a set differs, with one cause: routes not replayed, lost in some layers, or
-      shifted by one token. None if the dump lacks one of both.
+      The difference; the finding if a set differs, with one cause: routes not replayed, lost in some layers, or
+      shifted by one token; and the flips by layer and by lag. None if the dump lacks one of both.
     """
     if RECORDED not in dump or USED not in dump:
         return None
     counts = _count(dump)
     compared = int(counts.pairs.sum())
     if counts.first is None:
-        return Difference(USED, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, compared), None
+        return Difference(USED, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, compared), None, ()
     row, token, used, recorded = counts.first
     absolute = float(abs(used - recorded))
     difference = Difference(
         USED, absolute, absolute / max(recorded, 1), (row, token), float(used), float(recorded), 0.0, math.inf, compared
     )
-    return difference, Finding(difference, ((_cause(counts),),))
+    return difference, Finding(difference, ((_cause(counts),),)), tuple(_flips(counts, dump))
+
+
+def route_loads(dump: Dump) -> Iterator[str]:
+    """Yields rows without routes, the load of the busiest expert by layer for each side, and the routers' entropy."""
+    for side, name in (("recorded", RECORDED), ("used", USED)):
+        if name in dump:
+            empty, layers = 0, [collections.Counter[int]() for _ in range(dump.sizes["L"])]
+            for row in range(dump.sizes["B"]):
+                experts = dump.stored(name).part(row).astype(np.int64)
+                empty += int((experts < 0).all())
+                for layer, tokens in enumerate(layers):
+                    tokens.update(experts[:, layer][experts[:, layer] >= 0].tolist())
+            if name == RECORDED:
+                yield f"routes: {empty} of {dump.sizes['B']} rows have none recorded"
+            if known := set().union(*layers):
+                loads = (len(known) * max(tokens.values(), default=0) / max(tokens.total(), 1) for tokens in layers)
+                yield f"{side} routes: busiest of {len(known)} experts over the mean, by layer: {_listed(loads, '.2f')}"
+    if ENTROPY in dump:
+        values, mask = dump.read(ENTROPY).astype(float), dump.read("mask") > 0
+        yield f"routers: mean entropy in nats, by layer: {_listed(values[mask].mean(0), '.3f')}"
 
 
 def uncompared_routes(dump: Dump) -> tuple[tuple[str, str], ...]:
@@ -66,12 +89,12 @@ def _count(dump: Dump) -> _Counts:
     """Counts row by row: routes are the largest array of a dump after logits."""
     layers = dump.sizes["L"]
     neighbours = {name: np.zeros((2, layers), int) for name in SHIFTS}
-    counts = _Counts(np.zeros(layers, int), np.zeros(layers, int), neighbours)
+    counts = _Counts(np.zeros((dump.sizes["B"], layers), int), np.zeros((dump.sizes["B"], layers), int), neighbours)
     for row in range(dump.sizes["B"]):
         used, recorded = (np.sort(dump.stored(name).part(row).astype(np.int64)) for name in (USED, RECORDED))
         known, differs = _compare(used, recorded)
-        counts.pairs += known.sum(0)
-        counts.differing += differs.sum(0)
+        counts.pairs[row] = known.sum(0)
+        counts.differing[row] = differs.sum(0)
         for name, shift in SHIFTS.items():
             overlap = slice(max(shift, 0), len(used) + min(shift, 0))
             pairs = _compare(used[overlap], np.roll(recorded, shift, axis=0)[overlap])
@@ -95,9 +118,24 @@ def _cause(counts: _Counts) -> Cause:
             text = f"routes are shifted by one token: the trainer used the recorded experts of the token {name}"
             return make("routes", f"of the token {name}", text)
     share = 100 * counts.differing.sum() / counts.pairs.sum()
-    lost = np.flatnonzero(counts.differing)
-    if len(lost) < len(counts.pairs):
-        text = f"routes not replayed in layer {', '.join(map(str, lost))} of the {len(counts.pairs)} with experts"
+    lost, layers = np.flatnonzero(counts.differing.any(0)), counts.pairs.shape[1]
+    if len(lost) < layers:
+        text = f"routes not replayed in layer {', '.join(map(str, lost))} of the {layers} with experts"
         return make("routes", "not replayed in some layers", text)
     text = f"routes not replayed: the trainer chose other experts for {share:.3g} % of the pairs of token and layer"
     return make("routes", "not replayed", text)
+
+
+def _flips(counts: _Counts, dump: Dump) -> Iterator[str]:
+    shares = 100 * counts.differing.sum(0) / np.maximum(counts.pairs.sum(0), 1)
+    yield f"routes: other experts used than recorded, % by layer: {_listed(shares, '.3g')}"
+    if LAG in dump:
+        lags = dump.read(LAG)
+        for lag in np.unique(lags):
+            differing, pairs = (part[lags == lag].sum() for part in (counts.differing, counts.pairs))
+            share = 100 * differing / max(pairs, 1)
+            yield f"routes: other experts used than recorded at a lag of {lag:g}: {share:.3g} %"
+
+
+def _listed(values: Iterable[float], form: str) -> str:
+    return ", ".join(format(value, form) for value in values)

@@ -9,7 +9,7 @@ from kljax.parity.comparison import Finding, ParityReport, compare_field, is_det
 from kljax.parity.ranking import preferred
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
-from kljax.parity.routes import compare_routes, uncompared_routes
+from kljax.parity.routes import compare_routes, route_loads, uncompared_routes
 from kljax.parity.shape import describe
 from kljax.parity.stages import reason_not_compared, recorded
 
@@ -54,10 +54,12 @@ class Search:
         unknown = any(not finding.explanations for finding in findings)
         notes = (*self.replay.notes, *self._undetermined(recipe), *self.candidates.notes(unknown))
         # The experts decide log-probs, and nothing that is replayed decides them.
-        routes, of_routes = compare_routes(self.replay.dump) or (None, None)
+        routes, of_routes, flips = compare_routes(self.replay.dump) or (None, None, ())
         differences = differences if routes is None else (routes, *differences)
         findings = findings if of_routes is None else [of_routes, *findings]
-        return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, notes)
+        return ParityReport(
+            differences, tuple(findings), reasons, self.replay.dtype, (*notes, *flips, *route_loads(self.replay.dump))
+        )
 
     def _undetermined(self, recipe: Recipe) -> Iterator[str]:
         """Yields a remark for each field that agrees only because rounding may make its numbers as large."""

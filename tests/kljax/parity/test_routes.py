@@ -83,3 +83,27 @@ def test_command_names_unused_routes(tmp_path: pathlib.Path, capsys: pytest.Capt
     report_of(tmp_path, routed_experts=routes, used_experts=changed(routes, slice(0, LAYERS), 0.3))
     assert main(["parity", str(tmp_path / "dump.npz")]) == 1
     assert "used_experts: routes not replayed: the trainer chose other experts" in capsys.readouterr().out
+
+
+def test_notes_have_flips_by_layer_and_lag(tmp_path: pathlib.Path) -> None:
+    routes = recorded_routes()
+    used = changed(routes, slice(1, 2), 0.5)
+    report = report_of(tmp_path, routed_experts=routes, used_experts=used, lag=np.array([0, 4, 4]))
+    differs = (np.sort(routes) != np.sort(used)).any(-1) & (routes >= 0).all(-1)
+    pairs = np.array([6, 5, 4]) * LAYERS
+    by_layer = 100 * differs.sum((0, 1)) / 15
+    by_lag = 100 * differs[0].sum() / pairs[0], 100 * differs[1:].sum() / pairs[1:].sum()
+    expected = [f"% by layer: {', '.join(f'{share:.3g}' for share in by_layer)}"]
+    expected += [f"at a lag of {lag}: {share:.3g} %" for lag, share in zip((0, 4), by_lag, strict=True)]
+    assert [note.partition("recorded")[2].lstrip(", ") for note in report.notes[:3]] == expected
+
+
+def test_notes_have_loads_and_entropy_by_layer(tmp_path: pathlib.Path) -> None:
+    routes = recorded_routes()
+    routes[1] = -1
+    entropy = np.broadcast_to([1.0, 0.5, 0.25], (ROWS, LENGTH, LAYERS))
+    *_, missing, loads, routers = report_of(tmp_path, routed_experts=routes, router_entropy=entropy).notes
+    counts = [np.bincount(routes[:, :, layer][routes[:, :, layer] >= 0], minlength=EXPERTS) for layer in range(LAYERS)]
+    assert missing == "routes: 1 of 3 rows have none recorded"
+    assert loads.endswith(", ".join(f"{count.max() / count.mean():.2f}" for count in counts))
+    assert routers.endswith("1.000, 0.500, 0.250")
