@@ -61,6 +61,12 @@ def _change_rewards(rewards: Array, batch: DrawnBatch, settings: Settings) -> Ar
         rewards = (rewards[:, None] > rewards[None, :]).mean(axis=1).astype(rewards.dtype)
     elif settings["reward_transform"] == "per token":
         rewards = rewards / np.maximum(lengths, 1)
+    elif settings["reward_transform"] == "standardized":
+        # OpenRLHF's and TRL's PPO can whiten the scores of a batch before anything else.
+        rewards = (rewards - rewards.mean()) / rewards.std(ddof=1)
+    elif settings["reward_transform"] == "whole numbers":
+        # A tensor of a whole-number type cuts the fractions off.
+        rewards = np.trunc(rewards)
     if settings["length_penalty"]:
         rewards = rewards - dtype(settings["length_penalty"]) * lengths / limit
     if settings["overlong_buffer"] is not None:
@@ -125,12 +131,22 @@ def _whiten_parts(advantages: Array, batch: DrawnBatch, mask: Array, settings: S
     """Whitening of the batch, or of each micro-batch or group of rows by itself."""
     if settings["whiten_over"] == "batch":
         return _whiten(advantages, mask, settings)
-    ids = batch.micro_batch_ids if settings["whiten_over"] == "micro-batches" else batch.group_ids
+    ids = {
+        "micro-batches": batch.micro_batch_ids,
+        "groups": batch.group_ids,
+        # slime pull request 2235, Miles 3229: statistics of the process alone.
+        "ranks": rank_ids(batch, 2),
+    }[settings["whiten_over"]]
     result = advantages.copy()
     for part in np.unique(ids):
         rows = ids == part
         result[rows] = _whiten(advantages[rows], mask[rows], settings)
     return result
+
+
+def rank_ids(batch: DrawnBatch, ranks: int) -> Array:
+    """The process of each row, if processes have rows in turn, as a distributed sampler gives them."""
+    return np.arange(batch.shape.rows) % ranks
 
 
 def _group_ids(batch: DrawnBatch, kind: str) -> Array:
@@ -189,6 +205,10 @@ def _group_advantages(rewards: Array, groups: Array, batch: DrawnBatch, settings
             scale = dtype(1)
         elif settings["scale"] == "range":
             scale = np.ptp(members) + eps
+        elif settings["scale"] == "others std":
+            # NeMo-RL issue 1518: the deviation is that of the other rows, as the baseline is.
+            others = [np.delete(members, row).std(ddof=1) for row in range(count)]
+            scale = np.array(others, rewards.dtype) + eps
         elif settings["scale"] == "mean absolute":
             scale = np.abs(members - mean).mean() + eps
         elif settings["scale"] == "root mean square":
@@ -224,6 +244,8 @@ def _token_rewards(scores: Array, batch: DrawnBatch, mask: Array, penalty: Array
         "last column": np.full(batch.shape.rows, batch.shape.width - 1),
         "first token": batch.prompt_lengths,
         "one before the last": np.maximum(batch.lengths - 2, batch.prompt_lengths),
+        # TRL issue 3750: on the padding after the end token, where there is padding.
+        "after the end": np.minimum(batch.lengths, batch.shape.width - 1),
         "every token": batch.lengths - 1,
     }[settings["reward_column"]]
     if settings["reward_column"] == "every token":
@@ -274,4 +296,7 @@ def _whiten(values: Array, mask: Array, settings: Settings) -> Array:
     variance = np.square(inside - mean).sum() / dtype(inside.size - settings["whiten_ddof"])
     center = dtype(0) if settings["whiten_parts"] == "scale" else mean
     scale = dtype(1) if settings["whiten_parts"] == "center" else np.sqrt(variance + dtype(1e-8))
+    if settings["whiten_parts"] == "mean added back":
+        # slime issue 1369, `distributed_masked_whiten` with `shift_mean=False`.
+        return np.where(mask, (values - center) / scale + mean, 0).astype(dtype)
     return np.where(mask, (values - center) / scale, 0).astype(dtype)

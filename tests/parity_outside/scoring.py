@@ -11,6 +11,13 @@ from tests import other_seeds
 from tests.parity_outside.batches import EOS, PAD, VOCABULARY, Array, DrawnBatch
 from tests.parity_outside.settings import Settings
 
+# The recorded log-probs of each model.
+FIELDS = {
+    "policy": "log_probs",
+    "old": "old_log_probs",
+    "rollout": "rollout_log_probs",
+    "reference": "ref_log_probs",
+}
 COARSE = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -40,8 +47,18 @@ def select_mask(kind: str, batch: DrawnBatch) -> Array:
         "one token before": (columns >= batch.prompt_lengths[:, None] - 1) & (columns < batch.lengths[:, None]),
         "no middle tokens": mask & (columns != middle) & (columns != middle - 1),
         "no last row": mask & (np.arange(batch.shape.rows) < batch.shape.rows - 1)[:, None],
+        # A slice at the width of the longest prompt (arrays that are padded on the right).
+        "after the longest prompt": mask & (columns >= batch.prompt_lengths.max()),
+        # TRL pull request 6365: groups of one reward count for nothing.
+        "no equal groups": mask & ~_equal_groups(batch)[:, None],
     }
     return np.asarray(choices[kind])
+
+
+def _equal_groups(batch: DrawnBatch) -> Array:
+    """True on the rows of a group whose rewards are all the same."""
+    spreads = [np.ptp(batch.rewards[batch.group_ids == group]) for group in batch.group_ids]
+    return np.array(spreads) == 0
 
 
 def score(

@@ -29,6 +29,7 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "old_shift": (0, "ratio", "old_shift"),
     "ref_shift": (0, "ref_log_probs", "reference_shift"),
     "rollout_shift": (0, "weights", "rollout_shift"),
+    "rollout_fill": (None, "weights", "rollout_fill"),
     "reference": ("reference", "ref_log_probs", "wrong_reference"),
     "ref_rows": ("same", "ref_log_probs", "reference_rows"),
     # Masks
@@ -36,6 +37,7 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "loss_mask": (None, "loss", "loss_mask"),
     "kl_mask": (None, "loss", "kl_mask"),
     "divisor_mask": (None, "loss", "divisor_mask"),
+    "numerator_mask": (None, "loss", "numerator_mask"),
     # Rewards and advantages
     "reward_scale": (1.0, "advantages", "reward_scale"),
     "reward_clip": (None, "advantages", "reward_clip"),
@@ -87,6 +89,7 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "advantage_decay": (1.0, "advantages", "advantage_decay"),
     "advantage_place": ("all tokens", "advantages", "advantage_place"),
     "advantage_rows": ("same", "advantages", "advantage_rows"),
+    "advantage_shift": (0, "token_loss", "advantage_shift"),
     # Ratio and rollout correction
     "old": ("old", "ratio", "old_policy"),
     "old_rows": ("same", "ratio", "old_rows"),
@@ -129,6 +132,9 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "kl_ratio_cap": (None, "kl", "kl_ratio_cap"),
     "kl_ratio_detached": (False, "gradient", "kl_ratio_gradient"),
     "kl_coef": (0.0, "loss", "kl_coefficient"),
+    "kl_place": (None, "advantages", "kl_place"),
+    "kl_on_trusted": (False, "loss", "kl_on_trusted"),
+    "kl_micro_batches": (False, "loss", "kl_micro_batches"),
     "kl_reduction": (None, "loss", "kl_reduction"),
     # Policy loss
     "loss": ("ppo", "token_loss", "loss_function"),
@@ -140,6 +146,7 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "dual_clip_side": ("negative", "token_loss", "dual_clip_side"),
     "trust_policy": ("rollout", "token_loss", "trust_policy"),
     "row_rejection": (None, "token_loss", "row_rejection"),
+    "row_band": (None, "token_loss", "row_band"),
     "optimistic": (False, "token_loss", "clip_optimistic"),
     "tau_positive": (1.0, "token_loss", "sapo_tau_positive"),
     "tau_negative": (1.05, "token_loss", "sapo_tau_negative"),
@@ -152,6 +159,8 @@ _TABLE: dict[str, tuple[Any, str, str]] = {
     "max_length": (None, "loss", "max_length"),
     "empty_rows": ("drop", "loss", "empty_rows"),
     "micro_batches": (False, "loss", "micro_batches"),
+    "rank_means": (None, "loss", "rank_means"),
+    "repeated_rows": (0, "loss", "repeated_rows"),
     "divisor_eps": (0.0, "loss", "divisor_epsilon"),
     "loss_factor": (1.0, "loss", "loss_factor"),
     "loss_offset": (0.0, "loss", "loss_offset"),

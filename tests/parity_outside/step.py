@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tests.parity_outside import advantages as advantage_functions
 from tests.parity_outside.batches import Array, DrawnBatch
-from tests.parity_outside.scoring import COARSE, move_columns, record, score, select_mask
+from tests.parity_outside.losses import policy_loss, trusted_tokens
+from tests.parity_outside.scoring import COARSE, FIELDS, move_columns, record, score, select_mask
 from tests.parity_outside.settings import Settings
-from tests.parity_outside.tape import Node, gradient, larger, select, smaller
-
-_FIELDS = {
-    "policy": "log_probs",
-    "old": "old_log_probs",
-    "rollout": "rollout_log_probs",
-    "reference": "ref_log_probs",
-}
+from tests.parity_outside.tape import Node, gradient, select
 
 
 def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = np.float32) -> dict[str, Array]:
     """Every field of a dump by its name, as the system with these settings computes it."""
     fields: dict[str, Array] = {}
+    settings = _place_kl(settings)
 
     def keep(name: str, value: Array) -> Array:
         fields[name] = record(name, value, settings, seed)
@@ -34,10 +29,10 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
     keep("mask", mask.astype(dtype))
     log_probs = Node(fields["log_probs"])
     old = Node(_old_rows(fields, batch, settings))
-    reference = Node(fields[_FIELDS[settings["kl_against"]]])
+    reference = Node(fields[FIELDS[settings["kl_against"]]])
     penalty = np.zeros_like(log_probs.value)
     if settings["kl_reward"]:
-        first = Node(fields[_FIELDS[settings["kl_reward_from"]]])
+        first = Node(fields[FIELDS[settings["kl_reward_from"]]])
         penalty = keep("kl", _estimate(settings["kl_reward"], first, reference, settings).value)
     penalized = mask if settings["kl_reward_mask"] is None else select_mask(settings["kl_reward_mask"], batch)
     computed = advantage_functions.compute_advantages(batch, settings, mask, np.where(penalized, penalty, 0), dtype)
@@ -46,8 +41,7 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
     if settings["kl_advantage"]:
         penalty = keep("kl", _estimate(settings["kl_advantage"], log_probs, reference, settings).value)
         per_token = per_token + _centered(penalty, mask, settings)
-    if settings["advantage_axis"] == "columns":
-        per_token = advantages[None, :]
+    per_token = _spread_advantages(advantages, per_token, mask, settings)
     ratio = _ratio(log_probs, old, mask, settings)
     if ratio.value.shape == mask.shape:
         ratio = ratio + (keep("ratio", ratio.value) - ratio.value)
@@ -55,20 +49,16 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
         keep("ratio", _ratio(log_probs, old, mask, {**settings, "ratio_level": "token"}).value)
     if settings["ratio_gradient"] == "none":
         ratio = ratio.detach()
-    token_loss = _policy_loss(log_probs, ratio, per_token, {**fields, "mask": mask}, settings)
+    token_loss = policy_loss(log_probs, ratio, per_token, {**fields, "mask": mask}, settings)
     if settings["correction"]:
         token_loss = token_loss * keep("weights", _weights(fields, batch, mask, settings))
-    if settings["sequence_mask"] is not None:
-        token_loss = token_loss * _sequence_mask(fields, mask, per_token, settings)
-    if settings["row_rejection"] is not None:
-        token_loss = token_loss * _row_rejection(fields, mask, settings)
+    for factor in _row_factors(fields, mask, per_token, settings):
+        token_loss = token_loss * factor
     stored = keep("token_loss", np.broadcast_to(token_loss.value, mask.shape).astype(dtype))
     token_loss = token_loss + (stored - token_loss.value)
     kl = _kl_term(log_probs, reference, {**fields, "mask": mask}, settings)
     if kl is not None:
-        kl = kl + (keep("kl", kl.value) - kl.value)
-        if settings["correction_on_kl"]:
-            kl = kl * fields["weights"]
+        kl = _weigh_kl(kl + (keep("kl", kl.value) - kl.value), fields, per_token, settings)
     masks = _loss_masks(batch, settings, mask, per_token)
     if settings["correction"] == "reject":
         masks = (masks[0] & (fields["weights"] != 0), masks[1] & (fields["weights"] != 0))
@@ -76,6 +66,30 @@ def run_step(batch: DrawnBatch, settings: Settings, *, seed: int, dtype: type = 
     keep("loss", loss.value)
     keep("grad_log_probs", _gradient(loss, log_probs, batch, settings))
     return fields
+
+
+def _place_kl(settings: Settings) -> Settings:
+    """The settings with the KL in the reward in place of the loss, or the other way; its size stays.
+
+    verl issues 594 and 3276: `use_kl_in_reward` and `use_kl_loss` exchanged.
+    """
+    if settings["kl_place"] == "reward":
+        return {
+            **settings,
+            "kl_reward": settings["kl"],
+            "kl_reward_coef": settings["kl_coef"],
+            "kl": None,
+            "kl_coef": 0.0,
+        }
+    if settings["kl_place"] == "loss":
+        return {
+            **settings,
+            "kl": settings["kl_reward"],
+            "kl_coef": settings["kl_reward_coef"],
+            "kl_reward": None,
+            "kl_reward_coef": 0.0,
+        }
+    return settings
 
 
 def _score_models(batch: DrawnBatch, settings: Settings, dtype: type, keep: Any) -> None:
@@ -126,7 +140,7 @@ _LOGITS = {
 
 def _old_rows(fields: dict[str, Array], batch: DrawnBatch, settings: Settings) -> Array:
     """The old policy's log-probs as the ratio uses them: of other rows, or the policy's own in a part of the batch."""
-    values = move_columns(fields[_FIELDS[settings["old"]]], settings["old_shift"])
+    values = move_columns(fields[FIELDS[settings["old"]]], settings["old_shift"])
     kind = settings["old_rows"]
     if kind == "policy in the first micro-batch":
         first = batch.micro_batch_ids == batch.micro_batch_ids.min()
@@ -145,6 +159,17 @@ def _centered(penalty: Array, mask: Array, settings: Settings) -> Array:
     return np.where(mask, mean - penalty, 0) * penalty.dtype.type(settings["kl_advantage_coef"])
 
 
+def _spread_advantages(advantages: Array, per_token: Array, mask: Array, settings: Settings) -> Array:
+    """The advantages as the loss reads them: along the columns, or a column off."""
+    if settings["advantage_axis"] == "columns":
+        return advantages[None, :]
+    if not settings["advantage_shift"]:
+        return per_token
+    # prime-rl pull request 1525: log-probs are moved to the predicting token and advantages are not, or twice.
+    spread = np.where(mask, np.broadcast_to(per_token, mask.shape), 0)
+    return move_columns(spread, settings["advantage_shift"])
+
+
 def _ratio(log_probs: Node, old: Node, mask: Array, settings: Settings) -> Node:
     """Policy over old policy: of each token, or of a row through the mean of its log-ratios."""
     difference = old - log_probs if settings["ratio_inverse"] else log_probs - old
@@ -155,6 +180,10 @@ def _ratio(log_probs: Node, old: Node, mask: Array, settings: Settings) -> Node:
     dtype = difference.value.dtype
     counts = {"product": 1, "padded mean": mask.shape[1]}.get(settings["ratio_level"], mask.sum(axis=1, keepdims=True))
     weights = mask / np.maximum(counts, 1)
+    if settings["ratio_level"] == "unmasked mean":
+        # AReaL pull request 1346: the padding after the completion is in the mean of a row.
+        spread = np.cumsum(mask, axis=1) > 0
+        mask, weights = spread, spread / np.maximum(spread.sum(axis=1, keepdims=True), 1)
     if settings["ratio_level"] == "mean of ratios":
         ratio = difference.exp()
         return (select(mask, ratio, Node(np.zeros_like(ratio.value))) * weights.astype(dtype)).sum(axis=1)
@@ -169,122 +198,9 @@ def _rounded(value: Node, dtype: str | None) -> Node:
     return value + (value.value.astype(COARSE[dtype]).astype(value.value.dtype) - value.value)
 
 
-def _policy_loss(log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings) -> Node:
-    low, high = settings["clip_low"], settings["clip_high"]
-    if settings["loss"] == "ppo":
-        free, bounded = ratio * -advantages, ratio.clip(1 - low, 1 + high) * -advantages
-        loss = smaller(free, bounded) if settings["optimistic"] else larger(free, bounded)
-        if settings["dual_clip"] is not None:
-            limit = Node(
-                np.broadcast_to(-advantages * settings["dual_clip"], loss.value.shape).astype(loss.value.dtype)
-            )
-            bounded_below = (advantages < 0) | (settings["dual_clip_side"] == "both")
-            loss = select(np.broadcast_to(bounded_below, loss.value.shape), smaller(loss, limit), loss)
-    elif settings["loss"] in _OTHER_LOSSES:
-        loss = _OTHER_LOSSES[settings["loss"]](log_probs, ratio, advantages, fields, settings)
-    elif settings["loss"] == "unclipped":
-        loss = ratio * -advantages
-    elif settings["loss"] == "reinforce":
-        loss = log_probs * -advantages
-    elif settings["loss"] == "cispo":
-        loss = log_probs * (ratio.clip(1 - low, 1 + high).detach().value * -advantages)
-    elif settings["loss"] == "cispo masked":
-        inside = (ratio.value >= 1 - low) & (ratio.value <= 1 + high)
-        loss = log_probs * (np.where(inside, ratio.value, 0) * -advantages)
-    elif settings["loss"] == "cispo with gradient":
-        loss = log_probs * ratio.clip(1 - low, 1 + high) * -advantages
-    elif settings["loss"] in ("sapo", "sapo gate"):
-        tau = np.where(advantages > 0, settings["tau_positive"], settings["tau_negative"])
-        tau = np.broadcast_to(tau, ratio.value.shape).astype(ratio.value.dtype)
-        loss = ((ratio - 1.0) * tau).sigmoid() * (4 / tau)
-        loss = loss * -advantages if settings["loss"] == "sapo gate" else log_probs * (loss.value * -advantages)
-    else:
-        moved = np.exp(fields["log_probs"]) - np.exp(fields[_FIELDS[settings["trust_policy"]]])
-        trusted = np.where(advantages > 0, moved <= high, moved >= -low)
-        if settings["loss"] == "dppo binary kl":
-            far = _binary_kl(fields)
-            trusted = np.where(advantages > 0, (far <= high) | (moved <= 0), (far <= low) | (moved >= 0))
-        if settings["loss"] == "ipo":
-            trusted = (moved <= high) & (moved >= -low)
-        signs = np.where(trusted, -advantages, 0).astype(ratio.value.dtype)
-        loss = log_probs * (ratio.value * signs) if settings["loss"] == "dppo through log-probs" else ratio * signs
-    return loss * (settings["loss_sign"] * settings["token_loss_factor"])
-
-
-def _binary_kl(fields: dict[str, Array]) -> Array:
-    """Divergence of the sampler from the policy, of the token against all others."""
-    sampled, current = np.exp(fields["rollout_log_probs"]), np.exp(fields["log_probs"])
-    rest = np.log((1 - sampled + 1e-8) / (1 - current + 1e-8))
-    return np.asarray(sampled * (fields["rollout_log_probs"] - fields["log_probs"]) + (1 - sampled) * rest)
-
-
-def _clipped_only(
-    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
-) -> Node:
-    """The bounded surrogate of PPO, without the maximum of both."""
-    return ratio.clip(1 - settings["clip_low"], 1 + settings["clip_high"]) * -advantages
-
-
-def _geometric_mean(
-    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
-) -> Node:
-    """The ratio of a row from log-ratios that are bounded one by one, as in GMPO."""
-    mask = fields["mask"]
-    difference = log_probs - fields["old_log_probs"]
-    bounded = difference.clip(-settings["clip_low"], settings["clip_high"])
-    positive = np.broadcast_to(advantages > 0, mask.shape)
-    chosen = select(positive, smaller(difference, bounded), larger(difference, bounded))
-    weights = (mask / np.maximum(mask.sum(axis=1, keepdims=True), 1)).astype(difference.value.dtype)
-    mean = (select(mask, chosen, Node(np.zeros_like(chosen.value))) * weights).sum(axis=1)
-    return mean.exp() * -advantages
-
-
-def _covariance_loss(
-    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
-) -> Node:
-    """Unclipped, with the size of the log-ratio on the fifth of the tokens that has the largest covariance."""
-    mask = fields["mask"]
-    spread = np.broadcast_to(advantages, mask.shape)
-    centered = fields["log_probs"] - fields["log_probs"][mask].mean()
-    covariance = np.where(mask, (spread - spread[mask].mean()) * centered, -np.inf)
-    count = max(1, int(0.2 * mask.sum()))
-    largest = covariance >= np.sort(covariance.ravel())[-count]
-    penalty = (log_probs - fields["old_log_probs"]).abs()
-    return ratio * -advantages + penalty * largest.astype(ratio.value.dtype)
-
-
-def _gamma_weighted(
-    log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings
-) -> Node:
-    """Log-probs with a gamma weight of the row's ratio, as in VESPO."""
-    difference = np.where(fields["mask"], fields["log_probs"] - fields["old_log_probs"], 0)
-    log_row = np.clip(difference.sum(axis=1, keepdims=True), np.log(1e-8), 20)
-    power, rate = np.where(advantages >= 0, 2.0, 3.0), np.where(advantages >= 0, 3.0, 2.0)
-    weight = np.exp(rate + power * log_row - rate * np.exp(log_row))
-    return log_probs * (weight * -advantages).astype(difference.dtype)
-
-
-def _masked_side(log_probs: Node, ratio: Node, advantages: Array, fields: dict[str, Array], settings: Settings) -> Node:
-    """CISPO without the tokens that PPO's clip would leave without a gradient."""
-    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
-    clipped = np.where(advantages > 0, ratio.value > high, (ratio.value < low) & (advantages < 0))
-    return log_probs * (np.where(clipped, 0, np.clip(ratio.value, low, high)) * -advantages)
-
-
-_OTHER_LOSSES: dict[str, Callable[[Node, Node, Array, dict[str, Array], Settings], Node]] = {
-    "clipped only": _clipped_only,
-    "geometric mean": _geometric_mean,
-    "kl cov": _covariance_loss,
-    "vespo": _gamma_weighted,
-    "cispo without clipped": _masked_side,
-}
-
-
 def _weights(fields: dict[str, Array], batch: DrawnBatch, mask: Array, settings: Settings) -> Array:
     """The weights of the rollout correction: old policy over sampler, bounded."""
-    sampler = move_columns(fields["rollout_log_probs"], settings["rollout_shift"])
-    sampler = sampler[advantage_functions.ROWS[settings["rollout_rows"]](batch)]
-    difference = fields[_FIELDS[settings["correction_from"]]] - sampler
+    difference = fields[FIELDS[settings["correction_from"]]] - _sampler(fields, batch, settings)
     if settings["correction_inverse"]:
         difference = -difference
     if settings["correction_dtype"] is not None:
@@ -306,6 +222,27 @@ def _weights(fields: dict[str, Array], batch: DrawnBatch, mask: Array, settings:
         inside = ratio <= (np.inf if high is None else high)
         inside &= ratio >= (-np.inf if low is None else low)
         weights = np.where(inside, ratio, 0)
+    weights = _normalized(weights, mask, settings) ** settings["correction_times"]
+    if settings["correction_veto"] is not None:
+        rejected = np.any(mask & (np.exp(every) < settings["correction_veto"]), axis=1, keepdims=True)
+        weights = np.where(rejected, 0, weights)
+    return np.asarray(weights, fields["log_probs"].dtype)
+
+
+def _sampler(fields: dict[str, Array], batch: DrawnBatch, settings: Settings) -> Array:
+    """The sampler's log-probs as the weights use them."""
+    sampler = move_columns(fields["rollout_log_probs"], settings["rollout_shift"])
+    sampler = sampler[advantage_functions.ROWS[settings["rollout_rows"]](batch)]
+    if settings["rollout_fill"] is None:
+        return sampler
+    # vime pull request 70: a server without a log-prob of the last token, and 0 or the trainer's in its place.
+    at_end = batch.columns == batch.lengths[:, None] - 1
+    filling = fields["old_log_probs"] if settings["rollout_fill"] == "old" else np.zeros_like(sampler)
+    return np.where(at_end, filling, sampler)
+
+
+def _normalized(weights: Array, mask: Array, settings: Settings) -> Array:
+    """The weights over one of their means, or as they are."""
     if settings["correction_mean_one"] == "row":
         sums = np.where(mask, weights, 0).sum(axis=1, keepdims=True)
         weights = weights * np.maximum(mask.sum(axis=1, keepdims=True), 1) / np.where(sums == 0, 1, sums)
@@ -314,11 +251,20 @@ def _weights(fields: dict[str, Array], batch: DrawnBatch, mask: Array, settings:
         weights = weights / means[mask.any(axis=1)].mean()
     elif settings["correction_mean_one"] is True:
         weights = weights / weights[mask].mean()
-    weights = weights ** settings["correction_times"]
-    if settings["correction_veto"] is not None:
-        rejected = np.any(mask & (np.exp(every) < settings["correction_veto"]), axis=1, keepdims=True)
-        weights = np.where(rejected, 0, weights)
-    return np.asarray(weights, fields["log_probs"].dtype)
+    elif settings["correction_mean_one"] == "all columns":
+        # verl `rollout_is_batch_normalize` with a plain mean, where masked tokens have the weight 0.
+        weights = weights / np.where(mask, weights, 0).mean()
+    return weights
+
+
+def _row_factors(fields: dict[str, Array], mask: Array, advantages: Array, settings: Settings) -> Iterator[Array]:
+    """The factors of 0 and 1 by which rows leave the policy loss and stay in its divisor."""
+    if settings["sequence_mask"] is not None:
+        yield _sequence_mask(fields, mask, advantages, settings)
+    if settings["row_rejection"] is not None:
+        yield _row_rejection(fields, mask, settings)
+    if settings["row_band"] is not None:
+        yield _row_band(fields, mask, settings)
 
 
 def _sequence_mask(fields: dict[str, Array], mask: Array, advantages: Array, settings: Settings) -> Array:
@@ -333,6 +279,16 @@ def _row_rejection(fields: dict[str, Array], mask: Array, settings: Settings) ->
     difference = np.where(mask, np.abs(fields["old_log_probs"] - fields["rollout_log_probs"]), 0)
     divergence = difference.sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
     return np.where(divergence > settings["row_rejection"], 0, 1).astype(difference.dtype)
+
+
+def _row_band(fields: dict[str, Array], mask: Array, settings: Settings) -> Array:
+    """0 on rows whose geometric mean of old policy over sampler is further from 1 than this.
+
+    SkyRL `off_policy_correction_utils.py`, `sequence_mask` with `geometric`.
+    """
+    difference = np.where(mask, fields["old_log_probs"] - fields["rollout_log_probs"], 0)
+    mean = difference.sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
+    return np.where(np.abs(np.exp(mean) - 1) > settings["row_band"], 0, 1).astype(difference.dtype)
 
 
 def _estimate(estimator: str, log_probs: Node, reference: Node, settings: Settings) -> Node:
@@ -379,6 +335,16 @@ def _kl_term(log_probs: Node, reference: Node, fields: dict[str, Array], setting
     return value
 
 
+def _weigh_kl(kl: Node, fields: dict[str, Array], advantages: Array, settings: Settings) -> Node:
+    """The KL with the factors that some systems give it."""
+    if settings["correction_on_kl"]:
+        kl = kl * fields["weights"]
+    if settings["kl_on_trusted"]:
+        # prime-rl `kl_mask_type`: the KL of the tokens that the trust region keeps.
+        kl = kl * trusted_tokens(fields, advantages, settings).astype(kl.value.dtype)
+    return kl
+
+
 def _kl_ratio(log_probs: Node, fields: dict[str, Array], settings: Settings) -> Node:
     """The ratio that the KL has: of the token to the old policy, or another one that systems have had."""
     kind = settings["kl_ratio"]
@@ -409,7 +375,9 @@ def _reduce(
     loss = _weighted(token_loss, used, weights)
     if kl is not None:
         mode = settings["kl_reduction"] or settings["reduction"]
-        kl_weights = weigh_tokens(mode, penalized, batch, settings).astype(dtype)
+        # SkyRL's Megatron workers and verl's older actor: the KL alone is averaged in each micro-batch.
+        parts = {"micro_batches": True} if settings["kl_micro_batches"] else {}
+        kl_weights = weigh_tokens(mode, penalized, batch, {**settings, **parts}).astype(dtype)
         loss = loss + _weighted(kl, penalized, kl_weights) * settings["kl_coef"]
     if settings["entropy_coef"]:
         loss = loss + _weighted(log_probs, used, weights) * settings["entropy_coef"]
@@ -435,14 +403,29 @@ def weigh_tokens(mode: str, mask: Array, batch: DrawnBatch, settings: Settings) 
 
     Micro-batches are averaged with equal weight if asked for, added up ("sum"), or weighted by their rows ("rows").
     """
-    if not settings["micro_batches"]:
+    if settings["repeated_rows"]:
+        return _weigh_repeated(mode, mask, batch, settings)
+    if not settings["micro_batches"] and settings["rank_means"] is None:
         return _weigh(mode, mask, batch, settings)
-    parts = np.unique(batch.micro_batch_ids)
+    ids = batch.micro_batch_ids
+    if settings["rank_means"] is not None:
+        # prime-rl issue 2358: each process divides by its own tokens, and gradients are averaged.
+        ids = advantage_functions.rank_ids(batch, settings["rank_means"])
+    parts = np.unique(ids)
     weights = np.zeros(mask.shape)
     for part in parts:
-        rows = batch.micro_batch_ids == part
+        rows = ids == part
         share = {"sum": 1.0, "rows": rows.mean()}.get(settings["micro_batches"], 1 / len(parts))
         weights[rows] = share * _weigh(mode, mask[rows], batch, settings, rows)
+    return weights
+
+
+def _weigh_repeated(mode: str, mask: Array, batch: DrawnBatch, settings: Settings) -> Array:
+    """The first rows stand twice, as padding to a multiple of the processes (verl `pad_dataproto_to_divisor`)."""
+    rows = np.arange(len(mask))
+    rows = np.concatenate([rows, rows[: settings["repeated_rows"]]])
+    weights = np.zeros(mask.shape)
+    np.add.at(weights, rows, _weigh(mode, mask[rows], batch, settings, rows))
     return weights
 
 
@@ -450,6 +433,9 @@ def _weigh(mode: str, mask: Array, batch: DrawnBatch, settings: Settings, of: Ar
     group_ids, attended = batch.group_ids[of], (batch.lengths - batch.starts)[of]
     values = mask.astype(float)
     numerators = values
+    if settings["numerator_mask"] is not None:
+        # TRL issue 6369: tokens that leave the sum stay in the divisor.
+        numerators = (mask & select_mask(settings["numerator_mask"], batch)[of]).astype(float)
     if settings["divisor_mask"] is not None:
         values = select_mask(settings["divisor_mask"], batch)[of].astype(float)
     counts = values.sum(axis=1, keepdims=True)
@@ -463,6 +449,9 @@ def _weigh(mode: str, mask: Array, batch: DrawnBatch, settings: Settings, of: Ar
     return {
         "token_mean": lambda: numerators / (max(values.sum(), 1) + eps),
         "token_sum": lambda: numerators,
+        # slime's `calculate_per_token_loss`: a row without a token counts as one.
+        "token_mean_min_one": lambda: numerators / np.maximum(counts, 1).sum(),
+        "token_mean_of_pairs": lambda: _weigh_pairs(numerators, counts),
         "seq_mean_token_mean": lambda: numerators / (np.maximum(counts, 1) + eps) / rows,
         "seq_mean_token_sum": lambda: numerators / rows,
         "seq_mean_token_sum_norm": lambda: numerators / length / rows,
@@ -474,6 +463,15 @@ def _weigh(mode: str, mask: Array, batch: DrawnBatch, settings: Settings, of: Ar
         "length_twice": lambda: numerators / np.maximum(counts, 1) ** 2 / rows,
         "root_length": lambda: numerators / np.sqrt(np.maximum(counts, 1)) / rows,
     }[mode]()
+
+
+def _weigh_pairs(numerators: Array, counts: Array) -> Array:
+    """SkyRL `token_mean_legacy` for micro-batches of two rows: a row that is left over has the weight 0."""
+    pairs = len(counts) // 2
+    totals = counts[: 2 * pairs].reshape(pairs, 2).sum(axis=1).repeat(2)[:, None]
+    weights = np.zeros(numerators.shape)
+    weights[: 2 * pairs] = numerators[: 2 * pairs] / np.maximum(totals, 1) / pairs
+    return weights
 
 
 def _gradient(loss: Node, log_probs: Node, batch: DrawnBatch, settings: Settings) -> Array:
