@@ -84,7 +84,7 @@ def _trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     steps: list[TracedStep] = []
 
     def new(value: Any = None) -> int:
-        values.append(np.asarray(value) if isinstance(value, jax.Array) and value.dtype.kind in "biuf" else value)
+        values.append(_in_numpy(value) if isinstance(value, jax.Array) else value)
         return len(values) - 1
 
     def add(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[int]) -> list[int]:
@@ -114,7 +114,8 @@ def _trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
 def _operation(equation: Any) -> Operation:
     """Returns an operation of NumPy, or of JAX where there is none."""
     name, params, dtype = equation.primitive.name, equation.params, equation.outvars[0].aval.dtype
-    if name in ELEMENTWISE or name in OPERATIONS:
+    is_number = not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    if is_number and (name in ELEMENTWISE or name in OPERATIONS):
         function = ELEMENTWISE.get(name) or functools.partial(OPERATIONS[name], params)
 
         # NumPy has other rules for the dtype of a sum, and of a number beside an array.
@@ -127,9 +128,14 @@ def _operation(equation: Any) -> Operation:
     def run_in_jax(*args: Any) -> list[Any]:
         results = primitive.bind(*args, **keywords)
         results = results if primitive.multiple_results else [results]
-        return [np.asarray(x) if x.dtype.kind in "biuf" else x for x in results]
+        return [_in_numpy(x) for x in results]
 
     return run_in_jax
+
+
+def _in_numpy(array: jax.Array) -> Any:
+    """Returns numbers as an array of NumPy; random keys, and types that NumPy lacks, stay with JAX."""
+    return np.asarray(array) if getattr(array.dtype, "kind", None) in {*"biuf"} else array
 
 
 def _divide(first: Any, second: Any) -> Any:

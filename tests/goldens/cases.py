@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kljax.parity.interpreter import program
+
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
 
@@ -133,15 +135,16 @@ Comparison = tuple[Case, Any, Any]
 
 
 def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[list[Comparison]]:
-    """Runs exercises as one program that is traced and compiled once, each on cases of the same settings.
+    """Runs exercises as one program that is traced once, each on cases of the same settings.
 
-    Returns the comparisons of each exercise, `(case, actual, expected)`, for `Case.assert_matches`.
+    NumPy runs the traced operations, as their compilation takes longer. Returns the comparisons of each exercise,
+    `(case, actual, expected)`, for `Case.assert_matches`.
     """
     assert all(len({case.settings() for case in cases}) == 1 for cases, _ in exercises)
+    collected: list[list[tuple[Any, Any]]] = []
 
-    @jax.jit
-    def compared(arrays: list[dict[str, dict[str, Any]]]) -> list[list[tuple[Any, Any]]]:
-        collected = []
+    def compared(arrays: list[dict[str, dict[str, Any]]]) -> tuple[Any, ...]:
+        collected.clear()
         for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
             fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
             traced = TracedCase(**fields, traced=of_case, comparisons=[], read=set())
@@ -151,13 +154,16 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
                 error.add_note(f"in {traced.id}")
                 raise
             collected.append(traced.comparisons)
-        return collected
+        return tuple(jax.tree.leaves(collected))
 
+    run = program(compared)
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):
         # Cases of the same settings have the same shapes; where there are fewer, the last one is run again.
         now = [cases[min(number, len(cases) - 1)] for cases, _ in exercises]
-        for case, pairs, results in zip(now, compared([case.arrays() for case in now]), comparisons, strict=True):
+        arrays = run([case.arrays() for case in now])
+        compared_now = jax.tree.unflatten(jax.tree.structure(collected), arrays)
+        for case, pairs, results in zip(now, compared_now, comparisons, strict=True):
             results += [(case, *pair) for pair in pairs]
     return comparisons
 

@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "integers": lambda x, y, m: (m.sum(1) // 2, jnp.mod(m.sum(1), 3), jnp.round(x).astype(int)),
     "scan": lambda x, y, m: jax.lax.scan(lambda c, row: (0.5 * c + row, c), x[0], y)[1],
     "sort": lambda x, y, m: (jnp.sort(x, 1), jnp.argmax(y, 1), x.at[1].set(0)),
+    "random": lambda x, y, m: jax.random.bernoulli(jax.random.split(jax.random.key(3))[1], 0.5, x.shape),
     "gspo": lambda x, y, m: kljax.gspo_loss(x, y, x * y, m, clip_low=0.2, clip_high=0.3),
     "gae": lambda x, y, m: kljax.gae(x, y, m, gamma=0.9, lam=0.8)[0],
     "grpo": lambda x, y, m: kljax.grpo_advantages(x[:, 0], jnp.array([0, 1, 0, 1, 1]), num_groups=2),
