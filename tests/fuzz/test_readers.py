@@ -60,7 +60,7 @@ def test_every_former_failure_has_a_reader():
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_inputs_are_refused_or_obey_rules(name):
     before = peak()
-    fuzzed(name, 300)()
+    fuzzed(name, 100)()
     assert peak() - before < MEGABYTES
 
 

@@ -1,4 +1,8 @@
-"""All calls of a public function as one jitted program: its trace and its compilation are shared by the tests."""
+"""All calls of a public function as one jitted program, whose trace and whose results are shared by the tests.
+
+A mistake of a function shows in its trace, and XLA takes longer to compile one than NumPy to run its operations. XLA
+compiles one function of each kind of program, and those that are mostly loops: `COMPILED`.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +13,19 @@ import jax.numpy as jnp
 
 from tests.kljax import calls
 from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
+
+# Loops over tiles, which hold nearly all of their operations.
+WITH_HEAD = (
+    *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
+    *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
+)
+EACH_KIND = (
+    *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens
+    *("gae", "grpo_advantages"),  # loops over positions; groups of rows
+    *("clip_cov_loss", "top_k_with_tail"),  # tokens by their rank, over the batch and over a vocabulary
+    "token_log_probs",  # loops over tiles with a derivative of their own
+)
+COMPILED = {*EACH_KIND, *WITH_HEAD}
 
 
 @functools.cache
@@ -43,8 +60,17 @@ def each_traced_call(name: str, transform: Callable[..., Any] = lambda function:
 
 
 @functools.cache
-def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+def compiled_program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
     """Values and gradients of all calls as a function of their inputs, compiled once."""
     scalars = numbers_of(name)
     compiled = calls.program(each_traced_call(name), inputs(name), scalars)
     return lambda given: jax.device_get(compiled(given, scalars))
+
+
+@functools.cache
+def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+    """The same function, run by NumPy unless it is one of `COMPILED`."""
+    if name in COMPILED:
+        return compiled_program(name)
+    scalars, run = numbers_of(name), calls.interpreted(each_traced_call(name))
+    return lambda given: run(given, scalars)

@@ -1,9 +1,10 @@
 """Every public function in every transformation: the value and the gradients that it has eagerly on one device.
 
 Transformations are compared with the jitted function, which is compared with the eager one. A mistake of a function
-shows in its trace, which every function has here. JAX and the compiler rewrite what is traced already, so the values
-are compared for a function of each kind of program. In `shard_map` they are compared for every function that adds over
-devices; the rows of any other do not depend on each other, which its jitted program shows.
+shows in its trace, which every function has here; `tests.kljax.jitted` says what runs it. JAX and the compiler rewrite
+what is traced already, so the values are compared for a function of each kind of program. In `shard_map` they are
+compared for every function that adds over devices; the rows of any other do not depend on each other, which its jitted
+program shows.
 
 The functions, and the calls of each, come from `tests.kljax.calls`, so a new public function is covered without being
 listed. All calls of a function are compiled as one program per transformation.
@@ -38,22 +39,19 @@ from tests.kljax.calls import (
     each_call,
     inputs,
 )
-from tests.kljax.jitted import each_traced_call, numbers_of, program
+from tests.kljax.jitted import EACH_KIND, WITH_HEAD, compiled_program, each_traced_call, numbers_of, program
 
 # Without an `axis_name` although not a function of rows: inside `shard_map` their inputs are gathered first.
 GATHERED = {"fingerprint": "a sum over leaves that are split over different axes, some of them over none"}
-# Spread over explicit axes in a test of their own, `log_probs/test_mesh_axes.py`.
-WITH_HEAD = (
-    *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
-    *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
-)
+# `WITH_HEAD` is spread over explicit axes in a test of its own, `log_probs/test_mesh_axes.py`.
 # No array enters their program, which so has no mesh.
 WITHOUT_ARRAYS = ("fixed_kl", "scheduled_kl")
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
-# Of the jitted function on one device: no sum has another order. The bits still differ, as XLA rounds `a * b + c` once
-# where a kernel has both (none under XLA_FLAGS=--xla_cpu_max_isa=AVX), and divides by a scalar as by its reciprocal.
+# Of the compiled function on one device: no sum has another order. The bits still differ, as XLA rounds `a * b + c`
+# once where a kernel has both (none under XLA_FLAGS=--xla_cpu_max_isa=AVX), and divides by a scalar as by its
+# reciprocal.
 SAME_ORDER = {"rtol": 1e-14, "atol": 1e-15}
 
 
@@ -69,6 +67,12 @@ def _quick() -> Iterator[None]:
 def jitted(name: str) -> tuple[list[Any], list[Any]]:
     """The results of both seeds."""
     return program(name)(inputs(name)), program(name)(inputs(name, 1))
+
+
+@functools.cache
+def compiled_results(name: str) -> tuple[list[Any], list[Any]]:
+    """The results of both seeds, by XLA for every function: what rewrites a program keeps the order of its sums."""
+    return compiled_program(name)(inputs(name)), compiled_program(name)(inputs(name, 1))
 
 
 def check(
@@ -102,7 +106,7 @@ def stacked(name: str) -> list[tuple[Any, Any]]:
 
 def check_both(name: str, results: list[Any]) -> None:
     for seed in (0, 1):
-        check(name, jax.tree.map(lambda leaf, i=seed: leaf[i], results), jitted(name)[seed], SAME_ORDER)
+        check(name, jax.tree.map(lambda leaf, i=seed: leaf[i], results), compiled_results(name)[seed], SAME_ORDER)
 
 
 def in_jit(name: str, every: bool) -> None:
@@ -212,7 +216,7 @@ def in_remat(name: str) -> None:
     def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         return calls.value_and_grads(jax.checkpoint(lambda arrays: call(arrays, data)), arrays)
 
-    check(name, compiled(each_call(name, run), inputs(name)), jitted(name)[0], SAME_ORDER)
+    check(name, compiled(each_call(name, run), inputs(name)), compiled_results(name)[0], SAME_ORDER)
 
 
 def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
@@ -347,12 +351,6 @@ ON_EVERY_JAX = (
 THOROUGH = ("scan", "remat", "rows", "columns", "jit of every call", "eager gradients")
 # Values in these are compared for one function of each kind of program: the operations of the library in them are those
 # of a trace, which every function has. Those of an eager gradient are traced, as those of a jitted one are.
-EACH_KIND = (
-    *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens
-    *("gae", "grpo_advantages"),  # loops over positions; groups of rows
-    *("clip_cov_loss", "top_k_with_tail"),  # tokens by their rank, over the batch and over a vocabulary
-    "token_log_probs",  # loops over tiles with a derivative of their own
-)
 SUMS, LOOPS, GROUPS = "masked_whiten", "gae", "grpo_advantages"
 REWRITTEN = {
     "eager gradients of the first call": EACH_KIND[:-1],
