@@ -420,12 +420,12 @@ def test_every_public_function_is_called_or_exempt() -> None:
         assert calls_of(name), name
 
 
-def test_only_checks_and_shardings_ask_whether_values_are_known() -> None:
-    # So jit leaves the operations of a call as they are.
+def test_only_checks_ask_whether_values_are_known() -> None:
+    # Beside the sharding of a result, so that jit leaves the operations of a call as they are.
     root = pathlib.Path(kljax.__file__).parent
-    asking = re.compile(r"core\.Tracer|has_known_values|is_concrete")
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if asking.search(path.read_text())}
-    assert found == {"_checks.py", "_devices.py", "batches.py"}
+    question = re.compile(r"core\.Tracer|has_known_values|is_concrete")
+    asking = {str(path.relative_to(root)) for path in root.rglob("*.py") if question.search(path.read_text())}
+    assert asking == {"_checks.py", "_devices.py", "batches.py"}
 
 
 def test_trace_on_an_auto_mesh_sees_no_split() -> None:
