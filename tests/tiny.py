@@ -84,6 +84,17 @@ def drawn(model: Decoder, key: jax.Array, *, adapter: bool = False) -> dict:
         return (init_adapter if adapter else init_params)(model, jax.random.wrap_key_data(numbers), mesh_of())
 
 
+def filled(shapes: Any, seed: int) -> Any:
+    """Weights of some shapes, all of them with opinions, and norms near 1; drawn in NumPy, which compiles nothing."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: tuple, x: Any) -> jax.Array:
+        fan_in = x.shape[-2] if x.ndim > 1 else 10
+        return jnp.asarray((path[-1].key == "scale") + rng.normal(size=x.shape) * fan_in**-0.5, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
 def placed(policy: kljax.Policy, model: Decoder, mesh: Mesh) -> kljax.Policy:
     """Weights on the devices of a mesh, as the model shards them; to draw them there would compile a program."""
     from train.rl.policy import abstract_adapter, abstract_params

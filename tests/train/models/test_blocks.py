@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests import rounding
+from tests import rounding, tiny
 from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope, blocks, config
 from train.models.blocks import layer_segments
 from train.models.layers import InitKey, param
@@ -20,7 +20,6 @@ from train.models.mlp import DenseMlp
 from train.models.self_attention import LayerContext
 from train.models.sharding import make_mesh
 from train.rl.host_memory import host_memory
-from train.rl.policy import init_adapter, init_params
 from train.weights.huggingface import names
 from train.weights.peft import load_adapter, save_adapter
 
@@ -67,9 +66,8 @@ def mixture(monkeypatch) -> DecoderConfig:
 
 
 def draw(shape: DecoderConfig) -> tuple[Decoder, dict, dict, jax.Array, jax.Array]:
-    model, mesh = Decoder(shape), make_mesh()
-    params, adapter = (make(model, jax.random.key(0), mesh) for make in (init_params, init_adapter))
-    adapter = jax.tree.map(lambda x: x + 0.1, adapter)
+    model = Decoder(shape)
+    params, adapter = tiny.filled(model.structure().params, 0), tiny.filled(model.structure().adapter, 1)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 24)
     return model, params, adapter, tokens, jnp.arange(8) >= jnp.array([[0], [3]])
 
@@ -123,15 +121,16 @@ def test_mixed_layers_run_in_their_order(mixture):
     hidden = run(params, adapter)
     assert np.isfinite(hidden).all()
     stacked = model.bind(params, adapter)
-    prompts = stacked.prefill(tokens[:, :4], mask[:, :4])[1]
+    prompts = jax.jit(stacked.prefill)(tokens[:, :4], mask[:, :4])[1]
     assert [jax.tree.leaves(stack)[0].shape for stack in prompts] == [(depth, 2, 4, 2, 4) for depth in (2, 2, 2, 1)]
     listed = stacked.unrolled()
     assert [type(layer.mlp) for layer in listed.layers] == [DenseMlp, Mixture, Mixture] * 2 + [DenseMlp]
     for decoder, unroll in ((stacked, False), (listed, True), (stacked, True)):
+        decode = jax.jit(decoder.decode)  # one program for all columns
         state = DecoderState.of(prompts, 1, 4, unroll=unroll)
         for column in range(4, 8):
             seen = mask & (jnp.arange(8) <= column)
-            last, state = decoder.decode(tokens[:, column], seen.sum(-1) - 1, state, seen, column)
+            last, state = decode(tokens[:, column], seen.sum(-1) - 1, state, seen, column)
             rounding.assert_close_by_norm(last, hidden[:, column], roundings=BOUND)
     gradient = jax.jit(jax.grad(lambda params: (run(params, adapter)[mask] ** 2).sum()))(params)
     chex.assert_trees_all_equal_shapes(gradient, params)
@@ -154,7 +153,8 @@ def test_mixed_decoder_layer_is_selected_by_number(mixture, tmp_path):
 def test_mixed_layers_merge_and_train_in_host_memory(mixture):
     model, params, adapter, tokens, mask = draw(mixture)
     merged = merge(model, params, adapter)
-    actual, expected = model.bind(merged)(tokens, mask), model.bind(params, adapter)(tokens, mask)
+    actual = jax.jit(lambda: model.bind(merged)(tokens, mask))()
+    expected = jax.jit(lambda: model.bind(params, adapter)(tokens, mask))()
     rounding.assert_close_by_norm(actual[mask], expected[mask], roundings=2 * BOUND)
     plain = optax.adam(1e-2)
     stored = host_memory(plain)

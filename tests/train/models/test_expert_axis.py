@@ -1,4 +1,4 @@
-"""Experts over the devices of axis expert: values and gradients of one device, and no dropped token."""
+"""Experts on a mesh, above all over axis expert: values and gradients of one device, and no dropped token."""
 
 import dataclasses
 import functools
@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import tiny
 from train.models import ClampedSwiglu, Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope, dispatch
 from train.models.int8 import quantise_params
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
+from train.rl.policy import abstract_adapter, abstract_params
 
 COUNT = 8
 SHAPE = DecoderConfig(
@@ -38,8 +39,10 @@ MESHES = (
     {"expert": 2, "fsdp": 2, "tensor": 2},
     {"expert": 2, "fsdp": 2, "context": 2},
     {"expert": 4, "tensor": 2},
+    # Every device has all experts, in part.
+    {"data": 2, "fsdp": 2, "tensor": 2},
 )
-# Its tokens are gathered, as on the second and the third.
+# Its tokens are gathered, as on the second and the third mesh.
 MORE_MESHES = ({"expert": 4, "data": 2},)
 TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 24)
 MASK = jnp.arange(6) >= jnp.array([0, 3, 1, 2, 0, 5, 0, 4])[:, None]
@@ -62,16 +65,14 @@ def small_chunks(monkeypatch):
 
 @functools.cache
 def weights(shape: DecoderConfig) -> tuple[dict, dict | None]:
-    """Weights with opinions, and an adapter that changes them, on the host."""
-    model = Decoder(dataclasses.replace(shape, quantization=None))
-    params = jax.tree.map(lambda x: 2 * x, init_params(model, jax.random.key(0), make_mesh()))
+    """Weights with opinions, and an adapter that changes them, in float64 on the host."""
+    structure = Decoder(dataclasses.replace(shape, quantization=None)).structure()
+    params = jax.tree.map(lambda x: 2 * x, tiny.filled(structure.params, 0))
     if shape.quantization is not None:
         params = quantise_params(params)
-    adapter = None if shape.lora is None else init_adapter(Decoder(shape), jax.random.key(2), make_mesh())
-    host, random = jax.device_get((params, adapter)), np.random.default_rng(0)
-    wide = jax.tree.map(lambda x: x if x.dtype == np.int8 else x.astype(np.float64), host)
-    wide = jax.tree.map(lambda x: x if x.any() else random.normal(scale=0.3, size=x.shape), wide)  # biases and sinks
-    return wide[0], jax.tree.map(lambda x: random.normal(scale=0.3, size=x.shape), wide[1])
+    adapter = None if shape.lora is None else tiny.filled(structure.adapter, 2)
+    wide = jax.tree.map(lambda x: x if x.dtype == np.int8 else np.asarray(x, np.float64), (params, adapter))
+    return jax.device_get(wide)
 
 
 @functools.cache
@@ -125,7 +126,7 @@ def test_tokens_are_exchanged_if_few_are_sent(monkeypatch):
 @pytest.mark.parametrize(
     "sizes", [*MESHES, *(pytest.param(sizes, marks=pytest.mark.thorough) for sizes in MORE_MESHES)], ids=str
 )
-def test_axis_changes_neither_values_nor_gradients(sizes, routes):
+def test_mesh_changes_neither_values_nor_gradients(sizes, routes):
     (expected, used), (actual, same) = (updated(SHAPE, routes, **mesh) for mesh in ({}, sizes))
     np.testing.assert_array_equal(same, used)
     assert_close(actual, expected)

@@ -1,9 +1,10 @@
 """A mixture of experts: its routes, its layouts, its narrow forms and its adapters.
 
-`test_parity.py` compares values and gradients with transformers.
+`test_parity.py` compares values and gradients with transformers, `test_expert_axis.py` those of a mesh.
 """
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -11,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import rounding
+from tests import rounding, tiny
 from train.models import ClampedSwiglu, Decoder, DecoderConfig, DecoderState, ExpertsConfig, LayerKind, LoraConfig, Rope
-from train.models.experts import route
+from train.models.experts import Routed, route
 from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
 from train.models.packing import PackedRows
-from train.models.sharding import make_mesh
-from train.rl.policy import abstract_params, init_adapter, init_params
 from train.rl.routing import routing_metrics
 from train.weights.peft import save_adapter
 
@@ -39,44 +38,46 @@ SHAPE = DecoderConfig(
 BOUND = rounding.of_decoder(layers=SHAPE.layers, longest_sum=SHAPE.mlp_width)
 TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 24)
 MASK = jnp.arange(8) >= jnp.array([[0], [3], [1], [2]])
+compiled_route = jax.jit(route, static_argnames=("experts", "threshold"))
 
 
+@functools.cache
 def draw(shape: DecoderConfig = SHAPE) -> tuple[Decoder, dict]:
-    """Biases and sinks, which begin at 0, have opinions."""
     model = Decoder(shape)
-    params = init_params(model, jax.random.key(0), make_mesh())
+    return model, tiny.filled(model.structure().params, 0)
 
-    def opinion(path: tuple, x: jax.Array) -> jax.Array:
-        drawn = path[-1].key not in ("bias", "sinks")
-        return x if drawn else 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
 
-    return model, jax.tree_util.tree_map_with_path(opinion, params)
+@functools.cache
+def routed_rows() -> tuple[jax.Array, Routed]:
+    """Hidden states and routes of `TOKENS`, in whole rows."""
+    model, params = draw()
+    return jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
 
 
 def test_router_takes_the_lower_of_equal_experts():
     logits = jnp.array([[1.0, 2.0, 2.0, 2.0, 0.0, 1.0], [0.0] * 6, [3.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    gates, routes, chosen = route(logits, EXPERTS, jnp.array([True, True, False]))
+    gates, routes, chosen = compiled_route(logits, EXPERTS, jnp.array([True, True, False]))
     np.testing.assert_array_equal(routes, [[1, 2], [0, 1], [-1, -1]])
     np.testing.assert_array_equal(chosen, routes)
     np.testing.assert_allclose(gates[:2], 0.5, rtol=1e-6)
     plain = jax.nn.softmax(logits)[0, 1]
-    unnormalised = route(logits, dataclasses.replace(EXPERTS, normalize=False), jnp.ones(3, bool))[0]
+    unnormalised = compiled_route(logits, dataclasses.replace(EXPERTS, normalize=False), jnp.ones(3, bool))[0]
     np.testing.assert_allclose(unnormalised[0], [plain, plain], rtol=1e-6)
-    assert route(logits.astype(jnp.bfloat16), EXPERTS, jnp.ones(3, bool))[0].dtype == jnp.float32
+    assert compiled_route(logits.astype(jnp.bfloat16), EXPERTS, jnp.ones(3, bool))[0].dtype == jnp.float32
 
 
 def test_replayed_routes_get_the_gates_of_the_router():
     """In any order; the gradient reaches the logits of all experts, and -1 leaves the choice to the router."""
     logits = jax.random.normal(jax.random.key(0), (3, 6))
     replayed = jnp.array([[5, 0], [0, 5], [-1, -1]])
-    gates, routes, chosen = route(logits[jnp.array([0, 0, 1])], EXPERTS, jnp.ones(3, bool), replayed)
+    gates, routes, chosen = compiled_route(logits[jnp.array([0, 0, 1])], EXPERTS, jnp.ones(3, bool), replayed)
     np.testing.assert_array_equal(routes[:2], [[0, 5], [0, 5]])
     np.testing.assert_array_equal(routes[2], chosen[2])
     np.testing.assert_array_equal(chosen[0], np.sort(np.argsort(-logits[0])[:2]))
     exact = np.exp(np.float64(logits[0]))[[0, 5]]
     np.testing.assert_allclose(gates[0], exact / exact.sum(), rtol=1e-6)
     plain = dataclasses.replace(EXPERTS, normalize=False)
-    slope = jax.grad(lambda z: route(z, plain, jnp.ones(1, bool), replayed[:1])[0][0, 0])(logits[:1])
+    slope = jax.grad(lambda z: compiled_route(z, plain, jnp.ones(1, bool), replayed[:1])[0][0, 0])(logits[:1])
     probabilities = np.asarray(jax.nn.softmax(logits[0]))
     np.testing.assert_allclose(slope[0], probabilities[0] * (np.eye(6)[0] - probabilities), atol=1e-7)
 
@@ -94,16 +95,16 @@ def test_bias_decides_the_choice_and_no_gate():
     logits = jax.random.normal(jax.random.key(0), (40, 6))
     bias, real = jnp.array([0.3, 0.0, -0.3, 0.1, 0.0, -0.1]), jnp.ones(40, bool)
     plain = dataclasses.replace(EXPERTS, normalize=False)
-    gates, routes, chosen = route(logits, plain, real, bias=bias)
+    gates, routes, chosen = compiled_route(logits, plain, real, bias=bias)
     probabilities = np.asarray(jax.nn.softmax(logits))
     np.testing.assert_array_equal(chosen, np.sort(np.argsort(-probabilities - bias, axis=-1)[:, :2]))
     np.testing.assert_array_equal(routes, chosen)
-    assert 0.2 < (np.asarray(chosen) != route(logits, plain, real)[2]).any(-1).mean() < 0.9
+    assert 0.2 < (np.asarray(chosen) != compiled_route(logits, plain, real)[2]).any(-1).mean() < 0.9
     np.testing.assert_allclose(gates, np.take_along_axis(probabilities, np.asarray(routes), -1), rtol=1e-6)
-    slope = jax.grad(lambda b: route(logits, EXPERTS, real, bias=b)[0][:, 0].sum())(bias)
+    slope = jax.grad(lambda b: compiled_route(logits, EXPERTS, real, bias=b)[0][:, 0].sum())(bias)
     np.testing.assert_array_equal(slope, 0)
     replayed = jnp.tile(jnp.array([2, 5]), (40, 1))
-    gates, routes, again = route(logits, plain, real, replayed, bias=bias)
+    gates, routes, again = compiled_route(logits, plain, real, replayed, bias=bias)
     np.testing.assert_array_equal(routes, replayed)
     np.testing.assert_allclose(gates, probabilities[:, [2, 5]], rtol=1e-6)
     np.testing.assert_array_equal(again, chosen)
@@ -116,7 +117,7 @@ def test_threshold_fills_places_by_probability_plus_bias(scale):
     logits = jnp.asarray(random.normal(size=(40, 6)), jnp.float32)
     recorded = random.permuted(np.tile(np.arange(6), (40, 1)), axis=-1)[:, :3]
     bias, probabilities = (scale * random.normal(size=6)).astype(np.float32), np.asarray(jax.nn.softmax(logits))
-    _, routes, _ = route(logits, experts, jnp.ones(40, bool), jnp.asarray(recorded), bias=bias, threshold=0.8)
+    _, routes, _ = compiled_route(logits, experts, jnp.ones(40, bool), jnp.asarray(recorded), bias=bias, threshold=0.8)
     expected = [thresholded(*row, 0.8, bias) for row in zip(probabilities, recorded.tolist(), strict=True)]
     np.testing.assert_array_equal(routes, expected)
 
@@ -131,7 +132,7 @@ def test_threshold_replaces_improbable_replayed_experts():
     real, probabilities = jnp.ones(40, bool), np.asarray(jax.nn.softmax(logits))
     changed = []
     for threshold in (0.0, 0.5, 1.0):
-        gates, routes, chosen = route(logits, experts, real, jnp.asarray(recorded), threshold=threshold)
+        gates, routes, chosen = compiled_route(logits, experts, real, jnp.asarray(recorded), threshold=threshold)
         expected = [thresholded(probabilities[row], recorded[row].tolist(), threshold) for row in range(39)]
         np.testing.assert_array_equal(routes[:-1], expected)
         np.testing.assert_array_equal(routes[-1], chosen[-1])
@@ -139,7 +140,9 @@ def test_threshold_replaces_improbable_replayed_experts():
         changed.append(int((np.sort(recorded[:-1], -1) != routes[:-1]).any(-1).sum()))
     np.testing.assert_array_equal(routes, chosen)
     assert 0 == changed[0] < changed[1] < changed[2]
-    slope = jax.grad(lambda z: route(z, experts, real, jnp.asarray(recorded), threshold=0.5)[0][0, 0])(logits)[0]
+    slope = jax.grad(lambda z: compiled_route(z, experts, real, jnp.asarray(recorded), threshold=0.5)[0][0, 0])(logits)[
+        0
+    ]
     used = thresholded(probabilities[0], recorded[0].tolist(), 0.5)[0]
     np.testing.assert_allclose(slope, probabilities[0, used] * (np.eye(6)[used] - probabilities[0]), atol=1e-7)
 
@@ -148,7 +151,7 @@ def test_recorded_routes_replay_to_the_bit():
     """In whole rows, with shared prompts and while decoding; other routes change the result."""
     model, params = draw()
     run = jax.jit(lambda routes: model.bind(params).routed(TOKENS, MASK, routes=routes))
-    hidden, routed = jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
+    hidden, routed = routed_rows()
     assert routed.routes.shape == (4, 8, *SHAPE.route_shape) == (4, 8, 2, 2)
     assert ((routed.routes == -1).all((2, 3)) == ~MASK).all()
     chex.assert_trees_all_equal(run(routed.routes), (hidden, routed))
@@ -161,7 +164,7 @@ def test_recorded_routes_replay_to_the_bit():
 
 def test_decoded_tokens_have_the_routes_of_whole_rows():
     model, params = draw()
-    hidden, routed = jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
+    hidden, routed = routed_rows()
     bound = model.bind(params)
     # One program for all columns.
     decode = jax.jit(bound.routed_decode)
@@ -180,18 +183,22 @@ def test_shared_and_packed_rows_use_their_routes():
     model, params = draw()
     tokens = TOKENS.at[1::2, :4].set(TOKENS[::2, :4])
     mask = MASK.at[1::2].set(MASK[::2])
-    _, routed = model.bind(params).routed(tokens, mask)
-    replayed = jnp.where(mask[..., None, None], (routed.routes + 2) % 6, -1)
-    shared, used = model.bind(params).routed_groups(tokens, mask, prompt=4, group=2, routes=replayed)
+    bound = model.bind(params)
+    run = jax.jit(lambda routes: bound.routed(tokens, mask, routes=routes))
+    run_groups = jax.jit(lambda routes: bound.routed_groups(tokens, mask, prompt=4, group=2, routes=routes))
+    run_packed = jax.jit(lambda rows, routes: bound.routed_packed(tokens, mask, rows, prompt=4, routes=routes))
+    _, routed = run(jnp.full((4, 8, *SHAPE.route_shape), -1, jnp.int16))
+    replayed = jnp.where(mask[..., None, None], (routed.routes + 2) % 6, -1).astype(jnp.int16)
+    shared, used = run_groups(replayed)
     # The prompts of a group agree here, but not the routes of its second row, which are those of the first.
     same = replayed.at[1::2, :4].set(replayed[::2, :4])
-    expected, _ = model.bind(params).routed(tokens, mask, routes=same)
+    expected, _ = run(same)
     rounding.assert_close_by_norm(shared[mask], expected[mask], roundings=BOUND)
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
     places = jnp.where(mask, jnp.arange(32).reshape(4, 8), -1)
     starts = jnp.stack([jnp.arange(4) * 8 + 3, jnp.arange(4) * 8 + 4], 1)
     packed = PackedRows(places, jnp.arange(4), starts, shared=False)
-    rows, used = model.bind(params).routed_packed(tokens, mask, packed, prompt=4, routes=same)
+    rows, used = run_packed(packed, same)
     rounding.assert_close_by_norm(rows[:, 3:7], expected[:, 3:7], roundings=BOUND)
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
 
@@ -221,24 +228,10 @@ def test_padding_reaches_no_expert():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes["layers"]))
 
 
-def test_mesh_changes_neither_values_nor_gradients():
-    model, params = draw()
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    target = jax.random.normal(jax.random.key(3), (4, 8, 16))
-
-    def loss(params: dict) -> jax.Array:
-        return jnp.where(MASK[..., None], model.bind(params)(TOKENS, MASK) * target, 0).sum()
-
-    expected = jax.jit(jax.value_and_grad(loss))(params)
-    spread = jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
-    with jax.set_mesh(mesh):
-        actual = jax.jit(jax.value_and_grad(loss))(spread)
-    rounding.assert_close_by_norm(jax.device_get(actual), jax.device_get(expected), roundings=3 * BOUND)
-
-
 def test_int8_experts_keep_a_float_router():
     model, params = draw()
-    expected = model.bind(params)(TOKENS, MASK)[MASK]
+    run = jax.jit(lambda params: model.bind(params)(TOKENS, MASK))
+    expected = run(params)[MASK]
     narrow = Decoder(dataclasses.replace(SHAPE, quantization="int8"))
     quantised = quantise_params(jax.tree.map(jnp.copy, params))
     chex.assert_trees_all_equal_shapes_and_dtypes(quantised, narrow.structure().params)
@@ -246,7 +239,7 @@ def test_int8_experts_keep_a_float_router():
     assert is_int8(mlp["experts"]["up_proj"]["kernel"])
     assert not is_int8(mlp["gate"]["kernel"])
     wide = dequantise_params(quantised, jnp.float32)
-    actual, same = narrow.bind(quantised)(TOKENS, MASK)[MASK], model.bind(wide)(TOKENS, MASK)[MASK]
+    actual, same = jax.jit(lambda: narrow.bind(quantised)(TOKENS, MASK))()[MASK], run(wide)[MASK]
     rounding.assert_close_by_norm(actual, same, roundings=2 * BOUND)
     assert 1e-4 < np.abs(actual - expected).mean() < 0.05
 
@@ -254,15 +247,22 @@ def test_int8_experts_keep_a_float_router():
 def test_adapters_of_experts_and_router_merge(tmp_path):
     shape = dataclasses.replace(SHAPE, lora=LoraConfig(2, 4.0, ("q_proj", "up_proj", "down_proj", "gate")))
     model, params = draw(shape)
-    adapter = jax.tree.map(lambda x: x + 0.1, init_adapter(model, jax.random.key(2), make_mesh()))
+    adapter = tiny.filled(model.structure().adapter, 2)
     mlp = adapter["layers"]["experts_1"]["mlp"]
     assert mlp["experts"]["down_proj"]["lora_A"].shape == (2, 6, 8, 2)
     assert mlp["gate"]["lora_B"].shape == (2, 2, 6)
-    expected = model.bind(params, adapter)(TOKENS, MASK)[MASK]
-    actual = model.bind(merge(model, params, adapter))(TOKENS, MASK)[MASK]
+    run = jax.jit(lambda params: model.bind(params)(TOKENS, MASK))
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def slopes_of(adapter: dict) -> tuple[jax.Array, jax.Array]:
+        hidden = model.bind(params, adapter)(TOKENS, MASK)
+        return jnp.where(MASK, hidden[..., 0], 0).sum(), hidden
+
+    slopes, expected = slopes_of(adapter)
+    actual, expected = run(merge(model, params, adapter))[MASK], expected[MASK]
     rounding.assert_close_by_norm(actual, expected, roundings=2 * BOUND)
-    assert np.abs(expected - model.bind(params)(TOKENS, MASK)[MASK]).max() > 0.01
-    slopes = jax.grad(lambda adapter: model.bind(params, adapter)(TOKENS, MASK)[MASK][:, 0].sum())(adapter)
+    assert np.abs(expected - run(params)[MASK]).max() > 0.01
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes))
     with pytest.raises(
         ValueError,
