@@ -172,12 +172,17 @@ LAYOUTS = {
     "shared prompts": (("optim.micro_batches=2",), {}),
     "packed": (("optim.packing=true", "data.max_completion_length=12", "optim.micro_batches=2"), {"fsdp": 2}),
     "context shards": ((PADDED, "data.max_prompt_length=6"), {"context": 2, "tensor": 2}),
-    "experts over devices": ((PADDED, "data.max_prompt_length=6"), {"expert": 2, "context": 2}),
+    "all together": (
+        (PADDED, "optim.micro_batches=2", "data.max_prompt_length=6"),
+        {"data": 2, "expert": 2, "context": 2},
+    ),
 }
+QUICK = ("shared prompts", "packed", "all together")
 
 
-# Micro-batches are of padded rows as well.
-@pytest.mark.parametrize("name", [pytest.param("padded", marks=pytest.mark.thorough), *list(LAYOUTS)[1:]])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS]
+)
 def test_update_uses_recorded_routes_in_every_layout(name, recording):
     """Equality is measured in the update itself: no route is lost, and all that were turned count as flips."""
     options, shape = LAYOUTS[name]
