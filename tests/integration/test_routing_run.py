@@ -22,7 +22,7 @@ MOE = (
     "configs/moe.yaml",
     *TINY,
     "steps=2",
-    "optim={warmup_steps: 0, updates_per_batch: 1}",
+    "optim={optimizer: adamw, warmup_steps: 0, updates_per_batch: 1}",
     "eval.greedy=false",
     "model={layers: 1, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32, qk_norm: true}",
     "model.experts={count: 4, active: 2, width: 16}",
@@ -81,10 +81,10 @@ def test_export_names_the_bias_without_a_tensor(biased, tmp_path, capsys):
     assert "only --format hf drops a bias, but the format is orbax" in capsys.readouterr().err
 
 
-def test_weights_without_a_bias_begin_at_zero(biased, shared, tmp_path):
+def test_weights_without_a_bias_begin_at_zero(biased, recording, tmp_path):
     """Weights may be of a folder or of another run; a reference has the bias of its own run."""
     assert export([str(biased), "--to", str(tmp_path / "hf"), "--drop-router-bias"]) == 0
-    unbiased = shared(*MOE).succeeded().root
+    unbiased = recording / "runs" / "moe"
     config, tokenizer = SavedRun.at(biased).config, ByteTokenizer()
     model, mesh = make_model(config, tokenizer), config_mesh(config)
     sources = {
@@ -107,8 +107,8 @@ def test_weights_without_a_bias_begin_at_zero(biased, shared, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def recording(shared, tmp_path_factory):
-    """Two steps that the sampler of this process recorded."""
+def recording(tmp_path_factory):
+    """Two steps that the sampler of this process recorded, and below `runs` the run of the recipe without a bias."""
     directory = tmp_path_factory.mktemp("recording")
     run_here(*MOE, f"rollout.record={directory}", f"output={directory / 'runs'}").succeeded()
     return directory
@@ -155,6 +155,8 @@ def test_verify_ends_a_run_with_shifted_routes(recording, tmp_path):
     assert (resumed.root / "metrics.jsonl").read_text() == (uninterrupted.root / "metrics.jsonl").read_text()
 
 
+# The same end for the other cause; `test_verified_routes_are_the_recorded_ones` names both.
+@pytest.mark.thorough
 def test_verify_ends_a_run_with_lost_routes(recording, tmp_path, monkeypatch):
     """A trainer that chooses for itself; the other limit of the gradient keeps its programs from other runs."""
     monkeypatch.setattr(Transformer, "_of_stack", lambda *arguments: None)

@@ -7,7 +7,9 @@ import shutil
 import pytest
 
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, run_here, state_arrays
+from tests.integration.test_mesh import ONE_DEVICE
 from tests.integration.test_recipes import RECIPES as PRETRAINED
+from tests.integration.test_routing_run import BIASED
 from train import eval as evaluation
 from train.config.load import load
 from train.run.glossary import metric_of
@@ -20,14 +22,13 @@ EXACT = (
     "kl.reward={coef: 0.01, estimator: exact}",
     "reference.monitor=true",
 )
-MOE = ("configs/moe.yaml", *SHORT, "model.experts={count: 4, active: 2, width: 16}")
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
-# With each recipe, metrics of the terms that it is there to show.
+# With each recipe, metrics of the terms that it is there to show; other files read most of these runs as well.
 RECIPES = (
-    (("configs/quickstart.yaml", *SHORT), {"kl_loss", "kl_reference_exact", "rollout_kl_loss", "clip_fraction"}),
+    (ONE_DEVICE, {"kl_loss", "kl_reference_exact", "rollout_kl_loss", "clip_fraction"}),
     (LORA, {"kl_loss"}),
     ((*LORA, *EXACT), {"kl_loss", "kl_reward", "kl_reference", "kl_reference_exact"}),
-    (MOE, {"router_balance_loss", "router_z_loss", "routing_flips", "router_load_layer_0"}),
+    (BIASED, {"router_balance_loss", "router_z_loss", "routing_flips", "router_load_layer_0"}),
     (PPO, {"kl_reward", "kl_coef", "value_loss", "entropy_coef"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )

@@ -28,12 +28,13 @@ RECIPE = (
     "optim={learning_rate: 0.1, optimizer: {type: sgd, momentum: 0.9}, share_prompts: false}",
 )
 EXPERTS = ("mesh.expert=2", "model.experts={count: 4, active: 2, width: 16}", "model.qk_norm=true")
+ADAPTERS = "adapters of experts"
 SCALE = 32
 """Of an adapter, whose first matrix has a gradient that grows with the square."""
 SPLITS = {
     "tokens": ("mesh.context=2",),
     "experts": (*EXPERTS, "optim.host_memory=true", "reference={source: ema, decay: 0.9}"),
-    "adapters of experts": (*EXPERTS, f"lora={{rank: 2, alpha: {2 * SCALE}, targets: [q_proj, up_proj, gate]}}"),
+    ADAPTERS: (*EXPERTS, f"lora={{rank: 2, alpha: {2 * SCALE}, targets: [q_proj, up_proj, gate]}}"),
 }
 
 
@@ -60,7 +61,7 @@ def assert_close(got, expected, names) -> None:
         np.testing.assert_allclose(first, second, rtol=0, atol=TOLERANCE * np.abs(second).max(), err_msg=name)
 
 
-RESUMED = [("tokens", 0), ("tokens", 1), ("experts", 1), ("adapters of experts", 1)]
+RESUMED = [("tokens", 0), ("tokens", 1), ("experts", 1), pytest.param(ADAPTERS, 1, marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize(("name", "step"), RESUMED)
@@ -87,7 +88,7 @@ def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tm
         assert np.abs(wanted[array] - first[array]).max() > 100 * TOLERANCE * scale, array
 
 
-@pytest.mark.parametrize("name", ["experts", "adapters of experts"])
+@pytest.mark.parametrize("name", ["experts", pytest.param(ADAPTERS, marks=pytest.mark.thorough)])
 def test_exported_experts_are_the_weights_of_the_run(split, tmp_path, name):
     """An adapter of experts is added to the base."""
     root, folder = split(name), tmp_path / "hf"
