@@ -140,9 +140,8 @@ def test_threshold_replaces_improbable_replayed_experts():
         changed.append(int((np.sort(recorded[:-1], -1) != routes[:-1]).any(-1).sum()))
     np.testing.assert_array_equal(routes, chosen)
     assert 0 == changed[0] < changed[1] < changed[2]
-    slope = jax.grad(lambda z: compiled_route(z, experts, real, jnp.asarray(recorded), threshold=0.5)[0][0, 0])(logits)[
-        0
-    ]
+    run = functools.partial(compiled_route, experts=experts, real=real, replayed=jnp.asarray(recorded), threshold=0.5)
+    slope = jax.grad(lambda logits: run(logits)[0][0, 0])(logits)[0]
     used = thresholded(probabilities[0], recorded[0].tolist(), 0.5)[0]
     np.testing.assert_allclose(slope, probabilities[0, used] * (np.eye(6)[used] - probabilities[0]), atol=1e-7)
 
