@@ -76,7 +76,12 @@ def test_run_takes_user_task_tokenizer_and_source(user, tmp_path):
         "data.arguments={highest: 40, held_out: 8}",
         f"data.tokenizer={user}:upper",
         f"rollout.source={{type: '{user}:counting', name: seen}}",
-        *("warm_start.steps=2", "steps=2", "eval.prompts=8", "eval.batch_size=8", f"output={tmp_path / 'runs'}"),
+        *(
+            "warm_start.steps=2",
+            "steps=2",
+            "eval={prompts: 8, batch_size: 8, greedy: false}",
+            f"output={tmp_path / 'runs'}",
+        ),
     )
     assert config.rollout.source.options() == {"name": "seen"}
     run_module.run(LoadedConfig(config, (), Path("config.yaml")))

@@ -38,7 +38,7 @@ def traced_scope(config: Config) -> Scope:
     signature = Plan.of(config).loss
     assert signature is not None
     function = functools.partial(getattr(kljax, signature.target.rpartition(":")[2]), **config.loss.options())
-    function = functools.partial(function, num_groups=2) if "num_groups" in signature else function
+    function = jax.jit(functools.partial(function, num_groups=2) if "num_groups" in signature else function)
     rng, shape, token = other_seeds.example(0), (3, 5), (1, 2)
     shared = {"mask": np.ones(shape, bool), "key": other_seeds.example_key(0), "group_ids": np.array([0, 0, 1])}
     names = arrays_of(signature, LOSS_ARRAYS)

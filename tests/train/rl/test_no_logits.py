@@ -129,7 +129,7 @@ def test_scoring_and_updates_hold_no_logits(kind, shape):
     assert max(sizes.values()) < logits(mesh, ROWS // 2), sizes
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [ONE_DEVICE, pytest.param(EIGHT_DEVICES, marks=pytest.mark.thorough)], ids=str)
 def test_check_finds_logits_where_they_exist(shape, monkeypatch):
     lm_head = policy._lm_head
     building = lambda *arguments: dataclasses.replace(lm_head(*arguments), implementation="reference")  # noqa: E731

@@ -58,8 +58,13 @@ def on_one_device() -> Samples:
     ("mesh", "overrides"),
     [
         ({"expert": 4, "tensor": 2}, ()),
-        ({"expert": 4, "tensor": 2}, ("rollout.mesh={data: 1, tensor: 2}",)),
-        ({"fsdp": 2, "expert": 2, "tensor": 2}, ("rollout.mesh={data: 2, tensor: 2}",)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ({"expert": 4, "tensor": 2}, ("rollout.mesh={data: 1, tensor: 2}",)),
+                ({"fsdp": 2, "expert": 2, "tensor": 2}, ("rollout.mesh={data: 2, tensor: 2}",)),
+            )
+        ),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, ("rollout.mesh={data: 1, tensor: 4}",)),
     ],
     ids=str,
