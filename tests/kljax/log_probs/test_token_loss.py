@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 
 import kljax
 from kljax import Head, Tile
-from tests.kljax.calls import known_options
+from tests.kljax.calls import interpreted, known_options
 from tests.kljax.log_probs.points import Point, pairwise
 from tests.kljax.log_probs.test_costs import products_of
 from tests.masks import LENGTH, MASK, ROWS
@@ -152,9 +152,9 @@ def fused(point: Point, x: dict[str, Any], mask: Any, implementation: str = "til
     )
 
 
-def unfused(point: Point, x: dict[str, Any], mask: Any) -> tuple[jax.Array, Any]:
+def unfused(point: Point, x: dict[str, Any], mask: Any, implementation: str = "tile") -> tuple[jax.Array, Any]:
     """The same from the statistics of all tokens, whose loss is that of the unmasked ones."""
-    passed = arguments(point, x, mask)
+    passed = arguments(point, x, mask, implementation)
     selected = passed.pop("kept_ids", None)
     if selected is None:
         stats = kljax.log_probs_from_hidden(**passed)
@@ -185,17 +185,23 @@ def value_and_grads(function: Any, point: Point, x: dict[str, Any], mask: Any) -
     ],
 )
 def test_loss_metrics_and_gradients_match_log_probs(point: Point) -> None:
-    def run(x: dict[str, Any], mask: Any) -> Any:
+    def tiles(x: dict[str, Any], mask: Any) -> Any:
+        return value_and_grads(fused, point, x, mask)
+
+    def by_reference(x: dict[str, Any], mask: Any) -> Any:
         # The reference has no chunks: one of their sizes has it beside every value of the other options.
-        actual = {"tile": value_and_grads(fused, point, x, mask)}
+        actual = {}
         if point["chunk"] == PLAIN["chunk"]:
             actual["reference"] = value_and_grads(lambda *given: fused(*given, "reference"), point, x, mask)
-        return actual, value_and_grads(unfused, point, x, mask)
+        return actual, value_and_grads(lambda *given: unfused(*given, "reference"), point, x, mask)
 
     x = draw(point)
-    program = jax.jit(run).lower(x, jnp.asarray(MASK)).compile(compiler_options=known_options())
+    program = jax.jit(tiles).lower(x, jnp.asarray(MASK)).compile(compiler_options=known_options())
+    # Without loops NumPy takes less time than a compilation.
+    reference = interpreted(by_reference)
     for mask_name, mask in MASKS.items() if point["mask"] else [("all", np.ones_like(MASK))]:
-        result, wanted = jax.device_get(program(x, jnp.asarray(mask)))
+        result, wanted = reference(x, jnp.asarray(mask))
+        result["tile"] = jax.device_get(program(x, jnp.asarray(mask)))
         for name, actual in result.items():
             assert jax.tree.structure(actual) == jax.tree.structure(wanted)
             for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
