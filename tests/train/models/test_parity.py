@@ -173,7 +173,13 @@ def greedy(family: str) -> np.ndarray:
     return np.asarray(generate(policy.params))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Their cache and its layers are those of other families; ropes and routers differ, which the logits show.
+ALIKE = ("llama3", "qwen3_yarn", "qwen2_moe", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.thorough] * (family in ALIKE)) for family in FAMILIES]
+)
 def test_greedy_continuations_match_transformers(family):
     np.testing.assert_array_equal(greedy(family), golden(family)["greedy"])
 
