@@ -17,6 +17,19 @@ from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 from kljax.systems import Call
 
 
+def _every(count: int) -> Callable[[Replay], np.ndarray]:
+    """Takes every so many-th row together."""
+    return lambda replay: np.arange(replay.shape[0]) % count
+
+
+# The rows that a system's own whitening takes together, besides the whole batch: a number for each row.
+WHITENED_TOGETHER: dict[str, Callable[[Replay], np.ndarray]] = {
+    "micro-batches": lambda replay: replay.arrays.get("micro_batch_ids", np.zeros(replay.shape[0])),
+    "groups": lambda replay: replay.arrays["group_ids"],
+    **{f"rows of {count} processes": _every(count) for count in (2, 3, 4, 8)},
+}
+
+
 def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the advantages from rewards and groups, with the KL of a term in the reward.
 
@@ -104,8 +117,9 @@ def _run(replay: Replay, step: AdvantageStep, arrays: dict[str, Any], keywords: 
         value = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
     if step.returns:
         value = value + arrays["values"]
-    parts = {"micro-batches": replay.arrays.get("micro_batch_ids"), "groups": replay.arrays["group_ids"]}
-    ids = parts.get(step.whiten_over)
+    ids: np.ndarray | None = None
+    if step.whiten_over in WHITENED_TOGETHER:
+        ids = WHITENED_TOGETHER[step.whiten_over](replay)
     for inner in after:
         value = over_tokens(value, mask.shape).copy()
         for rows in [slice(None)] if ids is None else [ids == part for part in np.unique(ids)]:
@@ -170,8 +184,6 @@ def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: Advantage
     rewards, kl, used = _changed_rewards(replay, step), recipe.kl, replay.used_mask(recipe)
     if step.kl_coef:
         rewards = rewards - step.kl_coef * np.where(used, _second_kl(replay, step, used), 0).sum(1)
-    if step.rewards == "whitened":
-        rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8)
     if kl is None or kl.place != "reward":
         return rewards, np.zeros(replay.shape)
     if kl.padded:

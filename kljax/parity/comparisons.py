@@ -34,6 +34,8 @@ REWARDS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "ranks": lambda rewards, sizes: (rewards[:, None] > rewards[None, :]).mean(1),
     "above 0": lambda rewards, sizes: (rewards > 0).astype(float),
     "above 0.5": lambda rewards, sizes: (rewards > 0.5).astype(float),
+    "whole numbers": lambda rewards, sizes: np.trunc(rewards),
+    "whitened": lambda rewards, sizes: (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-8),
     "per token": lambda rewards, sizes: rewards / np.maximum(sizes, 1),
     "in bfloat16": lambda rewards, sizes: round_to(rewards, "bfloat16"),
     "in float16": lambda rewards, sizes: round_to(rewards, "float16"),
@@ -55,6 +57,7 @@ CENTERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
     "first": lambda members, sizes, batch: members[0],
     "last": lambda members, sizes, batch: members[-1],
     "by length": lambda members, sizes, batch: (members * sizes).sum() / max(sizes.sum(), 1),
+    "others": lambda members, sizes, batch: members.mean(),
     "log mean exp": lambda members, sizes, batch: np.log(np.exp(members - members.max()).mean()) + members.max(),
 }
 # What divides, by the rewards of the group and the degrees of freedom that are subtracted.
@@ -119,6 +122,8 @@ def compare_rewards(
         inside = rows & counted if (rows & counted).any() else rows
         members = rewards[inside]
         result[rows] = rewards[rows] - CENTERS[step.center](members, sizes[inside], rewards)
+        if step.center == "others" and inside.sum() > 1:
+            result[rows] = np.where(inside, inside.sum() / (inside.sum() - 1), 1)[rows] * result[rows]
         spread = rewards if scale == "batch_std" else members
         if step.divisor == "std of all centered":
             spread = centered

@@ -11,7 +11,7 @@ from kljax._numerics import clip
 from kljax.parity import scoring
 from kljax.parity.calls import per_token, remembered
 from kljax.parity.header import RecipeCalls
-from kljax.parity.positions import ROW_ORDERS, apply_rule, over_tokens, shift_rows, value_and_change
+from kljax.parity.positions import ROW_ORDERS, apply_rule, last_positions, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep
 from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import EXP, PRODUCTS, round_to, tree_height
@@ -161,6 +161,9 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     denominator = shift_rows(denominator, step.shift)[ROW_ORDERS[step.rows](replay.layout)]
     if step.swapped:
         numerator, denominator = denominator, numerator
+    ends = used & (np.arange(replay.shape[1]) == last_positions(used)[:, None])
+    if step.end == "unsampled":
+        denominator = np.where(ends, 0, denominator)
     plain = np.where(used, numerator - denominator, 0)
     if step.dtype is not None or step.prefix or step.normalized == "free":
         numerator = denominator + _changed_log_ratio(step, plain, used)
@@ -178,6 +181,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     if step.veto:
         likely = np.where(used, np.exp(plain), np.inf).min(1, keepdims=True) >= step.veto
         value, change = value * likely, change * likely
+    if step.end == "one":
+        value, change = np.where(ends, 1, value), np.where(ends, 0, change)
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 

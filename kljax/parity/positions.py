@@ -137,19 +137,29 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
         result |= (position < first) & (position >= first - rule.before) & (position > 0)
     if rule.last != "all":
         result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
+    return shift_rows(_without_left_out(result, first, last, rule, layout), rule.shift)
+
+
+def _without_left_out(
+    mask: np.ndarray, first: np.ndarray, last: np.ndarray, rule: MaskRule, layout: RowLayout
+) -> np.ndarray:
+    """Takes the tokens out of a mask that a rule leaves out, besides last tokens; changes and returns the mask."""
+    position = np.arange(mask.shape[1])
     if not rule.first:
-        result &= position != first
+        mask &= position != first
     if rule.size is not None:
-        result &= position < first + rule.size
+        mask &= position < first + rule.size
     if rule.tail is not None:
-        result &= position > last - rule.tail
+        mask &= position > last - rule.tail
+    if rule.longest:
+        mask &= position >= (layout.lengths - layout.sizes).max(initial=0)
     if not rule.inside:
-        result &= ~layout.blank
+        mask &= ~layout.blank
     if not rule.final:
-        result[-1] = False
+        mask[-1] = False
     if not rule.cut:
-        result &= layout.complete[:, None]
-    return shift_rows(result, rule.shift)
+        mask &= layout.complete[:, None]
+    return mask
 
 
 def shift_rows(array: np.ndarray, by: int) -> np.ndarray:

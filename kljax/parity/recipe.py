@@ -27,6 +27,7 @@ class MaskRule:
       tail: the number of tokens at the end of a row that are in it; None takes all.
       inside: whether tokens within rows are in it that the record leaves out, from the mask or from the gradient.
       final: whether the last row is in it.
+      longest: whether it starts behind the longest prompt of the batch.
     """
 
     shift: int = 0
@@ -42,6 +43,7 @@ class MaskRule:
     tail: int | None = None
     inside: bool = True
     final: bool = True
+    longest: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +190,7 @@ class RecipeStep:
       rows: the order of the rows of the sampler in a correction, or of the advantages; a key of `ROW_ORDERS`.
       dtype: that the log-ratio of a correction is rounded to; None keeps it.
       prefix: whether a weight of a correction is the product of the ratios up to its token.
+      end: the weight of the last token of each row: "own", "one", or "unsampled", with 0 as the sampler's log-prob.
       veto: rows with a token whose ratio is below it have the weight 0.
       rejects: whether tokens of weight 0 are in no sum and no divisor of the loss.
       normalized: the tokens whose mean the weights of a correction are divided by: "none", "batch", "row", or "rows",
@@ -214,6 +217,7 @@ class RecipeStep:
     rows: str = "same"
     dtype: str | None = None
     prefix: bool = False
+    end: str = "own"
     veto: float = 0.0
     rejects: bool = False
     normalized: str = "none"
@@ -238,7 +242,7 @@ class AdvantageStep(RecipeStep):
       groups: rows of a group, a key of `GROUPINGS`.
       members: rows whose rewards make the statistics of a group, a key of `MEMBERS`.
       root: whether epsilon is added to the variance, not to the standard deviation.
-      rewards: what is compared: "recorded" rewards, a key of `REWARDS`, or rewards "whitened" over the batch before.
+      rewards: what is compared: "recorded" rewards, or a key of `REWARDS`.
       reward_rows: the order of the rows of the rewards, a key of `ROW_ORDERS`.
       length_penalty: times the length over that of the longest completion, off the reward.
       buffer: tokens before the longest completion in which the reward falls by 1; None has no such penalty.
@@ -256,7 +260,7 @@ class AdvantageStep(RecipeStep):
       skip: a function of the library whose step is left out.
       whitening: parts of the system's own whitening: "both", "center", "scale", "mean added back", or "padded", whose
         mean is over padding, too.
-      whiten_over: the rows that the system's own whitening is of: "batch", "micro-batches" or "groups".
+      whiten_over: the rows that the system's own whitening is of: the "batch", or a key of `WHITENED_TOGETHER`.
       center: what is subtracted from a reward, a key of `CENTERS`.
       divisor: what divides a centered reward, a key of `DIVISORS`.
       floor: the smallest divisor, before epsilon.
@@ -326,11 +330,15 @@ class ReductionRecipe:
       eps_batch: added to the number of tokens of the batch.
       eps_row: added to the number of tokens of a row.
       micro_batches: number of equal micro-batches whose means are combined; 1 is the whole batch, 0 the recorded ones.
+      split: which rows a micro-batch has: those that follow each other, "contiguous", or every n-th, "strided".
+      size: rows of a micro-batch where a smaller last one is left out; 0 leaves none out.
+      repeated: number of rows at the start that stand twice.
       parts: how they are combined: "mean", "sum", or "rows", a mean weighted by their rows.
       scale: a constant factor.
       rows: rows that count: "all", "spread" (groups of equal rewards are dropped), or "positive" (rows without a
         positive advantage are dropped).
       divisor: rule of the mask that the divisors count; None takes the mask of the sums.
+      summed: rule of the mask that the sums are of, where the divisors keep theirs.
       longest: whether `max_length` is the longest row of each micro-batch.
       length_power: a row is divided by this power of its length once more; 0 does not divide.
       offset: added to the loss.
@@ -344,11 +352,15 @@ class ReductionRecipe:
     eps_batch: float = 0.0
     eps_row: float = 0.0
     micro_batches: int = 1
+    split: str = "contiguous"
+    size: int = 0
+    repeated: int = 0
     parts: str = "mean"
     scale: float = 1.0
     rows: str = "all"
     length_power: float = 0.0
     divisor: MaskRule | None = None
+    summed: MaskRule = MaskRule()
     longest: bool = False
     offset: float = 0.0
 

@@ -1,5 +1,7 @@
 """Log-probs of tokens from recorded logits or hidden states, read in parts, with the bound of their rounding."""
 
+import math
+
 import numpy as np
 
 from kljax.parity.dump import Dump, Stored
@@ -103,16 +105,18 @@ def _scaled(
 
 def partial_sums(
     dump: Dump, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
-) -> tuple[set[int], set[int]]:
+) -> tuple[set[int], set[int], tuple[float, float]]:
     """Finds the sums over fewer logits that the log-probs of a few tokens show.
 
     Returns:
-      Numbers of largest logits that are summed over besides the token's own, and ids that are left out alone.
+      Numbers of largest logits that are summed over besides the token's own; ids that are left out alone; and the
+      masses above and up to which a top-p set has these sums.
     """
     row, tokens, recorded = int(dump.read("rows")[0]), dump.read("tokens"), dump.read(f"{side}log_probs")
     positions = np.flatnonzero(mask[row] & (np.arange(mask.shape[1]) > 0))[:PROBED]
     sizes: set[int] | None = None
     left_out: set[int] | None = None
+    above, up_to = 0.0, 1.0
     for position in positions:
         token = int(tokens[row, position])
         logits, errors = _logits(dump, side, 0, np.array([position - 1]))
@@ -125,12 +129,26 @@ def partial_sums(
         if abs(target - powers.sum()) <= near:
             continue
         order = np.argsort(-powers, kind="stable")
-        sums = np.cumsum(powers[order])
-        sums = sums + np.where(np.arange(len(order)) < np.flatnonzero(order == token)[0], powers[token], 0)
-        fitting = {int(i) + 1 for i in np.flatnonzero(np.abs(sums - target) <= near)}
+        masses = np.cumsum(powers[order])
+        sums = masses + np.where(np.arange(len(order)) < np.flatnonzero(order == token)[0], powers[token], 0)
+        at = np.flatnonzero(np.abs(sums - target) <= near)
+        fitting = {int(i) + 1 for i in at}
+        # Where no set fits, no mass does.
+        last, first = (at[-1], at[0]) if len(at) else (0, len(order))
+        above = max(above, (masses[first - 1] if first else 0) / powers.sum())
+        up_to = min(up_to, masses[last] / powers.sum())
         ids = {int(i) for i in np.flatnonzero(np.abs(powers.sum() - powers - target) <= near)} - {token}
         sizes, left_out = (old if new is None else old & new for old, new in ((fitting, sizes), (ids, left_out)))
-    return sizes or set(), left_out or set()
+    return sizes or set(), left_out or set(), (above, up_to)
+
+
+def simplest_between(above: float, up_to: float) -> float | None:
+    """Returns the number of the fewest decimals, at most six, that is above one number and at most the other."""
+    for digits in range(1, 7):
+        number = (math.floor(above * 10**digits) + 1) / 10**digits
+        if above < number <= up_to and number < 1:
+            return number
+    return None
 
 
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:

@@ -33,8 +33,9 @@ def token_weights(
             mask = mask & (replay.input("weights", recipe)[0] != 0)
         mask = mask if rule in (None, MaskRule()) else apply_rule(mask, rule, replay.layout)
         mask = mask & rows[:, None]
+        summed = mask if reduction.summed == MaskRule() else apply_rule(mask, reduction.summed, replay.layout)
         if reduction.divisor is None:
-            return _token_weights(mask, reduction, replay.arrays)
+            return np.where(summed, _token_weights(mask, reduction, replay.arrays), 0)
         counted = apply_rule(mask, reduction.divisor, replay.layout)
         # A row without a token to count is divided by one.
         counted |= mask & ~counted.any(1, keepdims=True) & (mask.cumsum(1) == 1)
@@ -56,12 +57,23 @@ def _rows_that_count(replay: Replay, which: str) -> np.ndarray:
 
 
 def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if repeated := reduction.repeated:
+        twice = {name: np.concatenate([array, array[:repeated]]) for name, array in arrays.items() if array.ndim == 1}
+        once = dataclasses.replace(reduction, repeated=0)
+        weights = _token_weights(np.concatenate([mask, mask[:repeated]]), once, twice)
+        weights[:repeated] += weights[len(mask) :]
+        return weights[: len(mask)]
     if reduction.micro_batches == 1 and reduction.parts == "mean":
         return _weights_of_rows(mask, reduction, arrays, np.ones(len(mask), bool))
     rows = np.arange(len(mask))
     parts = rows * reduction.micro_batches // len(mask) if reduction.micro_batches else arrays["micro_batch_ids"]
-    undivided = dataclasses.replace(reduction, micro_batches=1, parts="mean")
+    if reduction.split == "strided":
+        parts = rows % reduction.micro_batches
+    if reduction.size:
+        parts = rows // reduction.size
+    undivided = dataclasses.replace(reduction, micro_batches=1, parts="mean", split="contiguous", size=0)
     masks = [parts == part for part in np.unique(parts)]
+    masks = [part for part in masks if part.sum() >= reduction.size]
     shares = {"mean": 1 / len(masks), "sum": 1.0}
     each = [
         shares.get(reduction.parts, rows.mean()) * _weights_of_rows(mask, undivided, arrays, rows) for rows in masks

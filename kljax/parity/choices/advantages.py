@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kljax.parity.advantages import WHITENED_TOGETHER
 from kljax.parity.causes import Cause, make, rare
 from kljax.parity.choices.policies import ROWS
 from kljax.parity.comparisons import CENTERS, DIVISORS, GROUPINGS, MEMBERS, REWARDS, grouped
@@ -17,7 +18,11 @@ GROUPS = {
     "batch": ("one group", "the whole batch is one group"),
     "cut": ("groups cut by micro-batches", "the rows of a prompt in different micro-batches are groups of their own"),
 }
-CENTERED = {"none": "not centered", "by length": "centered on the mean weighted by length"}
+CENTERED = {
+    "none": "not centered",
+    "by length": "centered on the mean weighted by length",
+    "others": "centered on the mean of the other rows",
+}
 WHITENINGS = {
     "center": "subtracts the mean alone",
     "scale": "divides by the deviation alone",
@@ -80,7 +85,7 @@ def _reward_causes() -> Iterator[Cause]:
     """Yields other rewards: of other rows, or other functions of the recorded ones."""
     for order, (name, text) in ROWS.items():
         yield rare("advantage", f"rewards: {name}", f"rewards are those of {text}", reward_rows=order)
-    for transform in REWARDS:
+    for transform in (name for name in REWARDS if name != "whitened"):
         text = f"rewards are {transform} before they are compared"
         yield rare("advantage", f"rewards {transform}", text, rewards=transform)
 
@@ -124,7 +129,7 @@ def _comparison_causes(call: Call, names: set[str]) -> Iterator[Cause]:
             arguments = (("masked_tokens", rule),)
             text = f"masked tokens within a row have the rule {rule}"
             yield make("advantage", f"masked tokens {rule}", text, arguments=arguments)
-    if call.function in ("gae", "reinforce_plus_plus_returns"):
+    if call.function == "gae" or "reinforce_plus_plus_returns" in (step.function for step in (call, *call.then)):
         for position, title in REWARD_AT.items():
             kind = rare if position == "before last" else make
             yield kind("advantage", f"reward at {title}", f"the reward of a row stands at {title}", reward_at=position)
@@ -143,7 +148,7 @@ def _whitening_causes(call: Call) -> Iterator[Cause]:
         yield make("advantage", "not whitened", "advantages are not whitened", skip="masked_whiten")
         for parts, text in WHITENINGS.items():
             yield make("advantage", f"whitening: {parts}", f"the whitening {text}", whitening=parts)
-        for over in ("micro-batches", "groups"):
+        for over in WHITENED_TOGETHER:
             text = f"the whitening is that of each of the {over}"
             yield rare("advantage", f"whitened over {over}", text, whiten_over=over)
     if "reinforce_plus_plus_returns" in (call.function, *(step.function for step in call.then)):

@@ -67,6 +67,19 @@ def kl_causes(replay: Replay) -> Iterator[Cause]:
     for gradient, text in GRADIENTS.items():
         yield make("kl", f"gradient {gradient}", text, gradient=gradient)
     yield from _coefficient_causes(replay, kl)
+    yield from _place_causes(replay, kl)
+
+
+def _place_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
+    """Yields the KL in the loss in place of the reward, or the reverse, also with the policy that is usual there."""
+    usual = {"loss": ("reward", "old_log_probs"), "reward": ("loss", "log_probs")}
+    if kl.place not in usual or not {"rewards", "group_ids"} <= set(replay.arrays):
+        return
+    place, policy = usual[kl.place]
+    for source in dict.fromkeys((policy, kl.policy)):
+        if source in replay.arrays:
+            text = f"the KL of {source} is in the {place}, not in the {kl.place}"
+            yield rare("kl", f"in the {place}, of {source}", text, place=place, policy=source)
 
 
 def _ratio_after_clip(replay: Replay, kl: Kl) -> Iterator[Cause]:

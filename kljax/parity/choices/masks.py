@@ -28,6 +28,7 @@ def mask_causes(replay: Replay, stage: str, title: str) -> Iterator[Cause]:
         ("one token more", "has the token behind each row in it", {"extra": 1}),
         ("one token before", "has the token before each completion in it", {"before": 1}),
         ("tokens within rows left out", "leaves out tokens within rows", {"inside": False}),
+        ("after the longest prompt", "starts behind the longest prompt of the batch", {"longest": True}),
     ]
     if replay.layout.ends_known:
         text = "leaves out the end-of-sequence token of each row"

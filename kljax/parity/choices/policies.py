@@ -7,7 +7,7 @@ import kljax
 from kljax.parity.causes import Cause, make, rare
 from kljax.parity.recipe import LogProbRecipe
 from kljax.parity.replay import Replay
-from kljax.parity.scoring import PROBED, partial_sums
+from kljax.parity.scoring import PROBED, partial_sums, simplest_between
 
 # Orders of rows that are a fault, each with its name and whose numbers a row then has.
 ROWS = {
@@ -53,8 +53,7 @@ def _logit_causes(stage: str, base: LogProbRecipe) -> Iterator[Cause]:
         yield make(stage, "no top-p renormalisation", f"{title} are of the whole vocabulary, not of top-p", top_p=None)
     else:
         for top_p in (0.8, 0.9, 0.95, 0.99):
-            text = f"{title} are renormalised over the top-p set of {top_p}"
-            yield make(stage, f"top-p {top_p} renormalised", text, top_p=top_p)
+            yield make(stage, *_of_top_p(title, top_p), top_p=top_p)
     for dtype in ("bfloat16", "float16"):
         yield make(stage, f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", logits_dtype=dtype)
 
@@ -65,12 +64,18 @@ def _sum_causes(replay: Replay, stage: str, side: str, base: LogProbRecipe) -> I
     mask, unit = replay.arrays["mask"], replay.unit(title, recipe)
     if title not in replay.arrays or not {"tokens", "rows"} <= set(replay.dump):
         return
-    sizes, ids = partial_sums(replay.dump, side, base, mask, unit)
+    sizes, ids, masses = partial_sums(replay.dump, side, base, mask, unit)
+    if base.top_p is None and (top_p := simplest_between(*masses)) is not None:
+        yield rare(stage, *_of_top_p(title, top_p), top_p=top_p)
     for size in sorted(sizes)[:PROBED]:
         yield rare(stage, f"top {size}", f"{title} are normalised over the {size} largest logits", top_k=size)
     for number in sorted(ids)[:PROBED]:
         text = f"{title} are normalised without the logit of token {number}"
         yield rare(stage, f"without token {number}", text, without=number)
+
+
+def _of_top_p(title: str, top_p: float) -> tuple[str, str]:
+    return f"top-p {top_p} renormalised", f"{title} are renormalised over the top-p set of {top_p}"
 
 
 def _row_causes(replay: Replay, stage: str, side: str) -> Iterator[Cause]:
@@ -147,6 +152,10 @@ def _rare_correction_causes(masks: bool) -> Iterator[Cause]:
     for dtype in ("bfloat16", "float16"):
         text = f"the correction's log-ratio is rounded to {dtype}"
         yield rare("correction", f"log-ratio in {dtype}", text, dtype=dtype)
+    text = "the last token of each row has the weight 1"
+    yield rare("correction", "last token of weight 1", text, end="one")
+    text = "the sampler's log-prob of the last token is 0 in the weights"
+    yield rare("correction", "last token not sampled", text, end="unsampled")
     text = "a weight of the correction is the product of those up to its token"
     yield rare("correction", "level prefix", text, prefix=True)
     text = "the correction's weights are divided by the mean of the means of rows"

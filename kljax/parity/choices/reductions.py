@@ -7,11 +7,15 @@ import numpy as np
 
 from kljax.parity.causes import Cause
 from kljax.parity.choices.masks import mask_causes
+from kljax.parity.positions import apply_rule
 from kljax.parity.recipe import MaskRule, ReductionRecipe
 from kljax.parity.replay import Replay
 
-# A reduction that is not tried together with other choices.
 LONGEST = "Dr. GRPO over the longest row of a micro-batch"
+# Settings that choose the rows of sums: they are those of both terms, whatever else divides these.
+OF_ROWS = {"micro_batches", "split", "size", "repeated", "parts"}
+# Reductions that are not tried together with other choices.
+ALONE = (LONGEST, "divisor", "sum:", "token means of", "rows of every", "whole micro-batches", "first rows twice")
 
 
 def reduction_causes(replay: Replay) -> Iterator[Cause]:
@@ -26,18 +30,28 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
         rule = MaskRule(**dict(cause.settings))
         if rule.tail is None and rule.size is None and rule.inside:
             options.append((f"divisor: {cause.name}", f"has a divisor that {cause.text[12:]}", {"divisor": rule}))
+            if (apply_rule(mask, rule, replay.layout) <= mask).all():
+                options.append((f"sum: {cause.name}", f"has a sum, alone, that {cause.text[12:]}", {"summed": rule}))
     shared = recipe.kl_reduction == base
     for name, text, settings in options:
-        also = (("kl_reduction", tuple(settings.items())),) if shared else ()
-        title = "the reduction" if shared or recipe.kl_reduction is None else "the reduction of the policy loss"
-        alone = name.startswith("divisor") or name == LONGEST
+        both = shared or set(settings) <= OF_ROWS
+        also = (("kl_reduction", tuple(settings.items())),) if both else ()
+        title = "the reduction" if both or recipe.kl_reduction is None else "the reduction of the policy loss"
+        alone = name.startswith(ALONE)
         yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also, alone=alone)
+    for steps in sorted({*range(2, 17), len(np.unique(replay.arrays.get("micro_batch_ids", 0)))} - {1}):
+        text = f"the loss is recorded before it is divided by {steps} micro-batches"
+        scale = (("scale", base.scale * steps),)
+        others = [("gradient", (("scale", recipe.gradient.scale / steps),))]
+        if recipe.kl_reduction is not None:
+            others.append(("kl_reduction", (("scale", recipe.kl_reduction.scale * steps),)))
+        yield Cause("reduction", f"recorded before the division by {steps}", text, scale, tuple(others), alone=True)
     if recipe.kl_reduction is None:
         return
     for name, text, settings in options:
-        if "eps" in name or name.startswith("divisor") or name == LONGEST:
+        if "eps" in name or name.startswith(ALONE):
             continue
-        if shared:
+        if shared or set(settings) <= OF_ROWS:
             title = "the reduction of the policy loss alone"
             yield Cause(
                 "reduction", f"{name}, policy loss alone", f"{title} {text}", tuple(settings.items()), alone=True
@@ -89,7 +103,17 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
         # Without an empty row, that is Dr. GRPO's over the padded length.
         padded = {"mode": "token_mean", "max_length": None, **plain, "denominator": float(mask.size)}
         yield "mean over the padded batch", f"a mean over the {mask.size} positions of the padded batch", padded
-    rows = len(mask)
+    yield from _reductions_of_parts(replay, base, len(mask), {**plain, "mode": "token_mean", "max_length": None})
+
+
+def _reductions_of_parts(
+    replay: Replay, base: ReductionRecipe, rows: int, tokens: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields reductions of micro-batches, of the rows of processes, and of a batch that is filled up.
+
+    Args:
+      tokens: the settings of a mean over tokens.
+    """
     for parts in (part for part in range(2, min(rows, 16) + 1) if rows % part == 0):
         yield (
             f"mean of {parts} micro-batches",
@@ -102,3 +126,19 @@ def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iter
         yield "sum of micro-batches", text, {"micro_batches": 0, "parts": "sum"}
         text = "the mean of the means of the recorded micro-batches, weighted by their rows"
         yield "mean of micro-batches by rows", text, {"micro_batches": 0, "parts": "rows"}
+        if base.mode != "token_mean":
+            text = "the mean of the token means of the recorded micro-batches"
+            yield "token means of micro-batches", text, {**tokens, "micro_batches": 0}
+    for parts in (part for part in (2, 3, 4, 6, 8, 16) if part < rows):
+        text = f"the mean of the token means of {parts} processes, each with every {parts}-th row"
+        yield f"rows of every {parts} processes", text, {**tokens, "micro_batches": parts, "split": "strided"}
+        if base.mode != "token_mean" and rows % parts == 0:
+            text = f"the mean of the token means of {parts} micro-batches"
+            yield f"token means of {parts} micro-batches", text, {**tokens, "micro_batches": parts}
+    for size in (size for size in range(2, rows // 2 + 1) if rows % size):
+        text = f"the mean over micro-batches of {size} rows, without the smaller last one"
+        yield f"whole micro-batches of {size} rows", text, {"micro_batches": 0, "size": size}
+    for repeated in sorted({-rows % multiple for multiple in range(2, 17)} - {0}):
+        if repeated < rows:
+            text = f"of a batch in which the first {repeated} rows stand twice"
+            yield f"first rows twice: {repeated}", text, {"repeated": repeated}
