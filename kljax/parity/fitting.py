@@ -132,7 +132,8 @@ def _solved_between(equation: Equation, start: float | None) -> float | None:
 def _is_proved(equation: Equation, value: float) -> bool:
     """Tells whether more results than one show the number, or whether it is too simple for chance."""
     before = residual_of(equation.replay, equation.fields, equation.recipe)
-    if int((np.abs(before.difference) > before.bound).sum()) > 1:
+    differing = np.flatnonzero(np.abs(before.difference) > before.bound)
+    if len(differing) > 1:
         return True
     near, there = equation.residual(value * (1 + 1e-3) if value else 1e-3), equation.residual(value)
     if near is None or there is None:
@@ -140,4 +141,7 @@ def _is_proved(equation: Equation, value: float) -> bool:
     # How far the number that this result alone shows lies from the simple one.
     slope = np.abs(near.difference - there.difference) / 1e-3
     element = int(np.argmax(slope / np.maximum(there.bound, 1e-300)))
+    if not slope.any() and len(differing):
+        # A threshold, beyond which the result is another one: by chance it would not be the recorded one.
+        return bool(there.bound[differing[0]] < abs(before.difference[differing[0]]) / 300)
     return slope[element] > 0 and is_simple(value, float(abs(there.difference[element]) / slope[element]))

@@ -41,21 +41,26 @@ def solve_linear(evaluate: Evaluate, start: float, other: float) -> float | None
     Returns:
       The value under which all results agree, or None.
     """
-    first, second = evaluate(start), evaluate(other)
-    if first is None or second is None:
-        return None
-    slope = (first.difference - second.difference) / (other - start)
-    width = np.maximum(np.maximum(first.bound, second.bound), 1e-300)
-    used = np.isfinite(slope) & np.isfinite(first.difference) & (slope != 0)
-    if not used.any() or not np.isfinite(first.difference).all():
-        return None
-    weights = slope[used] / width[used]
-    scale = np.abs(weights).max()
-    value = start + np.sum(weights / scale * first.difference[used] / width[used]) / np.sum(weights**2 / scale)
-    if not np.isfinite(value):
-        return None
-    residual = evaluate(float(value))
-    return float(value) if residual is not None and residual.agrees else None
+    # From far away the slope is a small difference of large numbers: the second time it is that at the solution.
+    for _ in range(2):
+        first, second = evaluate(start), evaluate(other)
+        if first is None or second is None:
+            return None
+        slope = (first.difference - second.difference) / (other - start)
+        width = np.maximum(np.maximum(first.bound, second.bound), 1e-300)
+        used = np.isfinite(slope) & np.isfinite(first.difference) & (slope != 0)
+        if not used.any() or not np.isfinite(first.difference).all():
+            return None
+        weights = slope[used] / width[used]
+        scale = np.abs(weights).max()
+        value = start + np.sum(weights / scale * first.difference[used] / width[used]) / np.sum(weights**2 / scale)
+        if not np.isfinite(value):
+            return None
+        residual = evaluate(float(value))
+        if residual is not None and residual.agrees:
+            return float(value)
+        start, other = float(value), 2 * float(value) if value else 1.0
+    return None
 
 
 def solve_two(evaluate: Callable[[Sequence[float]], Residual], start: Sequence[float]) -> list[float] | None:
