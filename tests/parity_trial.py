@@ -85,6 +85,7 @@ NUMBERS = {
     "advantage.length_penalty": ("length_penalty",),
     "advantage.buffer": ("overlong_buffer",),
     "gradient.part_norm": ("gradient_norm_of_micro_batch",),
+    "loss.max_row_distance": ("row_band",),
 }
 MASKS = {
     "shifted right by one": "late by one",
@@ -207,13 +208,10 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "loss: weight has a gradient": ("loss_function", "cispo with gradient"),
     "gradient: last micro-batch alone": ("gradient_rows", "last micro-batch"),
     "reduction: mean of micro-batches by rows": ("micro_batches", "rows"),
-    "advantage: rows moved by one": ("field_rows", 1),
     "advantage: rows moved by one (up)": ("field_rows", -1),
     "advantage: divided by the length": ("advantage_spread", True),
     "advantage: whitened again over the tokens": ("whitening", 1),
     "advantage: whitened again over the rows": ("row_whitening", True),
-    "advantage: not whitened": ("whitening", 0),
-    "advantage: masked tokens none": ("gae_mask", "count"),
     "advantage: masked tokens zero": ("gae_mask", "count"),
     "advantage: reward at the first token": ("reward_column", "first token"),
     "loss: level token": ("ratio_level", "token"),
@@ -253,6 +251,25 @@ CHOICES: dict[str, tuple[str, Any]] = {
     "correction: divided by their mean before the bounds": ("correction_normalized", "before the bounds"),
     "correction: tokens rejected": ("correction_mode", "reject"),
     "kl: of rollout_log_probs": ("kl_policy", "rollout"),
+    "kl: of log_probs": ("kl_policy", "policy"),
+    "kl: within the clips alone": ("kl_on_trusted", True),
+    "correction: last token not sampled": ("rollout_fill", "zero"),
+    "correction: last token of weight 1": ("rollout_fill", "old"),
+    "correction: divided by their mean over all columns": ("correction_normalized", "all columns"),
+    "advantage: rewards whitened first": ("reward_transform", "standardized"),
+    "advantage: rewards whole numbers": ("reward_transform", "whole numbers"),
+    "advantage: whitening: mean added back": ("whitening_parts", "mean added back"),
+    "advantage: centered on the mean of the other rows": ("group_center", "others"),
+    "advantage: scale std of the others": ("group_scale", "others std"),
+    "advantage: rewards left out": ("reward_column", "last column"),
+    "loss: advantages off by one (right)": ("advantage_shift", 1),
+    "loss: advantages off by one (left)": ("advantage_shift", -1),
+    "loss: clips of the log-ratio": ("loss_function", "log clip"),
+    "loss: recorded weights": ("correction_mode", "clip"),
+    "reduction: empty rows as a token": ("reduction", "token_mean_min_one"),
+    "reduction: whole micro-batches of 2 rows": ("reduction", "token_mean_of_pairs"),
+    **{f"reduction: rows of every {count} processes": ("rank_means", count) for count in (2, 3, 4, 8)},
+    **{f"advantage: whitened over rows of {count} processes": ("whitening_over", "ranks") for count in (2, 3, 4, 8)},
     "kl: importance ratio of the row": ("kl_importance_ratio", "row"),
     "kl: importance ratio sampler": ("kl_importance_ratio", "to the sampler"),
     "kl: importance ratio inverse": ("kl_importance_ratio", "inverse"),
@@ -314,7 +331,8 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         word = MASKS.get(cause.name, cause.name.removesuffix(" tokens"))
         return [(kind, word), *([("kl_reward_mask", word)] if kind == "kl_mask" else [])]
     settings = dict(cause.settings)
-    mask = cause.name.removeprefix("divisor: ")
+    mask = cause.name.removeprefix("divisor: ").removeprefix("sum: ")
+    words = MASKS.get(mask, mask.removesuffix(" tokens"))
     normalizer = "reference_normalizer" if cause.stage == "reference" else "normalizer"
     several: dict[str, list[tuple[str, Any]]] = {
         # A set-up has one divisor of a variance: that of its groups, or that of its whitening.
@@ -323,7 +341,13 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         "gradient: sign flipped": [("gradient_factor", settings.get("scale"))],
         "advantage: one group": [("group_ids", "batch"), ("group_center", "batch")],
         f"{cause.stage}: top {settings.get('top_k')}": [(normalizer, cause.name)],
-        f"reduction: divisor: {mask}": [("divisor_mask", MASKS.get(mask, mask.removesuffix(" tokens")))],
+        f"reduction: divisor: {mask}": [("divisor_mask", words)],
+        f"reduction: sum: {mask}": [("numerator_mask", words)],
+        f"reduction: first rows twice: {settings.get('repeated')}": [("repeated_rows", settings.get("repeated"))],
+        "advantage: rows moved by one": [("field_rows", 1), ("advantage_rows", "moved by one")],
+        "advantage: not whitened": [("whitening", 0), ("whitening", None)],
+        "advantage: masked tokens none": [("gae_mask", "count"), ("gae_mask", "all")],
+        "kl_reduction: mean of micro-batches": [("kl_reduction", True), ("kl_micro_batches", True)],
         f"{cause.stage}: top-p {settings.get('top_p')} renormalised": [(normalizer, f"top p {settings.get('top_p')}")],
         f"{cause.stage}: without token {PAD}": [(normalizer, "no pad token")],
         "loss: gspo_loss": [("ratio_level", "sequence")],
@@ -335,6 +359,10 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
     }
     if cause.key in several:
         return several[cause.key]
+    if "place" in settings and cause.stage == "kl":
+        return [("kl_place", settings["place"])]
+    if cause.name.startswith("recorded before the division by"):
+        return [("field_factor", settings["scale"])]
     special = {
         "rounding": ("field_dtype", cause.name),
         "coefficient": ("kl_coefficient", settings.get("coef")),

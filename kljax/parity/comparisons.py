@@ -68,6 +68,7 @@ DIVISORS: dict[str, Callable[[np.ndarray, int], float]] = {
     "mean absolute": lambda members, ddof: np.abs(members - members.mean()).mean(),
     "std of all centered": lambda members, ddof: members.std(ddof=ddof),
     "std of its micro-batches": lambda members, ddof: members.std(ddof=ddof),
+    "std of the others": lambda members, ddof: members.std(ddof=ddof),
     "root mean square": lambda members, ddof: np.sqrt(np.square(members).mean()),
 }
 
@@ -129,7 +130,10 @@ def compare_rewards(
             spread = centered
         elif step.divisor == "std of its micro-batches":
             spread = rewards[np.isin(parts, parts[rows])]
-        if scale != "none" and len(spread) > ddof:
+        if scale != "none" and step.divisor == "std of the others" and len(members) > 2:
+            spreads = np.array([np.delete(members, row).std(ddof=ddof) for row in range(len(members))])
+            result[inside] /= np.maximum(spreads, step.floor) + eps
+        elif scale != "none" and len(spread) > ddof:
             result[rows] /= max(DIVISORS[step.divisor](spread, ddof), step.floor) + eps
     return result
 

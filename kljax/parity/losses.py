@@ -23,7 +23,7 @@ from kljax.parity.policies import (
     policy_pair,
     row_mean,
 )
-from kljax.parity.positions import apply_rule, value_and_change
+from kljax.parity.positions import apply_rule, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, RecipeStep, ReductionRecipe
 from kljax.parity.replay import Prediction, Replay
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
@@ -138,9 +138,14 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
 
 def _kl_weights(replay: Replay, recipe: Recipe) -> np.ndarray | float:
     """Returns the factor of the KL term of each token, 1 unless the correction's weights multiply it."""
+    factor: np.ndarray | float = 1.0
+    if recipe.kl is not None and recipe.kl.trusted:
+        call, pair = replay.call("loss", recipe.loss or RecipeStep()), policy_pair(replay, recipe)
+        around = call.function == "dppo_loss"
+        factor = _trusted(replay, recipe, pair[1]) if around else _within_clips(call, *pair)
     if recipe.correction is None or recipe.kl is None or not recipe.kl.weighted:
-        return 1.0
-    return np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
+        return factor
+    return np.where(replay.used_mask(recipe), factor * replay.input("weights", recipe)[0], 0)
 
 
 def entropy_per_token(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -160,6 +165,8 @@ def _inputs(replay: Replay, policy: np.ndarray, recipe: Recipe) -> dict[str, Any
     arrays: dict[str, Any] = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
     if step.columns:
         advantages = np.broadcast_to(replay.input("advantages", recipe)[0][None, :], replay.shape)
+    if step.moved:
+        advantages = shift_rows(np.where(replay.used_mask(recipe), advantages, 0), step.moved)
     arrays |= {"advantages": (-1 if step.flipped else 1) * advantages, "mask": replay.used_mask(recipe)}
     if policy.ndim > 2:
         arrays = {name: np.broadcast_to(array, policy.shape) for name, array in arrays.items()}
@@ -182,11 +189,15 @@ def _correction(replay: Replay, recipe: Recipe) -> np.ndarray | float:
         factor = factor * (_drifted(replay, recipe) <= step.max_drift)[:, None]
     if step.max_mismatch is not None:
         factor = factor * (mismatches(replay, recipe) <= step.max_mismatch)[:, None]
+    if step.max_row_distance is not None:
+        factor = factor * (row_distances(replay, recipe) <= step.max_row_distance)[:, None]
     if step.outside.startswith("masked"):
         sides = None if step.outside == "masked" else token_advantages(replay, recipe)[0]
         factor = factor * _within_clips(replay.call("loss", step), *policy_pair(replay, recipe), sides)
     if step.trust is not None:
         factor = factor * _trusted(replay, recipe, replay.arrays[step.trust])
+    if step.recorded:
+        factor = factor * np.where(replay.used_mask(recipe), replay.arrays["weights"], 0)
     if recipe.correction is None or not step.weights:
         return factor
     weights = np.where(replay.used_mask(recipe), replay.input("weights", recipe)[0], 0)
@@ -204,6 +215,12 @@ def mismatches(replay: Replay, recipe: Recipe) -> np.ndarray:
     """Returns the mean distance of the old policy and the sampler in each row, `[B]` in nats per token."""
     distance = np.abs(replay.arrays["old_log_probs"] - replay.arrays["rollout_log_probs"])
     return row_mean(distance, replay.used_mask(recipe))[:, 0]
+
+
+def row_distances(replay: Replay, recipe: Recipe) -> np.ndarray:
+    """Returns how far the geometric mean of old policy over sampler is from 1 in each row, `[B]`."""
+    difference = replay.arrays["old_log_probs"] - replay.arrays["rollout_log_probs"]
+    return np.abs(np.expm1(row_mean(difference, replay.used_mask(recipe))[:, 0]))
 
 
 def _trusted(replay: Replay, recipe: Recipe, center: np.ndarray) -> np.ndarray:

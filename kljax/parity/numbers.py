@@ -11,7 +11,7 @@ import kljax
 from kljax.parity.advantages import cut_rows
 from kljax.parity.calls import scalar_parameters
 from kljax.parity.causes import Cause
-from kljax.parity.losses import drifts, mismatches
+from kljax.parity.losses import drifts, mismatches, row_distances
 from kljax.parity.policies import declared_log_ratio_clip
 from kljax.parity.positions import over_tokens
 from kljax.parity.recipe import Kl, Recipe
@@ -223,6 +223,7 @@ def _of_loss(replay: Replay) -> Iterator[UnknownNumber]:
             yield UnknownNumber("loss", "max_drift", None, _between(drifts(replay, recipe)))
         if {"old_log_probs", "rollout_log_probs"} <= set(replay.arrays):
             yield UnknownNumber("loss", "max_mismatch", None, _between(mismatches(replay, recipe)), alone=True)
+            yield UnknownNumber("loss", "max_row_distance", None, _between(row_distances(replay, recipe)), alone=True)
         if call.plus:
             yield UnknownNumber("loss", "added", 1.0)
         # Of the loss alone, the factor is that of the reduction.

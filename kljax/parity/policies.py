@@ -205,6 +205,9 @@ def _mean_weight(weights: np.ndarray, used: np.ndarray, over: str) -> np.ndarray
         means = np.where(used, weights, 0).sum(1) / np.maximum(used.sum(1), 1)
         mean = means[used.any(1)].mean() if used.any() else 1.0
         return np.asarray(mean if mean else 1.0)
+    if over == "columns":
+        mean = np.where(used, weights, 0).mean()
+        return np.asarray(mean if mean else 1.0)
     axis = None if over == "batch" else 1
     total, count = (np.sum(np.where(used, array, 0), axis, keepdims=True) for array in (weights, np.ones(used.shape)))
     return np.asarray(np.where(total == 0, 1, total / np.maximum(count, 1)))

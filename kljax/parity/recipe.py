@@ -128,6 +128,7 @@ class Kl:
       floor: the smallest estimate; None does not bound.
       dtype: that the log-ratio is rounded to; None keeps it.
       weighted: whether the rollout correction's weights multiply it in the loss.
+      trusted: whether the loss has it only where its ratio is within the clips.
       coef: the coefficient.
       place: "loss", "reward" (summed over the row) or "advantage" (less than the mean of the batch, as in ART).
       policy: the array of the policy.
@@ -159,6 +160,7 @@ class Kl:
     floor: float | None = None
     dtype: str | None = None
     weighted: bool = False
+    trusted: bool = False
     coef: float = 0.0
     place: str = "loss"
     policy: str = "log_probs"
@@ -194,14 +196,17 @@ class RecipeStep:
       veto: rows with a token whose ratio is below it have the weight 0.
       rejects: whether tokens of weight 0 are in no sum and no divisor of the loss.
       normalized: the tokens whose mean the weights of a correction are divided by: "none", "batch", "row", or "rows",
-        the mean of the means of rows; "free" divides by the mean of the batch before the bounds.
+        the mean of the means of rows, or all "columns"; "free" divides by the mean of the batch before the bounds.
       policy: the array of the numerator of a correction; None takes that of the header.
       flipped: whether advantages and result are negated, so that the smaller of two losses is taken.
       added: factor of the terms that a policy loss adds to itself, such as the KL term of prime-rl.
       row_ratio: how a loss per row reduces log-ratios: "mean", "sum", or "padded mean", over the padded length.
       columns: whether token t has the advantage of row t.
+      moved: how many positions to the right the advantages of tokens are moved.
+      recorded: whether recorded weights multiply the loss, where the header has no correction.
       max_drift: rows of negative advantage whose mean of `old - log_probs` is above it are masked; None masks none.
       max_mismatch: rows whose mean size of `old - rollout` is above it are masked; None masks none.
+      max_row_distance: rows whose geometric mean of old policy over sampler is further from 1 are masked; None masks none.
       outside: a ratio beyond the clips of a loss is at its "bound", or its token is left out: "masked", or
         "masked side" where PPO has no gradient. "clipped" takes the clipped surrogate alone.
       dual_both: whether the dual clip bounds the loss of positive advantages, too.
@@ -226,8 +231,11 @@ class RecipeStep:
     added: float = 1.0
     row_ratio: str = "mean"
     columns: bool = False
+    moved: int = 0
+    recorded: bool = False
     max_drift: float | None = None
     max_mismatch: float | None = None
+    max_row_distance: float | None = None
     outside: str = "bound"
     dual_both: bool = False
     trust: str | None = None

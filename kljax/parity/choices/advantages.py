@@ -83,6 +83,7 @@ def advantage_causes(replay: Replay) -> Iterator[Cause]:
 
 def _reward_causes() -> Iterator[Cause]:
     """Yields other rewards: of other rows, or other functions of the recorded ones."""
+    yield rare("advantage", "rewards left out", "the rewards do not enter the advantages", reward_scale=0.0)
     for order, (name, text) in ROWS.items():
         yield rare("advantage", f"rewards: {name}", f"rewards are those of {text}", reward_rows=order)
     for transform in (name for name in REWARDS if name != "whitened"):

@@ -104,6 +104,9 @@ def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     if replay.plan.recipe.correction is not None and kl.place == "loss":
         text = "the correction's weights multiply the KL term"
         yield make("kl", "weighted as the policy loss", text, weighted=True)
+    if replay.plan.recipe.loss is not None and kl.place == "loss":
+        text = "the KL term is that of tokens whose ratio is within the clips of the policy loss"
+        yield rare("kl", "within the clips alone", text, trusted=True)
     yield rare("kl", "of the row", "the KL of a token is that of the mean log-probs of its row", level="row")
     if kl.place == "advantage":
         text = "the KL in the advantage has the mean of its row taken off, not that of the batch"

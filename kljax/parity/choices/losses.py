@@ -52,6 +52,12 @@ def loss_causes(replay: Replay) -> Iterator[Cause]:
         if value[argument] != setting:
             yield make("loss", name, text, arguments=((argument, setting),))
     yield make("loss", "sign flipped", "the policy loss has the other sign", scale=-1.0)
+    for moved, where in ((1, "right"), (-1, "left")):
+        name = f"advantages off by one ({where})"
+        yield rare("loss", name, f"the advantages are off by one in the loss: moved to the {where}", moved=moved)
+    if "weights" in replay.arrays and replay.plan.recipe.correction is None:
+        text = "recorded weights multiply the policy loss, and the header has no correction"
+        yield rare("loss", "recorded weights", text, recorded=True)
     text = "token t has the advantage of row t"
     if replay.shape[0] == replay.shape[1] and replay.arrays.get("advantages", np.zeros((1, 1))).ndim == 1:
         yield make("loss", "advantages along the tokens", text, columns=True)
@@ -93,6 +99,9 @@ def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
     if low != high:
         text = f"the clips are exchanged: {high:g} below and {low:g} above"
         yield make("loss", "clips exchanged", text, arguments=(("clip_low", high), ("clip_high", low)))
+    text = f"the clips {low:g} and {high:g} are those of the log-ratio"
+    of_log = (("clip_low", -float(np.expm1(-low))), ("clip_high", float(np.expm1(high))))
+    yield rare("loss", "clips of the log-ratio", text, arguments=of_log)
     text = "the policy loss is not clipped, from below or above"
     yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
     yield make("loss", "outside masked", "tokens whose ratio is beyond a clip are left out", outside="masked")

@@ -160,6 +160,8 @@ def _rare_correction_causes(masks: bool) -> Iterator[Cause]:
     yield rare("correction", "level prefix", text, prefix=True)
     text = "the correction's weights are divided by the mean of the means of rows"
     yield rare("correction", "divided by the mean of rows", text, normalized="rows")
+    text = "the correction's weights are divided by their mean over all columns"
+    yield rare("correction", "divided by their mean over all columns", text, normalized="columns")
     text = "the correction's weights are divided by their mean before their bounds"
     yield rare("correction", "divided by their mean before the bounds", text, normalized="free")
     if masks:

@@ -135,6 +135,9 @@ def _reductions_of_parts(
         if base.mode != "token_mean" and rows % parts == 0:
             text = f"the mean of the token means of {parts} micro-batches"
             yield f"token means of {parts} micro-batches", text, {**tokens, "micro_batches": parts}
+    if base.mode == "token_mean" and (empty := int((~replay.arrays["mask"].any(1)).sum())):
+        text = "a mean over tokens in which each row without a token counts as one"
+        yield "empty rows as a token", text, {"eps_batch": base.eps_batch + empty}
     for size in (size for size in range(2, rows // 2 + 1) if rows % size):
         text = f"the mean over micro-batches of {size} rows, without the smaller last one"
         yield f"whole micro-batches of {size} rows", text, {"micro_batches": 0, "size": size}
