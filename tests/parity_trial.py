@@ -350,6 +350,9 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
         "kl_reduction: mean of micro-batches": [("kl_reduction", True), ("kl_micro_batches", True)],
         f"{cause.stage}: top-p {settings.get('top_p')} renormalised": [(normalizer, f"top p {settings.get('top_p')}")],
         f"{cause.stage}: without token {PAD}": [(normalizer, "no pad token")],
+        f"kl: in the {settings.get('place')}, of {settings.get('policy')}": [("kl_place", settings.get("place"))],
+        **{f"reduction: recorded before the division by {n}": [("field_factor", n)] for n in range(2, 17)},
+        "loss: optimistic, no dual clip": [("clip_optimistic", True)],
         "loss: gspo_loss": [("ratio_level", "sequence")],
         "loss: ppo_clip_loss": [("loss_function", "ppo"), ("ratio_level", "token")],
         "loss: clips exchanged": [
@@ -359,10 +362,6 @@ def answers(cause: Cause) -> list[tuple[str, Any]]:
     }
     if cause.key in several:
         return several[cause.key]
-    if "place" in settings and cause.stage == "kl":
-        return [("kl_place", settings["place"])]
-    if cause.name.startswith("recorded before the division by"):
-        return [("field_factor", settings["scale"])]
     special = {
         "rounding": ("field_dtype", cause.name),
         "coefficient": ("kl_coefficient", settings.get("coef")),

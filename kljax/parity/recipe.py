@@ -206,7 +206,8 @@ class RecipeStep:
       recorded: whether recorded weights multiply the loss, where the header has no correction.
       max_drift: rows of negative advantage whose mean of `old - log_probs` is above it are masked; None masks none.
       max_mismatch: rows whose mean size of `old - rollout` is above it are masked; None masks none.
-      max_row_distance: rows whose geometric mean of old policy over sampler is further from 1 are masked; None masks none.
+      max_row_distance: rows whose geometric mean of old policy over sampler is further from 1 are masked; None masks
+        none.
       outside: a ratio beyond the clips of a loss is at its "bound", or its token is left out: "masked", or
         "masked side" where PPO has no gradient. "clipped" takes the clipped surrogate alone.
       dual_both: whether the dual clip bounds the loss of positive advantages, too.

@@ -121,6 +121,8 @@ def _clip_causes(function: str, low: float, high: float) -> Iterator[Cause]:
     if function == "ppo_clip_loss":
         text = "the smaller of the clipped and the unclipped loss is taken, not the larger"
         yield make("loss", "optimistic", text, flipped=True)
+        without = (("dual_clip", None),)
+        yield make("loss", "optimistic, no dual clip", f"{text}, without a dual clip", flipped=True, arguments=without)
     for other, title in FAMILY.items() if function in FAMILY else ():
         if other != function:
             settings = (("function", other), ("clip_low", low), ("clip_high", high))
