@@ -10,8 +10,8 @@ from kljax.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_he
 
 # Numbers of logits that are in memory at a time.
 PART = 1 << 22
-# Tokens that show which logits are summed over, and how near a sum has to be, relative to that of all.
-PROBED, CLOSE = 16, 1e-5
+# Tokens that show which logits are summed over, how near a sum has to be, relative to that of all, and top-p sets tried.
+PROBED, CLOSE, MASSES = 16, 1e-5, 4
 
 
 def score(
@@ -142,13 +142,13 @@ def partial_sums(
     return sizes or set(), left_out or set(), (above, up_to)
 
 
-def simplest_between(above: float, up_to: float) -> float | None:
-    """Returns the number of the fewest decimals, at most six, that is above one number and at most the other."""
-    for digits in range(1, 7):
-        number = (math.floor(above * 10**digits) + 1) / 10**digits
-        if above < number <= up_to and number < 1:
-            return number
-    return None
+def decimals_between(above: float, up_to: float) -> list[float]:
+    """Lists the first numbers of the fewest decimals, at most four, that are above one number and at most the other."""
+    for unit in (10, 100, 1000, 10_000):
+        first, last = math.floor(above * unit) + 1, math.floor(up_to * unit)
+        if first <= last:
+            return [number / unit for number in range(first, last + 1)][:MASSES]
+    return []
 
 
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:

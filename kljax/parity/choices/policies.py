@@ -7,7 +7,7 @@ import kljax
 from kljax.parity.causes import Cause, make, rare
 from kljax.parity.recipe import LogProbRecipe
 from kljax.parity.replay import Replay
-from kljax.parity.scoring import PROBED, partial_sums, simplest_between
+from kljax.parity.scoring import PROBED, decimals_between, partial_sums
 
 # Orders of rows that are a fault, each with its name and whose numbers a row then has.
 ROWS = {
@@ -65,8 +65,9 @@ def _sum_causes(replay: Replay, stage: str, side: str, base: LogProbRecipe) -> I
     if title not in replay.arrays or not {"tokens", "rows"} <= set(replay.dump):
         return
     sizes, ids, masses = partial_sums(replay.dump, side, base, mask, unit)
-    if base.top_p is None and (top_p := simplest_between(*masses)) is not None:
-        yield rare(stage, *_of_top_p(title, top_p), top_p=top_p)
+    if base.top_p is None and masses != (0, 1):
+        for top_p in decimals_between(*masses):
+            yield rare(stage, *_of_top_p(title, top_p), top_p=top_p)
     for size in sorted(sizes)[:PROBED]:
         yield rare(stage, f"top {size}", f"{title} are normalised over the {size} largest logits", top_k=size)
     for number in sorted(ids)[:PROBED]:
