@@ -358,6 +358,11 @@ def _rewritten(
     return np.where(beyond, limit, result), np.where(beyond, 0, pulled)
 
 
+def has_clips(call: Call) -> bool:
+    """Tells whether a loss has a clip below and one above."""
+    return {"clip_low", "clip_high"} <= set(inspect.signature(getattr(kljax, call.function)).parameters)
+
+
 def _clips(call: Call) -> tuple[float, float]:
     """Returns the distances of the clips of a loss from 1, below and above."""
     signature = inspect.signature(getattr(kljax, call.function)).parameters

@@ -7,6 +7,7 @@ import numpy as np
 
 from kljax.kl import LOW_VAR_VALUE_CLIP
 from kljax.parity.causes import Cause, make, rare
+from kljax.parity.losses import has_clips
 from kljax.parity.recipe import Kl
 from kljax.parity.replay import Replay
 
@@ -104,7 +105,7 @@ def _coefficient_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     if replay.plan.recipe.correction is not None and kl.place == "loss":
         text = "the correction's weights multiply the KL term"
         yield make("kl", "weighted as the policy loss", text, weighted=True)
-    if replay.plan.recipe.loss is not None and kl.place == "loss":
+    if "loss" in replay.plan.calls and kl.place == "loss" and has_clips(replay.plan.calls["loss"]):
         text = "the KL term is that of tokens whose ratio is within the clips of the policy loss"
         yield rare("kl", "within the clips alone", text, trusted=True)
     yield rare("kl", "of the row", "the KL of a token is that of the mean log-probs of its row", level="row")

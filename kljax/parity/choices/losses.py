@@ -8,7 +8,7 @@ import numpy as np
 
 import kljax
 from kljax.parity.causes import Cause, make, rare
-from kljax.parity.losses import BY_ROW
+from kljax.parity.losses import BY_ROW, has_clips
 from kljax.parity.replay import Replay
 from kljax.systems import Call
 
@@ -37,7 +37,7 @@ def loss_causes(replay: Replay) -> Iterator[Cause]:
     changes: list[tuple[str, str, str, Any]] = []
     if value.get("dual_clip") is not None:
         changes.append(("no dual clip", "the policy loss has no dual clip", "dual_clip", None))
-    if {"clip_low", "clip_high"} <= set(signature):
+    if has_clips(call):
         changes.append(("no upper clip", "the policy loss is not clipped from above", "clip_high", 1e6))
         yield from _clip_causes(call.function, value["clip_low"], value["clip_high"])
     if "log_ratio_clip" in signature:
