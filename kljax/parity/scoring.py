@@ -10,7 +10,7 @@ from kljax.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_he
 
 # Numbers of logits that are in memory at a time.
 PART = 1 << 22
-# Tokens that show which logits are summed over, how near a sum has to be, relative to that of all, and top-p sets tried.
+# Tokens that show the logits of a sum, how near it has to be, relative to that of all, and top-p sets that are tried.
 PROBED, CLOSE, MASSES = 16, 1e-5, 4
 
 

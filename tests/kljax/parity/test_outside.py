@@ -69,6 +69,29 @@ NAMED_FOURTH = (
     "divisor-no-end-trl_gspo",
     "gradient-norm-of-micro-batch-verl_rpp",
 )
+# Of the fifth list: one of each family of causes that it added to the search.
+NAMED_FIFTH = (
+    "micro-batch-means-skyrl_cispo",
+    "rank-means-prime_default",
+    "end-token-left-in-divisor-verl_tis",
+    "remainder-of-micro-batches-skyrl_cispo",
+    "rows-repeated-verl_ppo",
+    "loss-logged-unscaled-trl_cispo",
+    "mask-from-longest-prompt-openrlhf_k2",
+    "sampler-without-end-trl_grpo",
+    "sampler-end-from-trainer-slime_tis",
+    "top-p-in-normalizer-trl_cispo",
+    "kl-in-reward-verl_ppo",
+    "kl-in-loss-verl_rpp",
+    "kl-of-trusted-prime_default",
+    "whitened-by-rank-verl_rpp",
+    "std-of-others-openrlhf_k2",
+    "advantages-early-prime_default",
+    "dppo-upper-prime_default",
+    "log-clip-verl_ppo",
+    "row-band-skyrl_cispo",
+    "loss-scale-skyrl_dual",
+)
 # Advantages that rounding alone makes, and ratios beyond the bound of a system.
 CLEAN = (
     "clean-equal-rewards-skyrl_cispo",
@@ -78,6 +101,7 @@ CLEAN = (
 CASES = {case["id"]: case for case in read_cases()}
 LATER_CASES = {case["id"]: case for case in read_cases(ROOT / "more_cases.json")}
 LAST_CASES = {case["id"]: case for case in read_cases(ROOT / "third_cases.json")}
+FIFTH_CASES = {case["id"]: case for case in read_cases(ROOT / "fifth_cases.json")}
 FOURTH_CASES = {case["id"]: case for case in read_cases(ROOT / "fourth_cases.json")}
 
 
@@ -99,6 +123,11 @@ def test_dump_of_the_third_list_is_right(name: str, tmp_path: pathlib.Path) -> N
 @pytest.mark.parametrize("name", NAMED_FOURTH)
 def test_fault_of_the_fourth_list_is_named(name: str, tmp_path: pathlib.Path) -> None:
     assert score(FOURTH_CASES[name], tmp_path).verdict == "right"
+
+
+@pytest.mark.parametrize("name", NAMED_FIFTH)
+def test_fault_of_the_fifth_list_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    assert score(FIFTH_CASES[name], tmp_path).verdict == "right"
 
 
 def test_stale_reference_is_unknown(tmp_path: pathlib.Path) -> None:
