@@ -49,7 +49,7 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
     if recipe.kl_reduction is None:
         return
     for name, text, settings in options:
-        if "eps" in name or name.startswith(ALONE):
+        if "eps" in name or (name.startswith(ALONE) and not set(settings) <= OF_ROWS):
             continue
         if shared or set(settings) <= OF_ROWS:
             title = "the reduction of the policy loss alone"
