@@ -339,7 +339,7 @@ class ReductionRecipe:
       eps_batch: added to the number of tokens of the batch.
       eps_row: added to the number of tokens of a row.
       micro_batches: number of equal micro-batches whose means are combined; 1 is the whole batch, 0 the recorded ones.
-      split: which rows a micro-batch has: those that follow each other, "contiguous", or every n-th, "strided".
+      split: the rows of a micro-batch: "contiguous" ones, or every n-th, "strided".
       size: rows of a micro-batch where a smaller last one is left out; 0 leaves none out.
       repeated: number of rows at the start that stand twice.
       parts: how they are combined: "mean", "sum", or "rows", a mean weighted by their rows.

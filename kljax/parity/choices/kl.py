@@ -76,11 +76,11 @@ def _place_causes(replay: Replay, kl: Kl) -> Iterator[Cause]:
     usual = {"loss": ("reward", "old_log_probs"), "reward": ("loss", "log_probs")}
     if kl.place not in usual or not {"rewards", "group_ids"} <= set(replay.arrays):
         return
-    place, policy = usual[kl.place]
+    other, policy = usual[kl.place]
     for source in dict.fromkeys((policy, kl.policy)):
         if source in replay.arrays:
-            text = f"the KL of {source} is in the {place}, not in the {kl.place}"
-            yield rare("kl", f"in the {place}, of {source}", text, place=place, policy=source)
+            text = f"the KL of {source} is in the {other}, not in the {kl.place}"
+            yield rare("kl", f"in the {other}, of {source}", text, place=other, policy=source)
 
 
 def _ratio_after_clip(replay: Replay, kl: Kl) -> Iterator[Cause]:

@@ -140,7 +140,7 @@ def _reductions_of_parts(
         yield "empty rows as a token", text, {"eps_batch": base.eps_batch + empty}
     for size in (size for size in range(2, rows // 2 + 1) if rows % size):
         text = f"the mean over micro-batches of {size} rows, without the smaller last one"
-        yield f"whole micro-batches of {size} rows", text, {"micro_batches": 0, "size": size}
+        yield f"whole micro-batches of {size} rows", text, {"micro_batches": rows // size, "size": size}
     for repeated in sorted({-rows % multiple for multiple in range(2, 17)} - {0}):
         if repeated < rows:
             text = f"of a batch in which the first {repeated} rows stand twice"
