@@ -10,7 +10,7 @@ before JAX 0.12. Elsewhere a loop goes through the tiles of rows that exist.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ from kljax._narrow import narrow_on_cpu, read_with
 from train.models.kernels import device_kind
 
 Implementation: TypeAlias = Literal["loop", "ragged", "megablox"]
-ROWS = (256, 128, 64, 32)
-"""Rows of a tile in the loop, largest first: a group is cut into whole tiles, the last of which may overlap."""
-FEW_ROWS = (64, 16)
-"""The same where groups have fewer rows than the smallest of these tiles in the mean, as in a decode step."""
+MANY_ROWS, FEW_ROWS = (256, 32), (24, 4)
+"""Rows of a tile in the loop, and the steps in which the last tile of a group has fewer. The second pair where groups
+have fewer than 32 rows in the mean, as in a decode step."""
 TILING = (512, 1024, 512)
 """Most rows, inputs and outputs of a tile of megablox; smaller arrays take their padded size."""
 LANES = 128
@@ -75,19 +74,13 @@ def choose_implementation(kind: str) -> Implementation:
 
 
 def expected_trips(rows: int, groups: int) -> dict[str, float]:
-    """Returns the iterations of the loops of a group by the names of their scopes, where groups have equal size.
+    """Returns the iterations of the loops over tiles by the names of their scopes, where groups have equal size.
 
-    A count of operations counts each branch of a conditional as taken: the gradient of the matrices gets fewer trips.
+    A count of operations counts each branch of a conditional as taken: both loops get fewer trips.
     """
-    size, trips = rows / groups, dict[str, float]()
-    # All tiles: a program may have products of other rows too, as a sampler has prefill and decode steps.
-    for tiles in (FEW_ROWS, ROWS, _tiles(rows, groups)):
-        left = size
-        for count in tiles:
-            trips[f"{_ROW_TILES}_{count}"] = left / count if count == tiles[-1] else left // count
-            left %= count
-    trips[_MATRIX_TILES] = size / sum(_counts(_tiles(rows)[0]))
-    return trips
+    # Tiles of both kinds: a program may have products of other rows too, as a sampler has prefill and decode steps.
+    trips = {_row_tiles(counts): rows / sum(counts) for counts in (_counts(rows), _counts(rows, rows + 1))}
+    return trips | {_MATRIX_TILES: rows / groups / sum(_counts(rows))}
 
 
 def _wide(dtype: Any) -> Any:
@@ -104,40 +97,41 @@ def _rows_at(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, index, count)
 
 
-def _tiles(rows: int, groups: int = 1) -> tuple[int, ...]:
-    """Lists the rows of the tiles of an array of so many rows and groups."""
-    sizes = ROWS if rows >= ROWS[-1] * groups else FEW_ROWS
-    return tuple(size for size in sizes if size <= rows) or (rows,)
+def _counts(rows: int, groups: int = 1) -> tuple[int, ...]:
+    """Lists the numbers of rows that a tile may compute, in an array of so many rows and groups."""
+    most, step = MANY_ROWS if rows >= MANY_ROWS[1] * groups else FEW_ROWS
+    return (*range(step, min(most, rows), step), min(most, rows))
 
 
-def _each_tile(
-    group: jax.Array,
-    first: jax.Array,
-    size: jax.Array,
-    add: Callable[[int, jax.Array, jax.Array, jax.Array, Any], Any],
-    carry: Any,
-    *,
-    tiles: tuple[int, ...],
-) -> Any:
-    """Calls `add(count, group, start, left, carry)` for the tiles of a group; `left` rows of a tile must be computed.
+def _row_tiles(counts: tuple[int, ...]) -> str:
+    return f"{_ROW_TILES}_{counts[0]}"
 
-    A tile has `count` rows from `start` on; all but the last one compute all of them. Trip counts are traced, so that
-    tiles which do not exist take no time.
+
+class _Tiles(NamedTuple):
+    """The tiles of sorted rows. Their number is traced: an empty group has none, and takes no time.
+
+    Attributes:
+      number: int32, the tiles that exist.
+      groups: [T] int32, the group of each tile; T is the most that there can be.
+      starts: [T] int32, the first row of each tile.
+      lefts: [T] int32, the rows of its group from there on, at most those of a tile.
     """
-    for count in tiles:
-        last = count == tiles[-1]
-        number = -(-size // count) if last else size // count
 
-        def step(index: jax.Array, carry: Any, count: int = count, first: Any = first, size: Any = size) -> Any:
-            # If the matrix did not depend on the iteration, XLA would read it, and multiply a tile of all rows with
-            # it, outside of the loop: also for tiles that do not exist.
-            here, index = lax.optimization_barrier((group, index))
-            return add(count, here, first + index * count, jnp.minimum(size - index * count, count), carry)
+    number: jax.Array
+    groups: jax.Array
+    starts: jax.Array
+    lefts: jax.Array
 
-        with jax.named_scope(f"{_ROW_TILES}_{count}"):
-            carry = lax.fori_loop(0, number, step, carry)
-        first, size = first + number * count, size - number * count
-    return carry
+    @classmethod
+    def of(cls, group_sizes: jax.Array, rows: int, largest: int) -> "_Tiles":
+        """Cuts each group into tiles of `largest` rows and a last one with the rest."""
+        tiles = -(-group_sizes // largest)
+        ends, numbers = jnp.cumsum(tiles), jnp.arange(len(group_sizes) + rows // max(largest, 1))
+        groups = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
+        first_rows = jnp.cumsum(group_sizes) - group_sizes
+        begins = (numbers - (ends - tiles)[groups]) * largest
+        lefts = jnp.clip(group_sizes[groups] - begins, 0, largest)
+        return cls(ends[-1], groups, first_rows[groups] + begins, lefts)
 
 
 def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
@@ -150,32 +144,38 @@ def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax
 
 def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Computes the product, or that with the transposed matrices."""
-    rows, tiles = len(x), _tiles(len(x), len(group_sizes))
+    rows, counts = len(x), _counts(len(x), len(group_sizes))
+    largest, tiles = counts[-1], _Tiles.of(group_sizes, len(x), counts[-1])
+    outputs, contracted = weights.shape[1 if transposed else 2], (((1,), (1 if transposed else 0,)), ((), ()))
 
-    def add_group(group: jax.Array, first: jax.Array, size: jax.Array, y: jax.Array) -> jax.Array:
-        def add_tile(count: int, group: jax.Array, start: jax.Array, left: jax.Array, y: jax.Array) -> jax.Array:
-            array, index = _read(weights, group)
-            matrix = lax.dynamic_index_in_dim(array, index, keepdims=False).astype(x.dtype)
-            begin = jnp.minimum(start, rows - count)
-            contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-            part = lax.dot_general(_rows_at(x, begin, count), matrix, contracted, preferred_element_type=_wide(x.dtype))
-            part = part.astype(x.dtype)
-            if count == tiles[-1]:
-                # The tile may reach into other groups, whose rows stay as they are.
-                number = begin + jnp.arange(count)[:, None]
-                inside = (number >= start) & (number < start + left)
-                part = jnp.where(inside, part, lax.dynamic_slice_in_dim(y, begin, count))
-            return lax.dynamic_update_slice_in_dim(y, part, begin, 0)
+    def add_tile(index: jax.Array, y: jax.Array) -> jax.Array:
+        start, left = tiles.starts[index], tiles.lefts[index]
+        array, group = _read(weights, tiles.groups[index])
+        matrix = lax.dynamic_index_in_dim(array, group, keepdims=False).astype(x.dtype)
+        begin = jnp.minimum(start, rows - largest)
 
-        return _each_tile(group, first, size, add_tile, y, tiles=tiles)
+        def product(count: int) -> jax.Array:
+            first = jnp.minimum(start, rows - count)
+            part = lax.dot_general(_rows_at(x, first, count), matrix, contracted, preferred_element_type=_wide(x.dtype))
+            whole = jnp.zeros((largest, outputs), x.dtype)
+            return lax.dynamic_update_slice_in_dim(whole, part.astype(x.dtype), first - begin, 0)
 
-    return _each_group(group_sizes, add_group, jnp.zeros((rows, weights.shape[1 if transposed else 2]), x.dtype))
+        # Branches return the rows of a tile: one that updated the result would copy all of it.
+        part = _of_size(left, counts, product)
+        # The tile may reach into other groups, whose rows stay as they are.
+        number = begin + jnp.arange(largest)[:, None]
+        inside = (number >= start) & (number < start + left)
+        part = jnp.where(inside, part, lax.dynamic_slice_in_dim(y, begin, largest))
+        return lax.dynamic_update_slice_in_dim(y, part, begin, 0)
+
+    with jax.named_scope(_row_tiles(counts)):
+        return lax.fori_loop(0, tiles.number, add_tile, jnp.zeros((rows, outputs), x.dtype))
 
 
 def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
     """Computes the gradient of the matrices, [E, K, F] of x [N, K] and the cotangent [N, F]."""
-    rows, wide = len(x), _wide(dtype)
-    largest = _tiles(rows)[0]
+    rows, counts, wide = len(x), _counts(len(x)), _wide(dtype)
+    largest = counts[-1]
 
     def product(count: int, start: jax.Array, left: jax.Array) -> jax.Array:
         begin = jnp.minimum(start, rows - count)
@@ -188,7 +188,7 @@ def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any
     def add_group(group: jax.Array, first: jax.Array, size: jax.Array, dw: jax.Array) -> jax.Array:
         def add_tile(index: jax.Array, total: jax.Array) -> jax.Array:
             left = jnp.minimum(size - index * largest, largest)
-            return total + _of_size(left, largest, lambda count: product(count, first + index * largest, left))
+            return total + _of_size(left, counts, lambda count: product(count, first + index * largest, left))
 
         total = jnp.zeros((x.shape[1], g.shape[1]), wide)
         with jax.named_scope(_MATRIX_TILES):
@@ -198,15 +198,8 @@ def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any
     return _each_group(group_sizes, add_group, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), dtype))
 
 
-def _counts(largest: int) -> range:
-    """Lists the rows that a tile of the gradient of the matrices may compute."""
-    step = min(ROWS[-1], largest)
-    return range(step, largest + 1, step)
-
-
-def _of_size(left: jax.Array, largest: int, product: Callable[[int], jax.Array]) -> jax.Array:
+def _of_size(left: jax.Array, counts: tuple[int, ...], product: Callable[[int], jax.Array]) -> jax.Array:
     """Computes the product of the smallest number of rows that holds `left` of them."""
-    counts = _counts(largest)
     return lax.switch((left - 1) // counts[0], [functools.partial(product, count) for count in counts])
 
 
