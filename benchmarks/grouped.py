@@ -119,12 +119,12 @@ QUICK_DECODED = (DecoderSizes(16, 4, 2, 8, slots=2, new_tokens=2, layers=1, voca
 def measure_decoders(size: DecoderSizes, rounds: int) -> Measured:
     """Times the sampling of a decoder with experts and of a dense one."""
     ids = jax.random.randint(jax.random.key(1), (size.slots, size.prompt_length), 0, size.vocab_size)
-    programs = {}
+    programs: dict[str, Any] = {}
     for name in ("dense", "experts"):
         model = size.decoder(name)
         params = init_params(model, jax.random.key(0), make_mesh())
         programs[name] = (functools.partial(_sample, model, size.new_tokens), (params, ids))
-    # The last parameters are those with experts, whose matrices alone are stacked by layer and expert.
+    # Of the decoder with experts: its matrices alone are stacked by layer and expert.
     matrices = [x for x in jax.tree.leaves(params) if x.ndim == 4]
     programs["read"] = (functools.partial(_read, size.new_tokens), (matrices,))
     return Measured(size, race_programs(programs, rounds)[0])

@@ -114,7 +114,7 @@ class _Tiles(NamedTuple):
       number: int32, the tiles that exist.
       groups: [T] int32, the group of each tile; T is the most that there can be.
       starts: [T] int32, the first row of each tile.
-      lefts: [T] int32, the rows of its group from there on, at most those of a tile.
+      lefts: [T] int32, the rows of its group from there on, at most as many as a tile has.
     """
 
     number: jax.Array
@@ -157,8 +157,8 @@ def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, tran
         def product(count: int) -> jax.Array:
             first = jnp.minimum(start, rows - count)
             part = lax.dot_general(_rows_at(x, first, count), matrix, contracted, preferred_element_type=_wide(x.dtype))
-            whole = jnp.zeros((largest, outputs), x.dtype)
-            return lax.dynamic_update_slice_in_dim(whole, part.astype(x.dtype), first - begin, 0)
+            zeros = jnp.zeros((largest, outputs), x.dtype)
+            return lax.dynamic_update_slice_in_dim(zeros, part.astype(x.dtype), first - begin, 0)
 
         # Branches return the rows of a tile: one that updated the result would copy all of it.
         part = _of_size(left, counts, product)
