@@ -130,6 +130,13 @@ def test_absent_tiles_multiply_nothing(rows):
     assert count_flops(program, dict.fromkeys(trips, 0.0)) == 0
 
 
+def test_counted_flops_are_three_products():
+    x, weights, sizes, g = draw((40, 50))
+    program = jax.jit(functools.partial(by_groups, "loop")).lower(x, weights, sizes, g).compile().as_text()
+    flops = count_flops(hlo.parse(program), expected_trips(len(x), 2))
+    np.testing.assert_allclose(flops, 3 * 2 * len(x) * INPUTS * OUTPUTS, rtol=1e-6)
+
+
 def test_trips_are_expected_for_other_rows_too():
     """A sampler has products of many rows in the prefill and of few in decode steps."""
     assert expected_trips(64, 16) == {

@@ -104,7 +104,10 @@ def trip_count(module: HloModule, loop: Instruction, expected: Mapping[str, floa
     Raises:
       ValueError: if it depends on data, and is not expected.
     """
-    named = [scope for scope in expected or () if f"/{loop.op_name}".endswith(f"/{scope}/while")]
+    # A transformation wraps the name of the outermost scope: `transpose(jvp(scope))/while`.
+    path = f"/{loop.op_name}"
+    paths = path, path.replace("(", "/").replace(")", "")
+    named = [scope for scope in expected or () if any(path.endswith(f"/{scope}/while") for path in paths)]
     if expected and named:
         return expected[max(named, key=len)]
     known = _KNOWN_TRIPS.search(loop.line)

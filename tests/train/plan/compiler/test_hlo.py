@@ -73,6 +73,8 @@ def test_data_dependent_loop_is_counted_by_its_scope():
     assert trip_count(parse(text), loop, {"code": 7.5}) == 3
     assert trip_count(parse(text), loop, {"decode": 7.5, "jit(f)/decode": 8.5}) == 8.5
     assert executions(parse(text), expected={"decode": 7})["inner_body"] == 35
+    wrapped = parse(text.replace("/decode/", "/transpose(jvp(decode))/"))
+    assert executions(wrapped, expected={"decode": 7})["inner_body"] == 35
 
 
 def test_operands_and_called_computations():
