@@ -7,9 +7,11 @@ import numpy as np
 
 from kljax.parity.causes import Cause
 from kljax.parity.choices.masks import mask_causes
+from kljax.parity.comparison import residual_of
 from kljax.parity.positions import apply_rule
 from kljax.parity.recipe import MaskRule, ReductionRecipe
 from kljax.parity.replay import Replay
+from kljax.parity.stages import reason_not_compared
 
 LONGEST = "Dr. GRPO over the longest row of a micro-batch"
 # Settings that choose the rows of sums: they are those of both terms, whatever else divides these.
@@ -39,7 +41,11 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
         title = "the reduction" if both or recipe.kl_reduction is None else "the reduction of the policy loss"
         alone = name.startswith(ALONE)
         yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also, alone=alone)
-    for steps in sorted({*range(2, 17), len(np.unique(replay.arrays.get("micro_batch_ids", 0)))} - {1}):
+    # Where the gradient agrees, the loss alone was recorded elsewhere.
+    as_declared = "grad_log_probs" in replay.arrays and reason_not_compared(replay, "grad_log_probs") is None
+    as_declared = as_declared and residual_of(replay, ["grad_log_probs"], recipe).agrees
+    known = len(np.unique(replay.arrays.get("micro_batch_ids", 0)))
+    for steps in sorted({*range(2, 17), known} - {1}) if as_declared else ():
         text = f"the loss is recorded before it is divided by {steps} micro-batches"
         scale = (("scale", base.scale * steps),)
         others = [("gradient", (("scale", recipe.gradient.scale / steps),))]
