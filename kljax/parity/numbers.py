@@ -194,7 +194,7 @@ def _of_advantage(replay: Replay) -> Iterator[UnknownNumber]:
         yield UnknownNumber("advantage", "length_penalty", 0.0, _around(largest), alone=True)
         longest = float(replay.layout.sizes.max(initial=1))
         # A buffer of few tokens is that number itself.
-        buffers = {*map(float, range(1, min(int(longest), 16) + 1)), *(longest * x for x in shares)}
+        buffers = {*map(float, range(1, min(int(longest), 16) + 1)), *(longest * x for x in shares if longest * x >= 1)}
         yield UnknownNumber("advantage", "buffer", None, tuple(sorted(buffers)), alone=True)
         yield UnknownNumber(
             "advantage", "reward_clip", None, tuple(largest * x for x in (0.01, 0.1, 0.3, 0.5, 0.8, 1.0))
