@@ -11,6 +11,8 @@ Causes = tuple[Cause, ...]
 def preferred(candidates: list[Causes]) -> list[Causes]:
     """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain.
 
+    Of choices, rare ones are last.
+
     Args:
       candidates: sets of causes that mend a field equally well.
 
@@ -18,6 +20,7 @@ def preferred(candidates: list[Causes]) -> list[Causes]:
       The choices and small factors, or without choices the numbers that are simple enough.
     """
     choices = [causes for causes in candidates if all(cause.number is None for cause in causes)]
+    choices.sort(key=lambda causes: sum(cause.alone for cause in causes))
     if not choices:
         return _simplest_numbers(candidates)
     factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
