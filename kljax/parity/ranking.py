@@ -11,20 +11,21 @@ Causes = tuple[Cause, ...]
 def preferred(candidates: list[Causes]) -> list[Causes]:
     """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain.
 
-    Of choices, rare ones are last.
+    Of choices, rare ones are last. Thresholds that lie anywhere in an interval remain too: they fit as easily.
 
     Args:
       candidates: sets of causes that mend a field equally well.
 
     Returns:
-      The choices and small factors, or without choices the numbers that are simple enough.
+      The choices, small factors and thresholds, or without choices the numbers that are simple enough.
     """
     choices = [causes for causes in candidates if all(cause.number is None for cause in causes)]
     choices.sort(key=lambda causes: sum(cause.alone for cause in causes))
     if not choices:
         return _simplest_numbers(candidates)
     factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
-    return choices + factors
+    others = [causes for causes in candidates if causes not in choices + factors]
+    return choices + factors + [causes for causes in others if all(cause.limits is not None for cause in causes)]
 
 
 def _simplest_numbers(candidates: list[Causes]) -> list[Causes]:
