@@ -11,7 +11,8 @@ Causes = tuple[Cause, ...]
 def preferred(candidates: list[Causes]) -> list[Causes]:
     """Sorts choices before numbers, which explain as much with a free value; of these, small factors remain.
 
-    Of choices, rare ones are last. Thresholds that lie anywhere in an interval remain too: they fit as easily.
+    Of choices, rare ones are last. Thresholds that lie anywhere in an interval remain too: they fit as easily. So do
+    numbers of one digit where all choices are rare.
 
     Args:
       candidates: sets of causes that mend a field equally well.
@@ -24,8 +25,13 @@ def preferred(candidates: list[Causes]) -> list[Causes]:
     if not choices:
         return _simplest_numbers(candidates)
     factors = [causes for causes in candidates if causes not in choices and all(map(_is_small_factor, causes))]
+    are_rare = all(any(cause.alone for cause in causes) for causes in choices)
+
+    def is_likely(cause: Cause) -> bool:
+        return cause.number is None or cause.limits is not None or (are_rare and _digits(cause) == 1)
+
     others = [causes for causes in candidates if causes not in choices + factors]
-    return choices + factors + [causes for causes in others if all(cause.limits is not None for cause in causes)]
+    return choices + factors + [causes for causes in others if all(map(is_likely, causes))]
 
 
 def _simplest_numbers(candidates: list[Causes]) -> list[Causes]:
