@@ -101,7 +101,7 @@ test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml) and
 
 test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "not thorough" \
-	  $(addprefix --deselect=,$(RUN_AGAIN)) $(SENSITIVE) $(ARGS)
+	  $(addprefix --deselect=,$(RUN_AGAIN) $(AOT)) $(SENSITIVE) $(ARGS)
 
 test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other inputs and in another order; for hours
 	$(call run-on-another-cpu,--xla_cpu_max_isa=SSE4_2,1,8)
