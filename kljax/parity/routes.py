@@ -64,7 +64,8 @@ def route_loads(dump: Dump) -> Iterator[str]:
                 experts = dump.stored(name).part(row).astype(np.int64)
                 empty += int((experts < 0).all())
                 for layer, tokens in enumerate(layers):
-                    tokens.update(experts[:, layer][experts[:, layer] >= 0].tolist())
+                    chosen, numbers = np.unique(experts[:, layer][experts[:, layer] >= 0], return_counts=True)
+                    tokens.update(dict(zip(chosen.tolist(), numbers.tolist(), strict=True)))
             if name == RECORDED:
                 yield f"routes: {empty} of {dump.sizes['B']} rows have none recorded"
             if known := set().union(*layers):

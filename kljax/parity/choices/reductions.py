@@ -14,7 +14,7 @@ from kljax.parity.replay import Replay
 from kljax.parity.stages import reason_not_compared
 
 LONGEST = "Dr. GRPO over the longest row of a micro-batch"
-# Settings that choose the rows of sums: they are those of both terms, whatever else divides these.
+# Settings that choose the rows of sums: they hold for both terms, whatever else divides these.
 OF_ROWS = {"micro_batches", "split", "size", "repeated", "parts"}
 # Reductions that are not tried together with other choices.
 ALONE = (LONGEST, "divisor", "sum:", "token means of", "rows of every", "whole micro-batches", "first rows twice")
@@ -36,7 +36,7 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
                 options.append((f"sum: {cause.name}", f"has a sum, alone, that {cause.text[12:]}", {"summed": rule}))
     shared = recipe.kl_reduction == base
     for name, text, settings in options:
-        both = shared or set(settings) <= OF_ROWS
+        both = shared or settings.keys() <= OF_ROWS
         also = (("kl_reduction", tuple(settings.items())),) if both else ()
         title = "the reduction" if both or recipe.kl_reduction is None else "the reduction of the policy loss"
         alone = name.startswith(ALONE)
@@ -55,9 +55,10 @@ def reduction_causes(replay: Replay) -> Iterator[Cause]:
     if recipe.kl_reduction is None:
         return
     for name, text, settings in options:
-        if "eps" in name or (name.startswith(ALONE) and not set(settings) <= OF_ROWS):
+        of_rows = settings.keys() <= OF_ROWS
+        if "eps" in name or (name.startswith(ALONE) and not of_rows):
             continue
-        if shared or set(settings) <= OF_ROWS:
+        if shared or of_rows:
             title = "the reduction of the policy loss alone"
             yield Cause(
                 "reduction", f"{name}, policy loss alone", f"{title} {text}", tuple(settings.items()), alone=True
