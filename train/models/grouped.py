@@ -4,11 +4,12 @@ Shapes: N rows, E groups, K inputs, F outputs. Group `e` has the next `group_siz
 belong to none, are read by nobody, and have results and gradients of 0.
 
 `jax.lax.ragged_dot` multiplies every row with every matrix on CPUs and NVIDIA GPUs, and so does its gradient on TPUs
-before JAX 0.12. Elsewhere a loop goes through the tiles of rows that exist.
+before JAX 0.12. NVIDIA's Hopper GPUs have kernels of JAX; elsewhere a loop goes through the tiles of rows that exist.
 """
 
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,13 +20,17 @@ from jax import lax
 from kljax._narrow import narrow_on_cpu, read_with
 from train.models.kernels import device_kind
 
-Implementation: TypeAlias = Literal["loop", "ragged", "megablox"]
+Implementation: TypeAlias = Literal["loop", "ragged", "megablox", "mosaic"]
 MANY_ROWS, FEW_ROWS = (256, 32), (24, 4)
 """Rows of a tile in the loop, and the steps in which the last tile of a group has fewer. The second pair where groups
 have fewer than 32 rows in the mean, as in a decode step."""
 TILING = (512, 1024, 512)
 """Most rows, inputs and outputs of a tile of megablox; smaller arrays take their padded size."""
 LANES = 128
+MOSAIC_BLOCK = 64
+"""Inputs of a block of the kernels for GPUs, which inputs and outputs are padded to a multiple of."""
+HOPPER = re.compile(r"NVIDIA (GH|H)\d")
+"""Starts the kinds of the GPUs that run these kernels: they take instructions of this generation alone."""
 NATIVE_GRADIENT = (0, 12)
 """The first JAX whose gradient of `ragged_dot` is native on TPUs."""
 _ROW_TILES, _MATRIX_TILES = "row_tiles", "matrix_tiles"
@@ -41,18 +46,19 @@ def grouped_dot(
       weights: [E, K, F], float or int8. Other types than that of x are converted one matrix at a time by the loop.
       group_sizes: [E] int, non-negative, with a sum of at most N.
       implementation: "loop" computes tiles of rows one after the other, "ragged" calls `jax.lax.ragged_dot`,
-        "megablox" computes its gradient by the TPU kernels that JAX ships. None chooses for the devices: on TPU
-        "megablox" before JAX 0.12 and "ragged" from there on, "loop" elsewhere.
+        "megablox" computes its gradient by the TPU kernels that JAX ships, "mosaic" calls those for Hopper GPUs, in
+        bfloat16 or float16. None chooses for the devices: on TPU "megablox" before JAX 0.12 and "ragged" from there
+        on, "mosaic" where it runs, "loop" elsewhere.
 
     Returns:
       [N, F] in the type of x; exactly 0 in rows of no group. Sums are accumulated in float32 at least.
 
     Gradient:
-      Of x and of float weights, the latter in their type; empty groups have a gradient of 0. int8 weights are treated
-      as constants.
+      Of x and of float weights, the latter in their type, which "mosaic" rounds to that of x before; empty groups have
+      a gradient of 0. int8 weights are treated as constants.
 
     Raises:
-      ValueError: shapes that do not fit, or an unknown implementation.
+      ValueError: shapes that do not fit, an unknown implementation, or a type that it lacks.
     """
     if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
         raise ValueError(f"weights: got {weights.shape} for rows of shape {x.shape}, expected [E, K, F] and [N, K]")
@@ -62,14 +68,16 @@ def grouped_dot(
         raise ValueError(
             f"implementation: got {implementation!r}, expected one of {', '.join(get_args(Implementation))} or None"
         )
-    product = _PRODUCTS[implementation or choose_implementation(device_kind())]
+    if implementation == "mosaic" and not _is_half(x.dtype):
+        raise ValueError(f"x: got {x.dtype} for mosaic, expected bfloat16 or float16")
+    product = _PRODUCTS[implementation or choose_implementation(device_kind(), x.dtype)]
     return product(x, weights, group_sizes.astype(jnp.int32))
 
 
-def choose_implementation(kind: str) -> Implementation:
-    """Chooses the implementation of a device kind."""
+def choose_implementation(kind: str, dtype: Any) -> Implementation:
+    """Chooses the implementation of a device kind, for rows of a type."""
     if not kind.startswith("TPU"):
-        return "loop"
+        return "mosaic" if HOPPER.match(kind) and _is_half(dtype) else "loop"
     return "ragged" if jax.__version_info__[:2] >= NATIVE_GRADIENT else "megablox"
 
 
@@ -262,6 +270,60 @@ def _megablox_gradient(
     return dx, dw
 
 
+def _mosaic_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Computes the product, or that with the transposed matrices, whose conversion is a copy of all of them."""
+    kernels = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
+    outputs = weights.shape[1 if transposed else 2]
+    x, weights = _padded(x, 1), _padded(weights.astype(x.dtype), 1, 2)
+    has_many = len(x) >= MANY_ROWS[1] * len(group_sizes)
+    y = kernels.ragged_dot(
+        x,
+        weights,
+        group_sizes=group_sizes,
+        block_m=MOSAIC_BLOCK,
+        # Few rows leave too few blocks for the cores of a GPU unless they are narrow.
+        block_n=_divisor(weights.shape[1 if transposed else 2], 256 if has_many else 128),
+        block_k=MOSAIC_BLOCK,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+        transpose_rhs=transposed,
+    )
+    return _without_rest(y[:, :outputs], group_sizes)
+
+
+def _mosaic_gradient(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    dx = _mosaic_rows(g, weights, group_sizes, transposed=True)
+    if not _is_float(weights):
+        return dx, None
+    kernels = importlib.import_module("jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu")
+    # It multiplies the rows beside a group by 0.
+    x, g = (_padded(_without_rest(array, group_sizes), 1) for array in (x, g))
+    dw = kernels.transposed_ragged_dot(
+        x,
+        g,
+        group_sizes=group_sizes,
+        block_m=_divisor(x.shape[1], 128),
+        block_n=_divisor(g.shape[1], 128),
+        block_k=MOSAIC_BLOCK,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+    )
+    return dx, dw[:, : weights.shape[1], : weights.shape[2]].astype(weights.dtype)
+
+
+def _padded(x: jax.Array, *axes: int) -> jax.Array:
+    """Pads axes with zeros to multiples of a block; an array that has them stays as it is."""
+    widths = [(0, -size % MOSAIC_BLOCK if axis in axes else 0) for axis, size in enumerate(x.shape)]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x
+
+
+def _divisor(size: int, most: int) -> int:
+    """Returns the largest multiple of a block, at most `most`, that divides a padded size."""
+    return next(width for width in range(most, 0, -MOSAIC_BLOCK) if size % width == 0)
+
+
 def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Sets rows of no group to 0; kernels leave them as they are in memory."""
     return jnp.where((jnp.arange(len(x)) < group_sizes.sum())[:, None], x, 0)
@@ -269,6 +331,10 @@ def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 def _is_float(weights: jax.Array) -> bool:
     return jnp.issubdtype(weights.dtype, jnp.floating)
+
+
+def _is_half(dtype: Any) -> bool:
+    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
 
 
 def _make_product(forward: Callable[..., jax.Array], gradient: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -289,4 +355,5 @@ _PRODUCTS: dict[Implementation, Callable[..., jax.Array]] = {
     "loop": _make_product(_loop_rows, _loop_gradient),
     "ragged": _make_product(_ragged_rows, _ragged_gradient),
     "megablox": _make_product(_ragged_rows, _megablox_gradient),
+    "mosaic": _make_product(_mosaic_rows, _mosaic_gradient),
 }

@@ -16,7 +16,7 @@ from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
-from train.models.grouped import expected_trips
+from train.models.grouped import choose_implementation, expected_trips
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
@@ -240,10 +240,14 @@ class AbstractRun:
         if model.experts is None:
             return {}
         row_bytes = model.width * jnp.dtype(model.dtype).itemsize
-        chunks = ChunkSizes.of(tokens, model.experts.active, ways=ways, row_bytes=row_bytes).chunks
+        sizes = ChunkSizes.of(tokens, model.experts.active, ways=ways, row_bytes=row_bytes)
         # Devices that share the experts compute a chunk at a time, and get as many rows as they have.
-        rows = tokens * model.experts.active / (chunks if ways > 1 else 1)
-        return {ROW_BLOCKS: 1.0, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
+        rows = tokens * model.experts.active / (sizes.chunks if ways > 1 else 1)
+        kind = self.context.mesh.devices.flat[0].device_kind
+        loops = choose_implementation(kind, model.dtype) == "loop"
+        # A kernel counts all rows of a block, of which so many are there.
+        blocks = 1.0 if loops or ways == 1 else rows / sizes.block_rows
+        return {ROW_BLOCKS: blocks, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""

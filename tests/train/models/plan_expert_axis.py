@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from benchmarks.harness import environments
 from benchmarks.harness.process import start
 from benchmarks.suites import compiler
+from tests.train.models.plan_grouped import KERNELS
 from train.models import dispatch
 from train.models.config import DecoderConfig, ExpertsConfig, LayerKind
 from train.models.dispatch import MOST_SENT, ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.experts import ExpertWeights
-from train.models.grouped import expected_trips
 from train.models.layers import InitKey
 from train.models.sharding import make_mesh, param_shardings, partition_spec
 from train.plan.compiler import hlo
@@ -113,18 +113,15 @@ class ExpertCompiler:
         memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
         sizes = ChunkSizes.of(TOKENS, active, ways=ways, row_bytes=2 * SHAPE.width)
-        tiles = expected_trips(sizes.tokens * active, experts.count // ways)
-        module, trips = hlo.parse(text), {ROW_BLOCKS: 1.0, ROUNDS: 1.0} | tiles
-        products = 3 * 2 * SHAPE.width * experts.width
-        if device == "h100":
-            flops = count_flops(module, trips) / (products * sizes.chunks * sizes.tokens * active)
-        else:  # Kernels tell the compiler what all rows of a block cost.
-            flops = (compiled.cost_analysis() or {})["flops"] / (products * sizes.block_rows)
+        rows = sizes.tokens * active
+        # Kernels count all rows of a block, of which so many are there.
+        trips = {ROW_BLOCKS: rows / sizes.block_rows, ROUNDS: 1.0}
+        module, products = hlo.parse(text), 3 * 2 * SHAPE.width * experts.width
         plan = ExpertPlan(
             temp_bytes=memory.temp_size_in_bytes,
             collectives={kind: size for kind, (_, size) in bytes_by_kind(collectives(module, trips)).items()},
-            flops=flops,
-            kernels="tpu_custom_call" in text,
+            flops=count_flops(module, trips) / (products * sizes.chunks * rows),
+            kernels=any(target in text for target in KERNELS),
             traffic=count_traffic(module, trips),
         )
         return dataclasses.asdict(plan)

@@ -22,6 +22,7 @@ from train.plan.compiler.topology import QUIET, parse_topology, topology_devices
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "h100": "h100:1"}
 ROWS, EXPERTS, INPUTS, OUTPUTS = 4096 * 8, 128, 2048, 1536
+KERNELS = ("tpu_custom_call", "mosaic_gpu")
 USEFUL = 2 * ROWS * INPUTS * OUTPUTS
 """Floating-point operations of one product of all rows."""
 
@@ -43,22 +44,22 @@ class GroupedPlan:
     kernels: bool
 
 
-def compile_in(directory: pathlib.Path, device: str, kind: str) -> GroupedPlan:
-    """Compiles the product ("forward") or its gradients ("gradient") in a process of an environment."""
+def compile_in(directory: pathlib.Path, device: str, kind: str, dtype: str) -> GroupedPlan:
+    """Compiles the product ("forward") or its gradients ("gradient") of a type in a process of an environment."""
     python = environments.interpreter(directory)
     with start("tests.train.models.plan_grouped", python=python, settings=QUIET, quiet=True) as remote:
         remote.ask(do="load")
-        return GroupedPlan(**remote.ask(do="plan", device=device, kind=kind))
+        return GroupedPlan(**remote.ask(do="plan", device=device, kind=kind, dtype=dtype))
 
 
 class GroupedCompiler:
     """Compiles in the process of an environment."""
 
-    def plan(self, device: str, kind: str) -> dict[str, Any]:
+    def plan(self, device: str, kind: str, dtype: str) -> dict[str, Any]:
         """Returns the fields of a `GroupedPlan`."""
         mesh = make_mesh(devices=topology_devices(parse_topology(TOPOLOGIES[device]))[:1])
 
-        def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        def shape(*sizes: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
 
         def gradient(x: jax.Array, weights: jax.Array, sizes: jax.Array, g: jax.Array) -> Any:
@@ -73,16 +74,12 @@ class GroupedCompiler:
             compiled = lowered.compile()
         memory = compiled.memory_analysis()
         assert memory is not None
-        chosen, text = choose_implementation(mesh.devices.flat[0].device_kind), compiled.as_text() or ""
-        if chosen == "loop":
-            flops = count_flops(hlo.parse(text), expected_trips(ROWS, EXPERTS))
-        else:  # Their kernels tell the compiler what they cost.
-            flops = (compiled.cost_analysis() or {})["flops"]
+        text = compiled.as_text() or ""
         plan = GroupedPlan(
-            implementation=chosen,
-            flops=flops / USEFUL,
+            implementation=choose_implementation(mesh.devices.flat[0].device_kind, dtype),
+            flops=count_flops(hlo.parse(text), expected_trips(ROWS, EXPERTS)) / USEFUL,
             temp_bytes=memory.temp_size_in_bytes,
-            kernels="tpu_custom_call" in text,
+            kernels=any(target in text for target in KERNELS),
         )
         return dataclasses.asdict(plan)
 

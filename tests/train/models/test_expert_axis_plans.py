@@ -24,7 +24,7 @@ def test_experts_of_devices_take_little_memory(device, ways):
     assert plan.temp_bytes < GIB, plan
     # Forward, again in the backward pass, and two gradients.
     assert 4 <= plan.flops <= 4.05, plan
-    assert plan.kernels == (device == "v5p"), plan
+    assert plan.kernels, plan
     sizes, sums = ChunkSizes.of(TOKENS, 8, ways=ways, row_bytes=ROW_BYTES), {"all-reduce", "reduce-scatter"}
     summed = sum(size for kind, size in plan.collectives.items() if kind in sums)
     if ways == 8:

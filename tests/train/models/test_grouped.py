@@ -1,7 +1,8 @@
 """The grouped product against all products of all rows, of which each row selects its own."""
 
 import functools
-from typing import get_args
+import sys
+from typing import ClassVar, get_args
 
 import chex
 import jax
@@ -13,7 +14,8 @@ from train.models.grouped import Implementation, choose_implementation, expected
 from train.plan.compiler import hlo
 from train.plan.compiler.flops import count_flops
 
-IMPLEMENTATIONS = get_args(Implementation)
+# The kernels for GPUs run there alone: tests/train/test_accelerator.py.
+IMPLEMENTATIONS = [name for name in get_args(Implementation) if name != "mosaic"]
 SIZES = {
     "uneven": (5, 0, 37, 1, 0, 70, 3),
     "one group": (0, 0, 97, 0),
@@ -155,9 +157,76 @@ def test_group_sizes_are_mapped():
 
 
 def test_implementation_is_chosen_by_device():
-    assert choose_implementation("cpu") == choose_implementation("NVIDIA H100 80GB HBM3") == "loop"
     native = jax.__version_info__[:2] >= (0, 12)
-    assert choose_implementation("TPU v5p") == ("ragged" if native else "megablox")
+    chosen = {
+        ("cpu", "bfloat16"): "loop",
+        ("TPU v5p", "float32"): "ragged" if native else "megablox",
+        ("NVIDIA H100 80GB HBM3", "bfloat16"): "mosaic",
+        ("NVIDIA GH200 480GB", "float16"): "mosaic",
+        ("NVIDIA H100 80GB HBM3", "float32"): "loop",
+        ("NVIDIA A100-SXM4-80GB", "bfloat16"): "loop",
+        ("NVIDIA B200", "bfloat16"): "loop",
+    }
+    assert {given: choose_implementation(*given) for given in chosen} == chosen
+
+
+class StandIns:
+    """In place of the kernels for GPUs: they refuse what these refuse, and leave rows of no group as they find them."""
+
+    blocks: ClassVar[list[tuple[int, ...]]] = []
+
+    @classmethod
+    def ragged_dot(cls, lhs, rhs, *, group_sizes, block_m, block_n, block_k, transpose_rhs, **_):
+        matrices = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+        assert lhs.dtype == rhs.dtype == jnp.bfloat16
+        assert lhs.shape[1] % block_k == matrices.shape[2] % block_n == 0
+        cls.blocks.append((block_m, block_n, block_k))
+        inside = (jnp.arange(len(lhs)) < group_sizes.sum())[:, None]
+        return jnp.where(inside, jax.lax.ragged_dot(lhs, matrices, group_sizes), jnp.nan)
+
+    @classmethod
+    def transposed_ragged_dot(cls, lhs, rhs, *, group_sizes, block_m, block_n, block_k, **_):
+        assert lhs.dtype == rhs.dtype == jnp.bfloat16
+        assert lhs.shape[1] % block_m == rhs.shape[1] % block_n == 0
+        cls.blocks.append((block_m, block_n, block_k))
+        ends = jnp.cumsum(group_sizes)
+        number = jnp.arange(len(lhs))
+        is_of = (number >= (ends - group_sizes)[:, None]) & (number < ends[:, None])
+        return jnp.einsum("nk,nf,en->ekf", *(x.astype(jnp.float32) for x in (lhs, rhs, is_of))).astype(lhs.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_operands_of_the_kernels_for_gpus(monkeypatch, dtype):
+    """Sizes are padded to blocks, and results cut; NaN in rows of no group reaches nothing."""
+    for name in ("ragged_dot_mgpu", "transposed_ragged_dot_mgpu"):
+        monkeypatch.setitem(sys.modules, f"jax.experimental.pallas.ops.gpu.{name}", StandIns)
+    monkeypatch.setattr(StandIns, "blocks", [])
+    x, weights, sizes, g = draw(SIZES["uneven"], "bfloat16")
+    weights = jnp.round(20 * weights).astype("int8") if dtype == "int8" else weights.astype(dtype)
+    y, backward = jax.vjp(lambda x, w: grouped_dot(x, w, sizes, implementation="mosaic"), x, weights)
+    dx, dw = backward(g)
+    is_float = dtype != "int8"
+    assert_close((y, dx, *[dw] * is_float), by_all_groups(x, weights, sizes, g)[: 2 + is_float], 2**-7)
+    assert dw.dtype == (dtype if is_float else jax.dtypes.float0)
+    assert StandIns.blocks == [(64, 64, 64)] * (2 + is_float)
+    assert (y[116:] == 0).all()
+    assert (dx[116:] == 0).all()
+
+
+def test_blocks_of_the_kernels_for_gpus(monkeypatch):
+    """Wide where many rows of a group fill a GPU, and of the expert width of GPT-OSS, whose largest divisor is 192."""
+    for name in ("ragged_dot_mgpu", "transposed_ragged_dot_mgpu"):
+        monkeypatch.setitem(sys.modules, f"jax.experimental.pallas.ops.gpu.{name}", StandIns)
+    for rows, (inputs, outputs), expected in (
+        (128, (256, 768), [(64, 256, 64), (64, 256, 64), (128, 128, 64)]),
+        (128, (64, 2880), [(64, 192, 64), (64, 64, 64), (64, 64, 64)]),
+        (16, (256, 768), [(64, 128, 64), (64, 128, 64), (128, 128, 64)]),
+    ):
+        monkeypatch.setattr(StandIns, "blocks", [])
+        arrays = jnp.zeros((rows, inputs), "bfloat16"), jnp.zeros((2, inputs, outputs), "bfloat16")
+        sizes, g = jnp.array([rows // 2, 3]), jnp.zeros((rows, outputs), "bfloat16")
+        jax.vjp(lambda x, w, sizes=sizes: grouped_dot(x, w, sizes, implementation="mosaic"), *arrays)[1](g)
+        assert StandIns.blocks == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +234,8 @@ def test_implementation_is_chosen_by_device():
     [
         (((4, 3), (2, 5, 3), (2,)), None, r"weights: got \(2, 5, 3\) for rows of shape \(4, 3\)"),
         (((4, 3), (2, 3, 5), (3,)), None, r"group_sizes: got shape \(3,\), expected \(2,\)"),
-        (((4, 3), (2, 3, 5), (2,)), "dense", "implementation: got 'dense', expected one of loop, ragged, megablox"),
+        (((4, 3), (2, 3, 5), (2,)), "dense", "implementation: got 'dense', expected one of loop, ragged, megablox, mo"),
+        (((4, 3), (2, 3, 5), (2,)), "mosaic", "x: got float32 for mosaic, expected bfloat16 or float16"),
     ],
 )
 def test_wrong_operands_are_named(shapes, implementation, message):

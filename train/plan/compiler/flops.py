@@ -90,7 +90,10 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and self-reporting kernels."""
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, grouped products.
+
+    Others report themselves. A grouped product counts all rows, also of no group.
+    """
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
     if name.startswith("__cublas$"):
@@ -100,6 +103,9 @@ def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) ->
     if name.startswith("__cudnn$fmha") and len(operands) >= 2:
         (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
         return 2.0 * (5 if "Backward" in name else 2) * rows * heads * queries * keys * width
+    if name.startswith("mosaic_gpu"):
+        rows = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
+        return 2.0 * math.prod(rows) * _only(instruction.shape)[-1]
     kernel = next((count for start, count in _SPLASH.items() if instruction.name.startswith(start)), 0)
     if kernel:
         (*outer, queries, width), (*_, keys, _) = [sizes for kind, sizes in operands if kind in ("f32", "bf16")][:2]

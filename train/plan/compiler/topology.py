@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources, util
@@ -133,7 +134,6 @@ def topology_devices(topology: Topology) -> "list[jax.Device]":
     from jax.experimental import topologies
 
     if topology.device.platform == "cuda":
-        use_target_cudnn(topology)
         hosts, gpus = topology.shape
         options: dict[str, Any] = {
             "topology_name": "",
@@ -146,7 +146,10 @@ def topology_devices(topology: Topology) -> "list[jax.Device]":
             options["chips_per_host_bounds"] = (1, 1, 1)
         if topology.slices > 1:
             options["num_slices"] = topology.slices
-    return list(topologies.get_topology_desc(platform=topology.device.platform, **options).devices)
+    devices = list(topologies.get_topology_desc(platform=topology.device.platform, **options).devices)
+    if topology.device.platform == "cuda":
+        use_target_gpu(topology, devices)
+    return devices
 
 
 def gpu_target(name: str) -> str:
@@ -164,14 +167,18 @@ def load_compilers() -> None:
         jax.devices()
 
 
-def use_target_cudnn(topology: Topology) -> None:
-    """Makes this process lower attention for the cuDNN of a GPU's target; JAX asks for the one of this machine."""
+def use_target_gpu(topology: Topology, devices: "list[jax.Device]") -> None:
+    """Makes this process lower kernels for the cuDNN and the cores of a GPU's target; JAX asks this machine's."""
+    import jax
     from jax._src.cudnn import fused_attention_stablehlo
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     match = re.search(r"dnn_version_info \{\s*major: (\d+)\s*minor: (\d+)", gpu_target(topology.device.name))
     assert match is not None
     version = 10_000 * int(match[1]) + 100 * int(match[2])
     fused_attention_stablehlo.check_cudnn_version = lambda: version
+    # It asks `jax.devices()` for cores, which a CPU has not.
+    transposed_ragged_dot_mgpu.jax = types.SimpleNamespace(**{**vars(jax), "devices": lambda: devices})
 
 
 @contextmanager
