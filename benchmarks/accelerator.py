@@ -3,9 +3,10 @@
     python -m benchmarks.accelerator [--out DIR]        writes accelerator-KIND.json and .md there
 
 The parts: the recorded PyTorch results in float32 and bfloat16 on the device; the LM head of kljax, naive JAX, compiled
-chunks of PyTorch and Liger; attention kernels against XLA; sampling and updates of random Qwen3 models with LoRA and
-with all weights. Each part has processes of its own and a share of the time. What fails is a row with its error, and
-makes the command return 1. Without an accelerator, and with `--tiny`, all sizes are small: a smoke test.
+chunks of PyTorch and Liger; attention kernels against XLA; products of experts against dense ones; sampling and updates
+of random Qwen3 models with LoRA and with all weights. Each part has processes of its own and a share of the time. What
+fails is a row with its error, and makes the command return 1. Without an accelerator, and with `--tiny`, all sizes are
+small: a smoke test.
 """
 
 import argparse
@@ -95,11 +96,25 @@ PARTS = (
         },
     ),
     Part(
+        "Experts in bfloat16",
+        "benchmarks.suites.accelerator.experts",
+        ["Qwen3-30B-A3B, 1,024 rows an expert", "4 layers of its experts, 64 slots"],
+        ["tiny product", "tiny sampling"],
+        0.1,
+        {
+            "ms": ("ms", ".3g"),
+            "of_equal": ("over equal groups", ".2f"),
+            "of_dense": ("over dense", ".2f"),
+            "rate": ("TFLOP/s", ".3g"),
+            "bytes": ("temporary MiB", "MiB"),
+        },
+    ),
+    Part(
         "Sampling and update of a random model",
         "benchmarks.suites.accelerator.model",
         ["Qwen3-0.6B lora", "Qwen3-0.6B full", "Qwen3-4B lora", "Qwen3-4B full"],
         ["tiny lora"],
-        0.4,
+        0.3,
         {
             "rollout_s": ("sampling s", ".3g"),
             "rollout_rate": ("tokens/s", ",.0f"),

@@ -93,8 +93,8 @@ class DecoderSizes:
             f"{self.active} of {self.experts} experts of width {self.expert_width}"
         )
 
-    def decoder(self, name: str) -> Decoder:
-        """Makes the decoder with experts, or the dense one."""
+    def decoder(self, name: str, dtype: str) -> Decoder:
+        """Makes the decoder with experts, or the dense one, whose weights have the type in which it computes."""
         mlp: dict[str, Any] = {"mlp_width": self.active * self.expert_width}
         if name == "experts":
             experts = ExpertsConfig(count=self.experts, active=self.active, width=self.expert_width)
@@ -107,6 +107,8 @@ class DecoderSizes:
                 heads=8,
                 kv_heads=4,
                 head_dim=self.width // 8,
+                dtype=dtype,
+                param_dtype=dtype,
                 **mlp,
             )
         )
@@ -116,12 +118,12 @@ DECODED = (DecoderSizes(), DecoderSizes(512, 64, 8, 256, new_tokens=32))
 QUICK_DECODED = (DecoderSizes(16, 4, 2, 8, slots=2, new_tokens=2, layers=1, vocab_size=32, prompt_length=2),)
 
 
-def measure_decoders(size: DecoderSizes, rounds: int) -> Measured:
+def measure_decoders(size: DecoderSizes, rounds: int, dtype: str = "float32") -> Measured:
     """Times the sampling of a decoder with experts and of a dense one."""
     ids = jax.random.randint(jax.random.key(1), (size.slots, size.prompt_length), 0, size.vocab_size)
     programs: dict[str, Any] = {}
     for name in ("dense", "experts"):
-        model = size.decoder(name)
+        model = size.decoder(name, dtype)
         params = init_params(model, jax.random.key(0), make_mesh())
         programs[name] = (functools.partial(_sample, model, size.new_tokens), (params, ids))
     # Of the decoder with experts: its matrices alone are stacked by layer and expert.
@@ -150,7 +152,7 @@ def _read(times: int, arrays: list[jax.Array]) -> jax.Array:
         unknown, largest = lax.optimization_barrier((arrays, largest))
         return jnp.maximum(largest, jnp.stack([jnp.max(array) for array in unknown]).max())
 
-    return lax.fori_loop(0, times, read, -jnp.inf)
+    return lax.fori_loop(0, times, read, jnp.asarray(-jnp.inf, arrays[0].dtype))
 
 
 def products(size: GroupSizes) -> dict[str, Callable[..., jax.Array]]:
@@ -164,11 +166,11 @@ def products(size: GroupSizes) -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def measure_size(size: GroupSizes, rounds: int) -> Measured:
+def measure_size(size: GroupSizes, rounds: int, dtype: str = "float32") -> Measured:
     """Times the contenders of a size."""
-    random, rows = np.random.default_rng(1), size.experts * size.rows
+    keys, rows = jax.random.split(jax.random.key(1), 3), size.experts * size.rows
     shapes = (rows, size.inputs), (size.experts, size.inputs, size.outputs), (rows, size.outputs)
-    x, weights, g = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+    x, weights, g = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
     arrays = (x, weights, jnp.asarray(size.drawn, jnp.int32), g)
     # The dense product has the gradient of one matrix alone.
     arguments = dict.fromkeys(TITLES, arrays) | {"dense": (x, weights[:1], *arrays[2:])}

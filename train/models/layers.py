@@ -121,6 +121,11 @@ def in_pieces(x: jax.Array) -> bool:
     return alone and narrow_on_cpu(x, device_kind())
 
 
+def copies_layers(device_kind: str) -> bool:
+    """Whether the compiler for a kind of device copies a layer out of a stack before a loop reads it."""
+    return not device_kind.startswith("TPU")
+
+
 def scanned_layers(stacked: Tree) -> tuple[Any, Callable[[Any], Tree]]:
     """Splits a stack of layers for a scan: its inputs, and the function from one of them to the layer."""
     leaves, structure = jax.tree.flatten(stacked)

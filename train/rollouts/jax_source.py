@@ -155,6 +155,7 @@ def sampling_program(
         stop=stop,
         slots=config.rollout.slots,
         group=samples,
+        unroll=layout.unroll,
         transform=to_longest_prompts,
     )
 

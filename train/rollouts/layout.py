@@ -30,6 +30,7 @@ class SamplingLayout:
       model: the decoder with the sampler's dtype.
       in_place: whether the sampler reads the weights where the update has them.
       line: the choice in one line, for the user.
+      unroll: whether decoding unrolls the layers; None: where the compiler would copy them.
 
     Args:
       training: the mesh of the update.
@@ -51,6 +52,7 @@ class SamplingLayout:
         rules: Rules | None = None,
     ) -> None:
         self.mesh, self.model, self.line = mesh, model, ""
+        self.unroll: bool | None = None
         self._training = training
         self._wide_head = wide_head
         if rules is None:

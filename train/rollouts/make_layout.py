@@ -15,10 +15,11 @@ from train.distributed.exchange import exchange_json
 from train.models import Decoder
 from train.models.blocks import state_bytes
 from train.models.devices import find_device
+from train.models.layers import copies_layers
 from train.models.sharding import axis_size, replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import abstract_optimizer_state
-from train.rollouts.choose_layout import Choice, Option, choose, describe, tensor_sizes
+from train.rollouts.choose_layout import USABLE, Choice, Option, choose, describe, tensor_sizes
 from train.rollouts.layout import SAMPLING_RULES, SamplingLayout, device_bytes
 
 Tree = Any
@@ -73,16 +74,20 @@ def make_layout(
         )
     layout = layout_of(choice.tensor)
     shape = layout.mesh.shape
+    weights = 0 if layout.in_place else layout.bytes
+    cache = _cache_bytes(config, sampler, data=layout.row_parts, tensor=shape["tensor"])
+    # Unrolled layers take a copy of their weights.
+    fits = memory is None or resident + weights + cache + layout.bytes <= USABLE * memory
+    layout.unroll = copies_layers(mesh.devices.flat[0].device_kind) and fits
     layout.line = describe(
         choice,
-        Option(shape["tensor"], 0 if layout.in_place else layout.bytes,
-               _cache_bytes(config, sampler, data=layout.row_parts, tensor=shape["tensor"])),
+        Option(shape["tensor"], weights, cache),
         data=layout.row_parts,
         expert=expert,
         dtype=sampler.config.dtype,
         resident=resident,
         memory=memory,
-    )  # fmt: skip
+    )
     return layout
 
 

@@ -5,6 +5,7 @@ import pytest
 from train.config.load import parse
 from train.config.plan import Plan
 from train.models import Decoder, DecoderConfig
+from train.models.layers import copies_layers
 from train.models.sharding import make_mesh
 from train.rl.algorithms import make_optimizer
 from train.rl.policy import abstract_params
@@ -81,6 +82,16 @@ def test_run_reports_its_layout_and_the_reason():
     named = layout_of(None, mesh={"data": 2, "tensor": 4})
     assert dict(named.mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 4}
     assert "data=2 x tensor=4, bfloat16 (rollout.mesh)" in named.line
+
+
+def test_layers_are_unrolled_where_a_copy_of_them_fits():
+    """A compiler that copies a layer in each step gets a copy of all of them before."""
+    assert layout_of(None).unroll
+    assert layout_of(GIB, in_place=True).unroll
+    resident = layout_of(GIB, in_place=True)
+    assert not layout_of(resident.bytes, in_place=True).unroll
+    assert copies_layers("NVIDIA H200")
+    assert not copies_layers("TPU v5p")
 
 
 def test_device_bytes_equal_its_arrays():

@@ -18,6 +18,7 @@ from train.models import Decoder, RopeTables, Transformer, rope_tables
 from train.models.cache import PromptState
 from train.models.experts import NO_EXPERT
 from train.models.kernels import device_kind
+from train.models.layers import copies_layers
 from train.models.sharding import axis_parts, axis_size, batch_sharding, replicated
 from train.rl.policy import bind, make_logits
 from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
@@ -67,8 +68,8 @@ def sample(
       row_ids: [B] int32, the numbers of the rows for `key`, so that a split or permuted batch draws the same tokens;
         None: 0 .. B - 1.
       limits: [B] int32, the max new tokens of each row, at most `max_new_tokens`; None: `max_new_tokens`.
-      unroll: whether decoding unrolls the layers, which saves copies and takes longer to compile; None: on a CPU, whose
-        compiler copies each layer out of the stack.
+      unroll: whether decoding unrolls the layers, which takes longer to compile, and memory for a copy of their
+        weights; None: where the compiler would copy each layer out of the stack in each step.
 
     Returns:
       `Samples` of the B rows.
@@ -77,7 +78,7 @@ def sample(
       ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
         `group` and `prompt_ids`.
     """
-    unroll = device_kind() == "cpu" if unroll is None else unroll
+    unroll = copies_layers(device_kind()) if unroll is None else unroll
     rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids}
     state = start(
         model,
