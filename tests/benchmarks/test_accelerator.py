@@ -33,11 +33,12 @@ def test_it_runs_end_to_end_on_a_cpu(tmp_path, monkeypatch):
     assert accelerator.main(["--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "accelerator-cpu-tiny.json").read_text())
     assert list(report["parts"]) == [part.title for part in PARTS]
-    goldens, head, attention, experts, model = report["parts"].values()
+    goldens, head, tiles, attention, experts, model = report["parts"].values()
     assert goldens[0]["compared"] == goldens[0]["cases"] > 1
     assert 0 < goldens[0]["share"] < 1
     assert all(row["ms"] > 0 and row["bytes"] > 0 and row["rate"] > 0 for row in head[:2])
     assert head[2]["absent"] == "PyTorch is not installed here"
+    assert all(row["of_naive"] > 0 and row["bytes"] > 0 for row in tiles)
     assert attention[0]["xla_ms"] > 0
     assert attention[0]["kernel"] == "none here"
     assert all(row["of_dense"] > 0 and row["of_equal"] > 0 and row["rate"] > 0 for row in experts[:-3])
