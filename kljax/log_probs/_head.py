@@ -52,20 +52,22 @@ class Tile:
         check_at_least("tile.vocab", self.vocab, 1)
 
 
-# By the start of `Device.device_kind`. The row of the CPU is the fastest that was timed. Those of TPUs come from the
-# memory plans of their compiler, `python -m benchmarks.head_aot --tiles`.
+# By the start of `Device.device_kind`. The rows of the CPU and of Hopper GPUs are the fastest that were timed, the latter
+# by `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
+# `python -m benchmarks.head_aot --tiles`.
 TILES = {
     "TPU v5 lite": Tile(4096, 3456),
     "TPU v5": Tile(16384, 896),
     "TPU v6": Tile(4096, 2304),
     "TPU": Tile(4096, 2048),
+    "NVIDIA H": Tile(16384, 2048),
     "NVIDIA": Tile(4096, 2048),
     "AMD": Tile(4096, 2048),
     "cpu": Tile(512, 4096),
 }
 
 # Tokens per chunk of a fused loss, whose logits over the whole vocabulary are held; by the start of the kind as well.
-TOKEN_CHUNKS = {"TPU": 4096, "NVIDIA": 2048, "AMD": 2048, "cpu": 512}
+TOKEN_CHUNKS = {"TPU": 4096, "NVIDIA H": 4096, "NVIDIA": 2048, "AMD": 2048, "cpu": 512}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,12 @@ import pathlib
 
 import pytest
 
-from benchmarks import grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step
+from benchmarks import accelerator, grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step
 from benchmarks.harness.report import Report
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
+    "accelerator-nvidia-h200": accelerator.report,
     "grouped-cpu": grouped.report,
     "head-aot": head_aot.report,
     "head-cpu": head.report,

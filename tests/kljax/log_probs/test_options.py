@@ -219,7 +219,8 @@ def test_the_row_with_the_longest_name_counts() -> None:
     assert default_tile("TPU v5") == TILES["TPU v5"]
     assert default_tile("TPU v5p") == TILES["TPU v5"]
     assert default_tile("TPU v9") == TILES["TPU"]
-    assert default_tile("NVIDIA H100 80GB HBM3") == TILES["NVIDIA"]
+    assert default_tile("NVIDIA H100 80GB HBM3") == default_tile("NVIDIA H200") == TILES["NVIDIA H"]
+    assert default_tile("NVIDIA A100-SXM4-80GB") == TILES["NVIDIA"]
     assert default_tile("cpu") == default_tile("something else") == TILES["cpu"]
 
 
