@@ -32,6 +32,7 @@ from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import Check, Measured, Report, Target, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
+from train.models.config import DType
 from train.models.grouped import grouped_dot
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
@@ -93,7 +94,7 @@ class DecoderSizes:
             f"{self.active} of {self.experts} experts of width {self.expert_width}"
         )
 
-    def decoder(self, name: str, dtype: str) -> Decoder:
+    def decoder(self, name: str, dtype: DType) -> Decoder:
         """Makes the decoder with experts, or the dense one, whose weights have the type in which it computes."""
         mlp: dict[str, Any] = {"mlp_width": self.active * self.expert_width}
         if name == "experts":
@@ -118,7 +119,7 @@ DECODED = (DecoderSizes(), DecoderSizes(512, 64, 8, 256, new_tokens=32))
 QUICK_DECODED = (DecoderSizes(16, 4, 2, 8, slots=2, new_tokens=2, layers=1, vocab_size=32, prompt_length=2),)
 
 
-def measure_decoders(size: DecoderSizes, rounds: int, dtype: str = "float32") -> Measured:
+def measure_decoders(size: DecoderSizes, rounds: int, dtype: DType = "float32") -> Measured:
     """Times the sampling of a decoder with experts and of a dense one."""
     ids = jax.random.randint(jax.random.key(1), (size.slots, size.prompt_length), 0, size.vocab_size)
     programs: dict[str, Any] = {}

@@ -52,8 +52,8 @@ class Tile:
         check_at_least("tile.vocab", self.vocab, 1)
 
 
-# By the start of `Device.device_kind`. The rows of the CPU and of Hopper GPUs are the fastest that were timed, the latter
-# by `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
+# By the start of `Device.device_kind`. The rows of the CPU and of Hopper GPUs are the fastest that were timed, those of
+# GPUs by `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
 # `python -m benchmarks.head_aot --tiles`.
 TILES = {
     "TPU v5 lite": Tile(4096, 3456),

@@ -46,9 +46,9 @@ def grouped_dot(
       weights: [E, K, F], float or int8. Other types than that of x are converted one matrix at a time by the loop.
       group_sizes: [E] int, non-negative, with a sum of at most N.
       implementation: "loop" computes tiles of rows one after the other, "ragged" calls `jax.lax.ragged_dot`,
-        "megablox" computes its gradient by the TPU kernels that JAX ships, "mosaic" calls those for Hopper GPUs, in
-        bfloat16 or float16. None chooses for the devices: on TPU "megablox" before JAX 0.12 and "ragged" from there
-        on, "mosaic" where it runs, "loop" elsewhere.
+        "megablox" computes its gradient by the TPU kernels that JAX ships, "mosaic" calls its kernels for Hopper GPUs,
+        which compute in bfloat16 or float16. None chooses for the devices: on TPU "megablox" before JAX 0.12 and
+        "ragged" from there on, "mosaic" where it runs, "loop" elsewhere.
 
     Returns:
       [N, F] in the type of x; exactly 0 in rows of no group. Sums are accumulated in float32 at least.

@@ -167,7 +167,7 @@ def test_implementation_is_chosen_by_device():
         ("NVIDIA A100-SXM4-80GB", "bfloat16"): "loop",
         ("NVIDIA B200", "bfloat16"): "loop",
     }
-    assert {given: choose_implementation(*given) for given in chosen} == chosen
+    assert {kind: choose_implementation(*kind) for kind in chosen} == chosen
 
 
 class StandIns:

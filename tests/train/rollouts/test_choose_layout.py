@@ -84,7 +84,7 @@ def test_run_reports_its_layout_and_the_reason():
     assert "data=2 x tensor=4, bfloat16 (rollout.mesh)" in named.line
 
 
-def test_layers_are_unrolled_where_a_copy_of_them_fits():
+def test_layers_are_unrolled_where_a_copy_fits():
     """A compiler that copies a layer in each step gets a copy of all of them before."""
     assert layout_of(None).unroll
     assert layout_of(GIB, in_place=True).unroll

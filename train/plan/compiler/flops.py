@@ -104,8 +104,8 @@ def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) ->
         (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
         return 2.0 * (5 if "Backward" in name else 2) * rows * heads * queries * keys * width
     if name.startswith("mosaic_gpu"):
-        rows = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
-        return 2.0 * math.prod(rows) * _only(instruction.shape)[-1]
+        left = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
+        return 2.0 * math.prod(left) * _only(instruction.shape)[-1]
     kernel = next((count for start, count in _SPLASH.items() if instruction.name.startswith(start)), 0)
     if kernel:
         (*outer, queries, width), (*_, keys, _) = [sizes for kind, sizes in operands if kind in ("f32", "bf16")][:2]

@@ -178,7 +178,8 @@ def use_target_gpu(topology: Topology, devices: "list[jax.Device]") -> None:
     version = 10_000 * int(match[1]) + 100 * int(match[2])
     fused_attention_stablehlo.check_cudnn_version = lambda: version
     # It asks `jax.devices()` for cores, which a CPU has not.
-    transposed_ragged_dot_mgpu.jax = types.SimpleNamespace(**{**vars(jax), "devices": lambda: devices})
+    kernels: Any = transposed_ragged_dot_mgpu
+    kernels.jax = types.SimpleNamespace(**{**vars(jax), "devices": lambda: devices})
 
 
 @contextmanager
