@@ -56,6 +56,16 @@ def test_kernels_of_attention():
     assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
 
 
+def test_a_grouped_product():
+    """Of rows with the matrix of their group, and of rows with rows by group; sizes of groups come first."""
+    sizes, x = "%s = s32[3]{0} parameter(0)", "%x = bf16[7,5]{1,0} parameter(1)"
+    w, g = "%w = bf16[3,5,11]{2,1,0} parameter(2)", "%g = bf16[7,11]{1,0} parameter(2)"
+    target = 'custom_call_target="mosaic_gpu_v2"'
+    rows = f"%c = bf16[7,11]{{1,0}} custom-call(%s, %x, %w), {target}"
+    matrices = f"%c = bf16[3,5,11]{{2,1,0}} custom-call(%s, %s, %x, %g), {target}"
+    assert flops_of(sizes, x, w, rows) == flops_of(sizes, x, g, matrices) == 2 * 7 * 5 * 11
+
+
 def naive_window(size: int, kernel: int, output: int, options: dict[str, int]) -> int:
     """Walks over all positions of a window over an input with holes and padding."""
     spaced = np.zeros((size - 1) * options["base"] + 1, bool)
