@@ -23,7 +23,7 @@ SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 CHIPS_3D = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}
 GPUS_PER_HOST = 8
 EXAMPLES = "v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4, h200:8 or h100:8x8 (hosts x GPUs)"
-# Set before JAX is imported: without them libtpu looks for the TPU of this host, writes logs, and lets one process in.
+# Set before JAX starts: without them libtpu looks for the TPU of this host, writes logs, and lets one process in.
 QUIET = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -158,12 +158,14 @@ def gpu_target(name: str) -> str:
 
 
 def load_compilers() -> None:
-    """Imports JAX for a process that only compiles for other machines; call it before anything else imports JAX."""
+    """Starts JAX in a process that only compiles for other machines; call it before anything else asks for devices."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     with _no_error_stream():
         import jax
 
+        # Read from the environment when JAX was imported, perhaps before.
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         jax.devices()
 
 

@@ -1,6 +1,9 @@
 """Topologies by name, and the table of devices."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -139,3 +142,17 @@ def test_compiler_of_gpus_knows_the_listed_devices():
 
 def test_topologies_compare_by_value():
     assert Topology(DEVICES["v5e"], (4, 4)) == parse_topology("v5e:4x4")
+
+
+def test_compilers_load_without_devices_of_this_machine():
+    """The environment may name no platform, and JAX may have read it before."""
+    code = "import jax; from train.plan.compiler.topology import load_compilers as load; load()"
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(jax.config.jax_platforms)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "cpu\n"
