@@ -57,7 +57,7 @@ def test_kernels_of_attention():
 
 
 def test_a_grouped_product():
-    """Of rows with the matrix of their group, and of rows with rows by group; sizes of groups come first."""
+    """Sizes of groups come first, then rows, and the matrices of groups or the rows of their gradient."""
     sizes, x = "%s = s32[3]{0} parameter(0)", "%x = bf16[7,5]{1,0} parameter(1)"
     w, g = "%w = bf16[3,5,11]{2,1,0} parameter(2)", "%g = bf16[7,11]{1,0} parameter(2)"
     target = 'custom_call_target="mosaic_gpu_v2"'
