@@ -36,8 +36,8 @@ QUIET = {
     "TPU_LOG_DIR": "disabled",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-# The module that each compiler comes as; the group `aot` of pyproject.toml installs both.
-COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
+# The modules that each compiler may come as; the group `aot` of pyproject.toml installs the first ones.
+COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 INSTALL = (
     "`uv sync --group aot` installs it, and `make .venv-aot/.ready` does so in an environment of its own, as it "
     "changes the devices that JAX finds"
@@ -118,9 +118,9 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def check_compiler(topology: Topology) -> None:
     """Raises `UserError` if the compiler for a topology is not installed, with the way to install it."""
-    module = COMPILERS[topology.device.platform]
-    if util.find_spec(module) is None:
-        name = module.replace("_", "-")
+    modules = COMPILERS[topology.device.platform]
+    if not any(map(util.find_spec, modules)):
+        name = modules[0].replace("_", "-")
         raise UserError(f"topology: {topology} needs {name}, which is not installed here; {INSTALL}")
 
 

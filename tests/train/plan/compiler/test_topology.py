@@ -90,6 +90,13 @@ def test_missing_compiler_error_names_its_installation(monkeypatch, name, packag
         check_compiler(parse_topology(name))
 
 
+def test_compilers_of_both_cuda_versions_are_known(monkeypatch):
+    """Newer releases of JAX come with CUDA 13."""
+    for present in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
+        monkeypatch.setattr(topology.util, "find_spec", lambda module, present=present: module == present or None)
+        check_compiler(parse_topology("h100:1"))
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
