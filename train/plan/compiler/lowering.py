@@ -72,8 +72,8 @@ def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None)
     """
     with tempfile.TemporaryDirectory() as dump:
         options: dict[str, str | float | bool] = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        # JAX 0.12 has no such option.
-        if effort is not None and jax.__version_info__ < (0, 12):
+        # Later releases have no such option.
+        if effort is not None and jax.__version_info__ < (0, 11):
             options["exec_time_optimization_effort"] = effort
         start = time.perf_counter()
         try:
