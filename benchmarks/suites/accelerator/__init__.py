@@ -1,1 +1,1 @@
-"""The measurements on an accelerator: parity, the head, attention, sampling and updates."""
+"""The measurements on an accelerator: parity, the head and its tiles, attention, experts, sampling and updates."""
