@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.harness.measure import relative_distance
 from benchmarks.suites.accelerator.attention import TINY, AttentionContender, Shape
+from tests.train.models.test_grouped import by_each_group
 from train.__main__ import main
 from train.models.grouped import grouped_dot
 
@@ -42,16 +43,9 @@ def test_device_grouped_product_equals_each_group_apart(sizes, rows, dtype):
     x, g = (jnp.where(is_real, array, jnp.nan) for array in (x, g))
     with jax.default_matmul_precision("highest"):
         y, pull = jax.vjp(lambda x, w: grouped_dot(x, w, jnp.array(groups)), x, weights)
-        results = [np.asarray(array, np.float64) for array in (y, *pull(g))]
-    wide_x, wide_g, wide_weights = (np.asarray(array, np.float64) for array in (x, g, weights))
-    expected = [np.zeros(result.shape) for result in results]
-    for group, (last, size) in enumerate(zip(np.cumsum(groups), groups, strict=True)):
-        chosen = slice(last - size, last)
-        expected[0][chosen] = wide_x[chosen] @ wide_weights[group]
-        expected[1][chosen] = wide_g[chosen] @ wide_weights[group].T
-        expected[2][group] = wide_x[chosen].T @ wide_g[chosen]
-    for result, exact in zip(results, expected, strict=True):
-        assert relative_distance(result, exact) <= (2**-8 if dtype == "bfloat16" else 1e-6)
+        results = (y, *pull(g))
+    for result, exact in zip(results, by_each_group(x, weights, groups, g), strict=True):
+        assert relative_distance(np.asarray(result, np.float64), exact) <= (2**-8 if dtype == "bfloat16" else 1e-6)
 
 
 @pytest.mark.accelerator

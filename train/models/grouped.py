@@ -273,7 +273,8 @@ def _megablox_gradient(
 def _mosaic_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Computes the product, or that with the transposed matrices, whose conversion is a copy of all of them."""
     kernels = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
-    outputs = weights.shape[1 if transposed else 2]
+    axis = 1 if transposed else 2
+    outputs = weights.shape[axis]
     x, weights = _padded(x, 1), _padded(weights.astype(x.dtype), 1, 2)
     has_many = len(x) >= MANY_ROWS[1] * len(group_sizes)
     y = kernels.ragged_dot(
@@ -282,7 +283,7 @@ def _mosaic_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, tr
         group_sizes=group_sizes,
         block_m=MOSAIC_BLOCK,
         # Few rows leave too few blocks for the cores of a GPU unless they are narrow.
-        block_n=_divisor(weights.shape[1 if transposed else 2], 256 if has_many else 128),
+        block_n=_divisor(weights.shape[axis], 256 if has_many else 128),
         block_k=MOSAIC_BLOCK,
         max_concurrent_steps=4,
         grid_block_n=1,

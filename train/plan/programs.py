@@ -246,7 +246,7 @@ class AbstractRun:
         kind = self.context.mesh.devices.flat[0].device_kind
         loops = choose_implementation(kind, model.dtype) == "loop"
         # A kernel counts all rows of a block, of which so many are there.
-        blocks = 1.0 if loops or ways == 1 else rows / sizes.block_rows
+        blocks = 1.0 if loops else rows / sizes.block_rows
         return {ROW_BLOCKS: blocks, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:

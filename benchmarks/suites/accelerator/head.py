@@ -9,7 +9,7 @@ import jax
 
 from benchmarks.harness.environments import MissingError
 from benchmarks.harness.process import Remote
-from benchmarks.harness.report import Measured, ratio
+from benchmarks.harness.report import ContenderResult, Measured, ratio
 from benchmarks.head import race_forms, started, tolerances_of
 from benchmarks.suites.head.forms import FORMS, GROUPS, QUICK, QUICK_TILE, Form, HeadOptions, Size, choose
 from train.models.devices import find_device
@@ -55,20 +55,27 @@ class HeadContender:
         result, naive = measured.results[form.name], measured.results[form.baseline]
         tolerances, differences = tolerances_of(self.shared), result.differences.items()
         wrong = [f"{name} differs by {by:.0e}" for name, by in differences if not by <= tolerances[name]]
-        seconds, device = result.best("wall"), find_device(jax.devices()[0].device_kind)
-        reached = ratio(form.matmuls * measured.size.flops, seconds)
         return {
             "name": form.title,
             "of": GROUPS[form.group],
-            "ms": seconds and 1e3 * seconds,
-            "of_naive": ratio(seconds, naive.best("wall")),
+            **speed(result, naive.best("wall"), form.matmuls * measured.size.flops),
             "bytes": result.temp_bytes if form.framework == "jax" else result.peak_bytes.get("run"),
-            "rate": reached and reached / 1e12,
-            "share": device and ratio(reached, device.flops),
             "differs": result.differences.get("gradients"),
             **({"absent": result.problem} if result.problem and not result.failed else {}),
             **({"problem": result.problem or ", ".join(wrong)} if result.failed or wrong else {}),
         }
+
+
+def speed(result: ContenderResult, naive: float | None, operations: float) -> dict[str, float | None]:
+    """Returns the columns of the fastest round, given the seconds of naive JAX and the operations of this form."""
+    seconds, device = result.best("wall"), find_device(jax.devices()[0].device_kind)
+    reached = ratio(operations, seconds)
+    return {
+        "ms": seconds and 1e3 * seconds,
+        "of_naive": ratio(seconds, naive),
+        "rate": reached and reached / 1e12,
+        "share": None if device is None else ratio(reached, device.flops),
+    }
 
 
 load = HeadContender

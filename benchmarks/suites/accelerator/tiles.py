@@ -6,15 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import ratio
-from benchmarks.suites.accelerator.head import LARGE
-from benchmarks.suites.head.forms import QUICK
+from benchmarks.suites.accelerator.head import LARGE, ROUNDS, speed
+from benchmarks.suites.head.forms import FORMS, QUICK
 from benchmarks.suites.head.jax_forms import TokenConstants, build, draw_arrays
-from train.models.devices import find_device
 
-ROUNDS = 3
-# Products of the head, the recomputed one of tiles included.
-PRODUCTS = {"naive": 3, "tile": 4, "fused": 3}
+MATMULS = {form.name: form.matmuls for form in FORMS}
 
 
 class TilesContender:
@@ -34,22 +30,11 @@ class TilesContender:
         """Times "naive", "tile TOKENSxCOLUMNS", "fused TOKENSxCOLUMNS", or the last two with the device's sizes."""
         name, _, sizes = of.partition(" ")
         tile = [int(size) for size in sizes.split("x")] if sizes else None
-        results, _ = race_programs({of: (build(name, tile), self.arguments)}, ROUNDS)
-        result, device = results[of], find_device(jax.devices()[0].device_kind)
-        best = result.best("wall")
-        self.naive = best if name == "naive" else self.naive
-        rate = ratio(PRODUCTS[name] * self.size.flops, best)
-        return [
-            {
-                "name": of,
-                "ms": best and 1e3 * best,
-                "of_naive": ratio(best, self.naive),
-                "rate": rate and rate / 1e12,
-                "share": device and ratio(rate, device.flops),
-                "bytes": result.temp_bytes,
-                **({"problem": result.problem} if result.problem else {}),
-            }
-        ]
+        result = race_programs({of: (build(name, tile), self.arguments)}, ROUNDS)[0][of]
+        self.naive = result.best("wall") if name == "naive" else self.naive
+        problem = {"problem": result.problem} if result.problem else {}
+        operations = MATMULS[name] * self.size.flops
+        return [{"name": of, **speed(result, self.naive, operations), "bytes": result.temp_bytes, **problem}]
 
 
 load = TilesContender

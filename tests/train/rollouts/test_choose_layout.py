@@ -87,8 +87,8 @@ def test_run_reports_its_layout_and_the_reason():
 def test_layers_are_unrolled_where_a_copy_fits():
     """A compiler that copies a layer in each step gets a copy of all of them before."""
     assert layout_of(None).unroll
-    assert layout_of(GIB, in_place=True).unroll
     resident = layout_of(GIB, in_place=True)
+    assert resident.unroll
     assert not layout_of(resident.bytes, in_place=True).unroll
     assert copies_layers("NVIDIA H200")
     assert not copies_layers("TPU v5p")

@@ -78,7 +78,6 @@ def sample(
       ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
         `group` and `prompt_ids`.
     """
-    unroll = copies_layers(device_kind()) if unroll is None else unroll
     rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids}
     state = start(
         model,
@@ -107,7 +106,7 @@ def start(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling,
-    unroll: bool,
+    unroll: bool | None = None,
     slots: int | None = None,
     group: int = 1,
     prompt_ids: jax.Array | None = None,
@@ -153,7 +152,8 @@ def start(
     draws = describe_draws(sampling, model.config.vocab_size, jnp.promote_types(hidden.dtype, jnp.float32))
     if queue.fields:
         draws[ROUTES] = jax.ShapeDtypeStruct((1, *model.config.route_shape), jnp.int16)
-    options: dict[str, Any] = {"window": window or max_new_tokens, "draws": draws, "unroll": unroll}
+    options: dict[str, Any] = {"window": window or max_new_tokens, "draws": draws}
+    options["unroll"] = copies_layers(device_kind()) if unroll is None else unroll
     if slots < count:
         return State(queue, empty_slots(queue, slots, **options))
     filled = fill_slots(queue, to_rows, group, **options)

@@ -20,8 +20,6 @@ from jax.sharding import Mesh
 import kljax
 from train.models import Decoder
 from train.models.cache import DecoderState
-from train.models.kernels import device_kind
-from train.models.layers import copies_layers
 from train.models.sharding import replicated
 from train.rl.tracing import traced_once
 from train.rollouts.sampler.draw import Sampling
@@ -90,8 +88,12 @@ class WindowedSampler:
         self.widths = list(widths or window_widths(max_new_tokens))
         self._name, self._model, self._mesh, self._sampling = name, model, mesh, sampling
         self._decode = functools.partial(decode, model, sampling=sampling, eos_ids=eos_ids, stop=stop)
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "slots": slots}
-        options["unroll"] = copies_layers(device_kind()) if unroll is None else unroll
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "slots": slots,
+            "unroll": unroll,
+        }
 
         def draw_all(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Samples:
             rows = _rows(group, rows)
