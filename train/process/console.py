@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
 from train.config.fields import known_fields
+from train.config.installation import as_installed
 from train.config.load import LoadedConfig
 from train.config.usual_names import USUAL_NAMES
 from train.process.disk_problem import handle_thread_errors
@@ -62,9 +63,9 @@ def show_warnings(loaded: LoadedConfig) -> None:
 def make_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Makes the parser of `python -m MODULE`, with `--version`; the lines of the epilog are kept."""
     command = FieldParser(
-        prog=f"python -m {module}",
+        prog=as_installed(f"python -m {module}"),
         description=description,
-        epilog=epilog.replace("%", "%%"),
+        epilog=as_installed(epilog).replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -148,7 +148,8 @@ def test_malformed_config_files_are_refused(write, text, problem):
 
 
 def test_unreadable_files_are_refused(tmp_path, write):
-    assert problems_of_file(tmp_path / "none.yaml") == ("cannot read the config: No such file or directory",)
+    assert problems_of_file(tmp_path / "none.yaml") == ("no file or recipe of this name",)
+    assert problems_of_file(tmp_path / "quickstrat") == ("no file or recipe of this name; did you mean 'quickstart'?",)
     assert problems_of_file(tmp_path) == ("cannot read the config: Is a directory",)
     path = write()
     path.write_bytes(b"steps: \xff\n")
