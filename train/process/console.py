@@ -90,7 +90,9 @@ class FieldParser(argparse.ArgumentParser):
 
 def add_process_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags of a run in several processes, which `join_processes` reads."""
-    group = command.add_argument_group("several processes (docs/pods.md); a TPU pod, SLURM and Open MPI need none")
+    group = command.add_argument_group(
+        "several processes (docs/pods.md); TPU pods, SLURM, Open MPI and launchers on Kubernetes need none"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same in every process")
     group.add_argument("--process", metavar="I", type=int, help="number of this process, from 0")
     group.add_argument("--processes", metavar="N", type=int, help="number of processes")
