@@ -77,10 +77,7 @@ def test_texts_are_encoded_like_transformers(kind):
 def test_decode_all_of_prompt_gives_rendered_template(kind):
     tokenizer = load_folder(FOLDERS / kind)
     for case in (case for case in expected(kind)["chats"] if "ids" in case):
-        seen = tokenizer.decode_all(case["ids"])
-        # The pieces of sentencepiece begin a text after a special token with a space.
-        assert seen.replace(" ", "") == case["text"].replace(" ", "")
-        assert kind == "gemma" or seen == case["text"]
+        assert tokenizer.decode_all(case["ids"]) == case["text"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +96,7 @@ def test_bytes_of_tokens_join_to_the_text(kind):
 
 def test_first_and_last_tokens_of_a_text():
     chatml, llama, gemma = (load_folder(FOLDERS / kind) for kind in KINDS)
-    names = [[t.decode([i]) or t._pieces[i] for i in t.eos_ids] for t in (chatml, llama, gemma)]
+    names = [[t.decode_all([i]) for i in t.eos_ids] for t in (chatml, llama, gemma)]
     assert names == [
         ["<|im_end|>", "<|endoftext|>"],
         ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
@@ -134,9 +131,7 @@ def test_solutions_go_on_where_prompts_end(kind, chat):
 def test_system_prompt_comes_first_unless_the_conversation_differs():
     tokenizer = load_folder(FOLDERS / "chatml", system="Be brief.")
     user = {"role": "user", "content": "hi"}
-    assert "system\nBe brief.<" in "".join(tokenizer._pieces[i] for i in ()) + tokenizer._render(
-        tokenizer._template, example([user]), answer=None
-    )
+    assert "system\nBe brief.<" in tokenizer._render(tokenizer._template, example([user]), answer=None)
     with_system = tokenizer._render(
         tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None
     )

@@ -4,12 +4,21 @@ from typing import TYPE_CHECKING
 
 from train.config.user_functions import make_with
 from train.data.tokenizers.byte import ByteTokenizer
+from train.data.tokenizers.continuation import decode_continuation, encode_continuation
 from train.data.tokenizers.protocol import UNKNOWN, Tokenizer
 
 if TYPE_CHECKING:
     from train.config.schema import Config
 
-__all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabulary_bytes"]
+__all__ = [
+    "UNKNOWN",
+    "ByteTokenizer",
+    "Tokenizer",
+    "decode_continuation",
+    "encode_continuation",
+    "load_tokenizer",
+    "vocabulary_bytes",
+]
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:
