@@ -63,7 +63,7 @@ def _likeness(word: str, candidate: str) -> float:
     """
     first, second = (re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_") for name in (word, candidate))
     words, others = set(first.split("_")), set(second.split("_"))
-    if (words < others or others < words) and max(map(len, min(words, others, key=len))) > 2:
+    if (words < others or others < words) and max(map(len, words & others)) > 2:
         return PART if words < others else COMPOUND
     if re.sub(r"\d", "", first) == re.sub(r"\d", "", second):
         numbers = [int(re.sub(r"\D", "", name) or 0) for name in (first, second)]

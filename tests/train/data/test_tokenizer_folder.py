@@ -181,6 +181,38 @@ def test_where_a_template_is_found(tmp_path):
     assert with_template.prompt_ids(user) == with_template.encode("hi7")
 
 
+NO_DEFAULT = r"chat_template: got the templates {}, expected one called default; set data\.chat_template=FILE"
+
+
+@pytest.mark.parametrize(
+    ("templates", "message"),
+    [
+        ([{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "y"}], NO_DEFAULT.format("tool_use, rag")),
+        ({"tool_use": "x"}, NO_DEFAULT.format("tool_use")),
+        ([], NO_DEFAULT.format(r"\[\]")),
+        ([{"name": "default"}], "chat_template: got dict, expected text or named texts"),
+        ({"default": None}, "chat_template: got dict, expected text or named texts"),
+    ],
+)
+def test_templates_without_a_default_are_refused(tmp_path, templates, message):
+    folder = changed(tmp_path, "chatml", chat_template__jinja=None, tokenizer_config__json={"chat_template": templates})
+    with pytest.raises(UserError, match=message):
+        load_folder(folder)
+    assert load_folder(folder, chat=False).prompt_ids(Example("a", "", ""))
+    (tmp_path / "own.jinja").write_text("a")
+    assert load_folder(folder, template=str(tmp_path / "own.jinja")).prompt_ids(Example("a", "", ""))
+
+
+def test_named_templates_in_files_need_a_default(tmp_path):
+    folder = changed(tmp_path, "chatml", chat_template__jinja=None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("x")
+    with pytest.raises(UserError, match=NO_DEFAULT.format("tool_use")):
+        load_folder(folder)
+    (folder / "chat_template.jinja").write_text("a")
+    assert load_folder(folder).prompt_ids(Example("b", "", "")) == load_folder(folder).encode("a")
+
+
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [

@@ -89,8 +89,19 @@ def _template_text(folder: Path, config: Mapping[str, Any], override: str | None
     if (folder / "chat_template.jinja").exists():
         return _read_text(folder / "chat_template.jinja", "model.path")
     value = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+    others = sorted(path.stem for path in (folder / "additional_chat_templates").glob("*.jinja"))
+    if value is None and others:
+        value = dict.fromkeys(others)
+    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = {str(entry.get("name")): entry.get("template") for entry in value}
+    if isinstance(value, dict):
+        if "default" not in value:
+            names = ", ".join(value) or "[]"
+            raise UserError(
+                f"model.path: {folder}: chat_template: got the templates {names}, expected one called default; "
+                "set data.chat_template=FILE to one of them, or data.chat=false"
+            )
+        value = value["default"] or value
     if value is not None and not isinstance(value, str):
         raise UserError(
             f"model.path: {folder}: chat_template: got {type(value).__name__}, expected text or named texts"
