@@ -42,7 +42,7 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
 
 
 def check_encoding(head: bytes) -> None:
-    """Checks that the first bytes of a file may be those of JSON in UTF-8.
+    """Checks that the first bytes of a file may begin JSON in UTF-8.
 
     Raises:
       ValueError: they are of UTF-16, or of a compressed file; says how to convert it.

@@ -144,7 +144,7 @@ def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np
 
 
 def _add_ends(folder: Path, eos_ids: Sequence[int]) -> None:
-    """Adds the ids that ended completions in training to those that end `generate` of transformers."""
+    """Adds the ids that ended completions in training to the ids that end `generate` of transformers."""
     missing = missing_ends(folder, eos_ids)
     if missing:
         generation = _generation_config(folder)
