@@ -1,6 +1,7 @@
 """Recorded completions: what a run writes is what it trained on, read back row for row; mistakes name file and line."""
 
 import codecs
+import dataclasses
 import gzip
 import json
 import logging
@@ -9,10 +10,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests import tiny
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.folder import FolderTokenizer
 from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
@@ -195,6 +198,19 @@ def test_unusable_files_are_named(tmp_path):
     path = write(tmp_path / "f.jsonl", [row(0, sample, log_probs=None) for sample in range(2)])
     with pytest.raises(UserError, match="has no log_probs, which this config needs"):
         open_source(context_of(path, "kl.rollout.coef=0.1"))
+
+
+def test_text_without_tokens_is_named_with_its_line(tmp_path):
+    context = context_of(write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)]))
+    tokenizer = Tokenizer(models.BPE({"1": 0, "<end>": 1}, []))
+    few = FolderTokenizer(tokenizer, special={}, eos_ids=[1])
+    write(tmp_path / "a.jsonl", [{"prompt": "1", "completion": text, "reward": 1.0} for text in ("1", "2")])
+    with pytest.raises(UserError) as caught:
+        open_source(dataclasses.replace(context, tokenizer=few))
+    message = (
+        f"rollout.source.path: {tmp_path / 'a.jsonl'}, line 2: model.path: the tokenizer cannot spell '2' of the text"
+    )
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.data.tokenizers.chat import ChatTemplate
 from train.data.tokenizers.continuation import decode_after, encode_continuation
 from train.data.tokenizers.pieces import is_byte, piece_bytes
@@ -52,8 +53,9 @@ class FolderTokenizer:
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._pieces = {number: piece for number, piece in vocabulary.items() if number not in self._added}
         self._spaces: dict[int | None, bool] = {}
+        self._warned = False
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
-        self.vocab_size = max(vocabulary) + 1
+        self.vocab_size = max(*vocabulary, *self.eos_ids) + 1
         self.bos_id = self._id(special.get("bos_token"))
         pad = self._id(special.get("pad_token"))
         self.pad_id = self.eos_ids[0] if pad is None else pad
@@ -64,7 +66,7 @@ class FolderTokenizer:
 
     def _first_ids(self, add_bos: bool | None) -> list[int]:
         """Finds the special ids before the text of a prompt without a template."""
-        processed, plain = self._tokenizer.encode("a").ids, self.encode("a")
+        processed, plain = self._tokenizer.encode("a").ids, self._encode("a")
         starts = (i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)
         start = next(starts, None)
         if start is None:
@@ -75,12 +77,57 @@ class FolderTokenizer:
         return [token for token in first if add_bos is not False or token != self.bos_id]
 
     def encode(self, text: str) -> list[int]:
-        """Encodes `text` alone; texts of special tokens become their ids, a lone surrogate becomes "?"."""
-        return self._encode(text)
+        """Encodes `text` alone; texts of special tokens become their ids, a lone surrogate becomes "?".
+
+        Raises:
+          UserError: the vocabulary cannot spell the text, and would leave characters out.
+        """
+        clean = text.encode("utf-8", errors="replace").decode("utf-8")
+        ids = self._encode(clean)
+        if not self._spells_all and (lost := self._lost(clean, ids)):
+            self._report_lost(lost, clean, ids)
+        return ids
 
     def _encode(self, text: str) -> list[int]:
-        clean = text.encode("utf-8", errors="replace").decode("utf-8")
-        return list(self._tokenizer.encode(clean, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _spells_all(self) -> bool:
+        """Whether the vocabulary has every byte that UTF-8 uses, so that no text need be checked."""
+        first_bytes = (0x800, *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x10000))
+        text = "".join(map(chr, (*range(0x800), *first_bytes)))
+        return not self._lost(text, self._encode(text))
+
+    def _lost(self, text: str, ids: list[int]) -> list[str]:
+        """Lists the characters of a text that its tokens do not spell, in any form that a normalizer gives them."""
+        normalizer, decoded = self._tokenizer.normalizer, self.decode_all(ids)
+        spelled = {*decoded.casefold(), *unicodedata.normalize("NFKD", decoded).casefold()}
+
+        def is_lost(letter: str) -> bool:
+            normal = letter if normalizer is None else normalizer.normalize_str(letter)
+            forms = {*letter.casefold(), *unicodedata.normalize("NFKD", letter).casefold(), *normal.casefold()}
+            return not (letter.isspace() or not normal.strip(" \u2581") or forms & spelled)
+
+        return [letter for letter in dict.fromkeys(text) if is_lost(letter)]
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        """The id of characters without a token; None if they are left out."""
+        model = self._tokenizer.model
+        name = getattr(model, "unk_token", None)
+        return json.loads(model.__getstate__()).get("unk_id") if name is None else self._id(name)  # of Unigram
+
+    def _report_lost(self, lost: list[str], text: str, ids: list[int]) -> None:
+        """Raises for characters that are left out; warns, once, of such that become the unknown token."""
+        shown = ", ".join(repr(letter) for letter in lost[:5])
+        if self._unknown_id not in ids:
+            raise UserError(
+                f"model.path: the tokenizer cannot spell {shown} of the text {text[:80]!r}, and would leave it out; "
+                "use the vocabulary that the model was trained with, or another text"
+            )
+        if not self._warned:
+            self._warned = True
+            warn(f"model.path: the tokenizer has no token for {shown} of the text {text[:80]!r}; the model reads <unk>")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes `ids` without EOS ids.

@@ -25,14 +25,15 @@ def is_byte(piece: str) -> bool:
     return _BYTE.fullmatch(piece) is not None
 
 
-def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    if decoder is None:
+def steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the steps of a normalizer or decoder of `tokenizer.json`, in order."""
+    if part is None:
         return
-    if decoder["type"] == "Sequence":
-        for inner in decoder["decoders"]:
-            yield from _decoders(inner)
+    if part["type"] == "Sequence":
+        for inner in part.get("decoders", part.get("normalizers", ())):
+            yield from steps(inner)
     else:
-        yield decoder
+        yield part
 
 
 def _byte_level(piece: str, alphabet: Mapping[str, int]) -> bytes:
@@ -49,7 +50,7 @@ def piece_bytes(decoder: Mapping[str, Any] | None, pieces: Mapping[int, str]) ->
     Raises:
       ValueError: the decoder is of another kind.
     """
-    kinds = list(_decoders(decoder))
+    kinds = list(steps(decoder))
     names = [kind["type"] for kind in kinds]
     if "ByteLevel" in names:
         alphabet = byte_alphabet()
