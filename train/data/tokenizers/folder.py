@@ -53,6 +53,7 @@ class FolderTokenizer:
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._pieces = {number: piece for number, piece in vocabulary.items() if number not in self._added}
         self._spaces: dict[int | None, bool] = {}
+        self._spelled: set[str] = set()
         self._warned = False
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.vocab_size = max(*vocabulary, *self.eos_ids) + 1
@@ -84,19 +85,14 @@ class FolderTokenizer:
         """
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         ids = self._encode(clean)
-        if not self._spells_all and (lost := self._lost(clean, ids)):
+        unsure = {*clean} - self._spelled
+        self._spelled |= {letter for letter in unsure if not self._lost(letter, self._encode(letter))}
+        if not unsure <= self._spelled and (lost := self._lost(clean, ids)):
             self._report_lost(lost, clean, ids)
         return ids
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    @cached_property
-    def _spells_all(self) -> bool:
-        """Whether the vocabulary has every byte that UTF-8 uses, so that no text need be checked."""
-        first_bytes = (0x800, *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x10000))
-        text = "".join(map(chr, (*range(0x800), *first_bytes)))
-        return not self._lost(text, self._encode(text))
 
     def _lost(self, text: str, ids: list[int]) -> list[str]:
         """Lists the characters of a text that its tokens do not spell, in any form that a normalizer gives them."""
