@@ -7,6 +7,7 @@ tokens of ` 42`. So a completion is encoded and decoded behind tokens of its pro
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from train.data.tokenizers.byte import ByteTokenizer
 from train.data.tokenizers.protocol import UNKNOWN, Tokenizer
 
 # Anchors of each kind: a character takes up to 4 tokens, and a text may merge with the tokens before it.
@@ -73,8 +74,9 @@ def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], 
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Sequence[int]:
-    """Returns the prompt; nothing if it is BOS alone, after which a text begins as without it."""
-    return [] if all(token == tokenizer.bos_id for token in prompt_ids) else prompt_ids
+    """Returns the prompt; nothing for bytes, which are equal anywhere, or if a text begins there, behind BOS alone."""
+    begins = isinstance(tokenizer, ByteTokenizer) or all(token == tokenizer.bos_id for token in prompt_ids)
+    return [] if begins else prompt_ids
 
 
 def _anchors(before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[Sequence[int], str]]:
