@@ -10,7 +10,7 @@ import tokenizers
 
 from train.config.download import OFFLINE, download_hint
 from train.config.errors import UserError, warn
-from train.config.interpreter import python_command
+from train.config.installation import shell_command
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
 from train.data.tokenizers.chat import ChatTemplate
@@ -48,10 +48,10 @@ def check_folder_exists(folder: Path) -> None:
     if exists and folder.suffix == ".gguf":
         raise UserError(
             f"model.path: got the GGUF file {str(folder)!r}; "
-            f"run {python_command()} -m train.import {folder} --to FOLDER, and set model.path to the folder"
+            f"run {shell_command('train.import')} {folder} --to FOLDER, and set model.path to the folder"
         )
     if not is_folder:
-        without = f"{python_command()} -m train {OFFLINE} needs none"
+        without = f"{shell_command('train')} {OFFLINE} needs none"
         kind = "it is a file" if exists else f"there is no such directory ({without})"
         raise UserError(
             f"model.path: got {str(folder)!r}, expected a Hugging Face folder, but {kind}{download_hint(folder)}"
