@@ -15,7 +15,7 @@ from train.config.errors import UserError, leave_warnings_to_another_process, wa
 from train.config.fields import known_fields
 from train.config.installation import as_installed
 from train.config.load import LoadedConfig
-from train.config.usual_names import USUAL_NAMES
+from train.config.usual_names import usual_field
 from train.process.disk_problem import handle_thread_errors
 from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
@@ -81,8 +81,8 @@ class FieldParser(argparse.ArgumentParser):
         flag = re.match(r"unrecognized arguments: --([\w.-]+)[= ]?(\S*)", message)
         if flag is not None:
             name = flag[1].replace("-", "_")
-            path = USUAL_NAMES.get(name.casefold(), name)
-            if path in known_fields():
+            path = name if name in known_fields() else usual_field(name)
+            if path is not None:
                 message += f"; a field is set without dashes: {path}={flag[2] or 'VALUE'}"
         # parse_intermixed_args counts the arguments that may be left out among the required ones.
         super().error(re.sub(r"(are required: .*), key=value$", r"\1", message))
