@@ -58,8 +58,8 @@ def load(
     prompt: str,
     answer: str,
     solution: str,
-    workers: int = 0,
-    timeout: float = 60.0,
+    workers: int,
+    timeout: float,
 ) -> Task:
     """Loads the task from two sets of records and a reward function, which `workers` processes call.
 

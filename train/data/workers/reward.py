@@ -5,7 +5,7 @@ from typing import Any
 
 from train.config.errors import UserError
 from train.config.user_functions import find_function
-from train.data.tasks.reward_function import RewardFunction, Wrong, call
+from train.data.reward_call import RewardFunction, WrongRewardError, call_reward
 from train.data.workers.serve import serve
 
 
@@ -18,12 +18,12 @@ class _Answers:
 
     def __call__(self, question: Any) -> dict[str, Any]:
         try:
-            if question is None:
+            if self._function is None:
                 self._function = find_function("data.reward", self._name)
+            if question is None:
                 return {}
-            assert self._function is not None
-            return {"rewards": call(self._function, question["record"], question["completion"], question["finished"])}
-        except (UserError, Wrong) as error:
+            return {"rewards": call_reward(self._function, **question)}
+        except (UserError, WrongRewardError) as error:
             return {"error": str(error)}
 
 
