@@ -8,6 +8,7 @@ from typing import Any
 from train.config.errors import UserError
 from train.config.user_functions import find_function
 from train.data.reward_call import RewardFunction, WrongRewardError, call_reward
+from train.data.reward_signature import RecordFields, RewardSignature, signature_problem
 from train.data.tasks.task import Example
 from train.data.workers.process import NoAnswer, NotStarted, TooLate, WorkerPool
 from train.process.time_limit import TookTooLongError, time_limit
@@ -23,7 +24,7 @@ class RewardError(UserError):
 class Verifier:
     """A reward function as the `score` of a task; its errors name the example and end the run."""
 
-    def __init__(self, name: str, *, workers: int, timeout: float) -> None:
+    def __init__(self, name: str, *, workers: int, timeout: float, fields: RecordFields | None = None) -> None:
         """Imports the function, in a worker process if there are any.
 
         Args:
@@ -31,9 +32,10 @@ class Verifier:
           workers: processes that call the function, which are ended after the limit; 0: this one calls it, and
             `time_limit` interrupts it.
           timeout: seconds that a call may take.
+          fields: those of the records, for the error of a function that takes other arguments.
 
         Raises:
-          UserError: the function cannot be imported.
+          UserError: the function cannot be imported, or takes other arguments than record, completion and finished.
         """
         self._name, self._timeout, self._lock = name, timeout, threading.Lock()
         self._names: tuple[str, ...] | None = None
@@ -48,18 +50,24 @@ class Verifier:
                 environment={"JAX_PLATFORMS": "cpu"},  # an accelerator belongs to the trainer
                 start_seconds=IMPORT_SECONDS,
             )
-            self._start(self._pool)
+            signature = self._start(self._pool)
         else:
-            self._function = find_function("data.reward", name)
+            function = find_function("data.reward", name)
+            signature = RewardSignature.of(function)
+            self._function = signature.bind(function)
+        problem = signature_problem(name, signature, fields or RecordFields())
+        if problem is not None:
+            raise UserError(f"data.reward: {problem}")
 
-    def _start(self, pool: WorkerPool) -> None:
-        """Starts a process, which imports the function."""
+    def _start(self, pool: WorkerPool) -> RewardSignature:
+        """Starts a process, which imports the function and tells its signature."""
         try:
             answer = pool.ask(None)
         except (NoAnswer, NotStarted) as error:
             raise UserError(f"data.reward: cannot import {self._name!r} in a worker process: {error}") from None
         if "error" in answer:
             raise UserError(answer["error"])
+        return RewardSignature.from_json(answer["signature"])
 
     def __call__(self, example: Example, completion: str, finished: bool) -> dict[str, float]:
         """Scores a completion; as `Task.score`.
