@@ -94,7 +94,7 @@ def exact_number(text: str) -> ExactNumber | None:
         variable, text = assigned[1], text[assigned.end() :]
     without_percent = _PERCENT.sub("", text)
     try:
-        value = _Parser(list(_tokens(without_percent))).whole()
+        value = _Parser(list(_tokens(without_percent))).parse()
     except (_NotANumber, RecursionError):
         return None
     decimal = _DECIMAL.fullmatch(without_percent.strip().lstrip("+-"))
@@ -226,7 +226,7 @@ class _Parser:
         self._tokens = [*tokens, ""]
         self._position = 0
 
-    def whole(self) -> Fraction:
+    def parse(self) -> Fraction:
         value = self._sum()
         if self._peek():
             raise _NotANumber

@@ -101,7 +101,7 @@ class RewardSignature:
     """The parameters and the kind of an object that is called as a reward function.
 
     Attributes:
-      parameters: its parameters; None if they cannot be told, as those of functions of C.
+      parameters: its parameters; None if they cannot be told, as with functions of C.
       kind: "function", "async function" or "class".
     """
 
@@ -175,7 +175,7 @@ class RewardSignature:
 
 
 class RecordFields(NamedTuple):
-    """The fields of a record: those of prompt and answer in the config, and the names of all in the first record."""
+    """The fields of a record: of prompt and answer by the config, and the names of all in the first record."""
 
     prompt: str = "prompt"
     answer: str = "answer"

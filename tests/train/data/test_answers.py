@@ -128,8 +128,8 @@ def literal(draw: random.Random) -> tuple[str, Fraction]:
     """Draws a number without operators."""
     digits, places = draw.randrange(1, 10**6), draw.choice([0, 0, 2, 7])
     if places:
-        whole, part = divmod(digits, 10**places)
-        return f"{whole}.{part:0{places}d}", Fraction(digits, 10**places)
+        integer, part = divmod(digits, 10**places)
+        return f"{integer}.{part:0{places}d}", Fraction(digits, 10**places)
     return draw.choice([str(digits), f"{digits:,}", f"{digits:,}".replace(",", "{,}")]), Fraction(digits)
 
 

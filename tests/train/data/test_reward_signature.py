@@ -196,7 +196,7 @@ def test_written_call_reads_fields_of_the_records(tmp_path, fields, expression):
         verifier(path, fields=fields)
 
 
-def test_function_of_a_module_is_imported_by_its_wrapper(tmp_path, monkeypatch):
+def test_wrapper_imports_a_function_of_a_module(tmp_path, monkeypatch):
     (tmp_path / "their_rewards.py").write_text(FOREIGN["verl"].lstrip())
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=r"Add to rewards\.py, and set data\.reward=rewards\.py:reward\n\n") as caught:
@@ -205,7 +205,7 @@ def test_function_of_a_module_is_imported_by_its_wrapper(tmp_path, monkeypatch):
     assert verifier(tmp_path / "rewards.py", function="reward")(EXAMPLE, "7", True)["reward"] == 1
 
 
-def test_wrapper_of_a_function_named_reward_has_another_name(tmp_path):
+def test_wrapper_has_another_name_than_its_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(FOREIGN["two arguments"].lstrip().replace("def f", "def reward"))
     with pytest.raises(UserError) as caught:

@@ -32,7 +32,7 @@ class Verifier:
           workers: processes that call the function, which are ended after the limit; 0: this one calls it, and
             `time_limit` interrupts it.
           timeout: seconds that a call may take.
-          fields: those of the records, for the error of a function that takes other arguments.
+          fields: of the records, for the error of a function that takes other arguments.
 
         Raises:
           UserError: the function cannot be imported, or takes other arguments than record, completion and finished.
