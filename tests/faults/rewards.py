@@ -10,9 +10,10 @@ import numpy as np
 from tests.faults.case import Fault, raised
 from train.config.data import Rewards
 from train.data.tasks.equality import Judge
-from train.data.tasks.reward_function import RewardError, Verifier
+from train.data.tasks.reward_function import Verifier
 from train.data.tasks.rewards import compose
 from train.data.tasks.task import Example
+from train.data.tasks.user_score import RewardError
 
 EXAMPLE = Example("the prompt", "", "", record={"prompt": "the prompt"})
 COMPLETION = "the completion"

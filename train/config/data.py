@@ -107,7 +107,7 @@ class Data(Section):
 
 class Rewards(Section):
     weights: Weights | None = None
-    """Weight of each named reward; others weigh 0. null: the task's own total."""
+    """Weight of each named reward; others weigh 0, with a warning. null: the task's own total, named reward."""
     length_penalty: NonNegative = 0.0
     """Penalty of a completion of data.max_completion_length tokens, in proportion for shorter ones."""
     overlong_buffer: CountOrZero = 0

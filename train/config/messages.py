@@ -48,6 +48,9 @@ def unknown_field(path: str) -> str:
         parent = parent.rpartition(".")[0]
     names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     allowed = f"expected one of {', '.join(names)}" if names else f"{parent} is {known[parent].expected}"
+    if not names and known[parent].expected.startswith("a mapping of"):
+        entry = path.removeprefix(f"{parent}.")
+        return f"{path}: {parent} is {known[parent].expected}; write {parent}={{{entry}: ...}}"
     hint = _usual_name(path) or did_you_mean(path, known) or _by_last_name(path)
     return f"{path}: unknown field, {allowed}{hint}"
 

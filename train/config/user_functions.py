@@ -1,11 +1,38 @@
 """Functions of the user, which a config names: imported and called, with errors that name the field."""
 
 import inspect
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
 from train.config.signatures import load_function
+
+ROOT = Path(__file__).parents[2]
+_OWN = (f"{ROOT / 'train'}/", f"{ROOT / 'kljax'}/", "<frozen ")
+_FIRST, _LAST = 3, 5
+"""Lines of a traceback that are shown, from its start and from its end."""
+
+
+def failure(error: BaseException) -> str:
+    """Describes what code of the user raised: the error in one line, then the traceback from the user's code on."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    start = next((n for n, frame in enumerate(frames) if not frame.filename.startswith(_OWN)), len(frames))
+    frames = [frame for frame in frames[start:] if not frame.filename.startswith("<frozen ")]
+    left_out = len(frames) - _FIRST - _LAST
+    lines = traceback.format_list(frames[:_FIRST] + frames[-_LAST:] if left_out > 0 else frames)
+    if left_out > 0:
+        lines.insert(_FIRST, f"  ... {left_out} more\n")
+    return "\n".join([_one_line(error), *("".join(lines).splitlines())])
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # a class of the user's
+        text = "an error without a text"
+    return f"{type(error).__name__}: {text}"
 
 
 def find_function(field: str, name: str) -> Callable[..., Any]:
@@ -23,7 +50,7 @@ def find_function(field: str, name: str) -> Callable[..., Any]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # any error of the user's module, also SystemExit
-        raise UserError(f"{field}: cannot import {name!r}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{field}: cannot import {name!r}: {failure(error)}") from error
     if not callable(function):
         raise UserError(f"{field}: got {name!r}, a {type(function).__name__}, expected a function")
     return function
@@ -48,7 +75,7 @@ def make_with(field: str, name: str, kind: type, /, *values: Any, **arguments: A
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # any error of the user's function, also SystemExit
-        raise UserError(f"{field}: {name} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"{field}: {name} failed: {failure(error)}") from error
     members = [member for member in {**inspect.get_annotations(kind), **vars(kind)} if not member.startswith("_")]
     missing = [member for member in members if not hasattr(made, member)]
     if missing:

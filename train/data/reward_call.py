@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from train.config.float32 import fits_float32
+from train.config.user_functions import failure
 
 RewardFunction = Callable[..., float | Mapping[str, float]]
 
@@ -23,16 +24,33 @@ def call_reward(
     Raises:
       WrongRewardError: the function raises, or returns other than names and finite numbers of float32.
     """
+    return named_rewards(returned_by(function, record, completion, finished))
+
+
+def returned_by(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of the user; returns its result, a mapping as a dict.
+
+    Raises:
+      WrongRewardError: the function raises, or the result cannot be read; with its lines of the traceback.
+    """
     try:
         with _alarm_kept():
-            returned = function(record, completion, finished)
-        named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+            returned = function(*arguments)
+        return dict(returned) if isinstance(returned, Mapping) else returned
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit, which would end the run without a word
-        raise WrongRewardError(f"{type(error).__name__}: {error}") from error
+        raise WrongRewardError(failure(error)) from error
+
+
+def named_rewards(returned: Any) -> dict[str, float]:
+    """Converts a number, which is then "reward", or a mapping of names to numbers.
+
+    Raises:
+      WrongRewardError: it is something else, or a number is not finite in float32.
+    """
     values = {}
-    for name, value in named.items():
+    for name, value in (returned if isinstance(returned, dict) else {"reward": returned}).items():
         try:
             number = _number(value)
         except Exception as error:  # a number may be of a class of the function's own
@@ -41,6 +59,8 @@ def call_reward(
         if not isinstance(name, str) or number is None:
             raise WrongRewardError(f"returned {name!r}: {_shown(value)}, expected names and finite numbers of float32")
         values[name] = number
+    if not values:
+        raise WrongRewardError("returned no rewards, expected a number, or numbers by name")
     return values
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.processes import state_of
 from train.config.data import Rewards
-from train.data.tasks.reward_function import RewardError, Verifier
+from train.data.tasks.reward_function import Verifier
 from train.data.tasks.task import Example
+from train.data.tasks.user_score import RewardError
 from train.data.workers.process import WorkerPool
 from train.process.time_limit import TookTooLongError, time_limit
 

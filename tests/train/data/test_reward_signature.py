@@ -6,8 +6,9 @@ import pytest
 
 from train.config.errors import UserError
 from train.data.reward_signature import RecordFields
-from train.data.tasks.reward_function import RewardError, Verifier
+from train.data.tasks.reward_function import Verifier
 from train.data.tasks.task import Example
+from train.data.tasks.user_score import RewardError
 
 RECORD = {"prompt": "3+4=", "answer": "7", "solution": "7", "level": "easy"}
 FIELDS = RecordFields("prompt", "answer", tuple(RECORD))

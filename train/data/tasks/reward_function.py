@@ -1,28 +1,23 @@
 """The reward function of the user: found by name, called within a limit of time, and its result checked."""
 
 import pickle
-import threading
-from collections.abc import Mapping
-from typing import Any
 
 from train.config.errors import UserError
 from train.config.user_functions import find_function
 from train.data.reward_call import RewardFunction, WrongRewardError, call_reward
 from train.data.reward_signature import RecordFields, RewardSignature, signature_problem
 from train.data.tasks.task import Example
+from train.data.tasks.user_score import UserScore
 from train.data.workers.process import NoAnswer, NotStarted, TooLate, WorkerPool
 from train.process.time_limit import TookTooLongError, time_limit
+from train.process.waiting import waiting_for
 
 IMPORT_SECONDS = 600.0
 """Longest import of the function in a worker process, which may load a model."""
 
 
-class RewardError(UserError):
-    """A reward function that failed; the state before the step can be saved."""
-
-
-class Verifier:
-    """A reward function as the `score` of a task; its errors name the example and end the run."""
+class Verifier(UserScore):
+    """A reward function as the `score` of a task."""
 
     def __init__(self, name: str, *, workers: int, timeout: float, fields: RecordFields | None = None) -> None:
         """Imports the function, in a worker process if there are any.
@@ -37,8 +32,8 @@ class Verifier:
         Raises:
           UserError: the function cannot be imported, or takes other arguments than record, completion and finished.
         """
-        self._name, self._timeout, self._lock = name, timeout, threading.Lock()
-        self._names: tuple[str, ...] | None = None
+        super().__init__(f"data.reward: {name}")
+        self._name, self._timeout = name, timeout
         self._function: RewardFunction | None = None
         self._pool: WorkerPool | None = None
         if workers:
@@ -62,38 +57,22 @@ class Verifier:
     def _start(self, pool: WorkerPool) -> RewardSignature:
         """Starts a process, which imports the function and tells its signature."""
         try:
-            answer = pool.ask(None)
+            with waiting_for(f"the import of {self.label}"):
+                answer = pool.ask(None)
         except (NoAnswer, NotStarted) as error:
             raise UserError(f"data.reward: cannot import {self._name!r} in a worker process: {error}") from None
         if "error" in answer:
             raise UserError(answer["error"])
         return RewardSignature.from_json(answer["signature"])
 
-    def __call__(self, example: Example, completion: str, finished: bool) -> dict[str, float]:
-        """Scores a completion; as `Task.score`.
-
-        Raises:
-          RewardError: the call fails, takes too long, or returns no numbers or other names than before.
-        """
-        try:
-            values = self._values(example.record, completion, finished)
-            self._check_names(tuple(sorted(values)))
-        except WrongRewardError as error:
-            raise RewardError(
-                f"data.reward: {self._name} for the prompt {example.prompt[:80]!r} and the completion "
-                f"{completion[:80]!r}: {error}"
-            ) from error
-        if "correct" not in values:
-            values["correct"] = float(values.get("reward", 0.0) >= 1)
-        return values
-
-    def _values(self, record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
+    def call(self, example: Example, completion: str, finished: bool) -> dict[str, float]:
+        """Calls the function within its limit."""
         try:
             if self._function is not None:
                 with time_limit(self._timeout):
-                    return call_reward(self._function, record, completion, finished)
+                    return call_reward(self._function, example.record, completion, finished)
             assert self._pool is not None
-            question = {"record": dict(record), "completion": completion, "finished": finished}
+            question = {"record": dict(example.record), "completion": completion, "finished": finished}
             answer = self._pool.ask(question, seconds=self._timeout)
         except (TookTooLongError, TooLate) as error:
             raise WrongRewardError(f"{error} (rewards.timeout)") from None
@@ -106,9 +85,3 @@ class Verifier:
         if "error" in answer:
             raise WrongRewardError(answer["error"])
         return dict(answer["rewards"])
-
-    def _check_names(self, names: tuple[str, ...]) -> None:
-        with self._lock:
-            self._names = self._names or names
-        if names != self._names:
-            raise WrongRewardError(f"returned the rewards {', '.join(names)}, but {', '.join(self._names)} before")
