@@ -94,7 +94,7 @@ def exact_number(text: str) -> ExactNumber | None:
         variable, text = assigned[1], text[assigned.end() :]
     without_percent = _PERCENT.sub("", text)
     try:
-        value = _Parser(list(_tokens(without_percent))).parse()
+        value = _NumberParser(list(_tokens(without_percent))).parse()
     except (_NotANumber, RecursionError):
         return None
     decimal = _DECIMAL.fullmatch(without_percent.strip().lstrip("+-"))
@@ -213,7 +213,7 @@ def _tokens(text: str) -> Iterator[str]:
         position = match.end()
 
 
-class _Parser:
+class _NumberParser:
     """Recursive-descent parser of the grammar
 
     sum = product (("+" | "-") product)*; product = signed (("*" | "/") signed)*; signed = ("+" | "-")* power;

@@ -41,7 +41,7 @@ FOREIGN = {
 """Names of parameters that none of the arguments is for."""
 
 
-class System(NamedTuple):
+class OtherTrainer(NamedTuple):
     """Another trainer, told by the names of parameters.
 
     Attributes:
@@ -57,20 +57,20 @@ class System(NamedTuple):
     reward: str = "result"
 
 
-SYSTEMS = (
-    System("verl", frozenset({"solution_str"}), False, 'result["score"] if isinstance(result, dict) else result'),
-    System("verl", frozenset({"solution_strs"}), True, "result[0]"),
-    System(
+TRAINERS = (
+    OtherTrainer("verl", frozenset({"solution_str"}), False, 'result["score"] if isinstance(result, dict) else result'),
+    OtherTrainer("verl", frozenset({"solution_strs"}), True, "result[0]"),
+    OtherTrainer(
         *("OpenRLHF", frozenset({"queries"}), True),
         reward='float((result["rewards"] if isinstance(result, dict) else result)[0])',
     ),
-    System("AReaL", frozenset({"completions", "prompt_ids"})),
-    System("TRL", frozenset({"completions"}), True, "result[0]"),
-    System("slime", frozenset({"args", "sample"})),
-    System("slime", frozenset({"args", "samples"}), True, "result[0]"),
-    System("verifiers", frozenset({"completion", "answer"})),
-    System("verifiers", frozenset({"completion", "state"})),
-    System("Trinity-RFT", frozenset({"response", "truth"})),
+    OtherTrainer("AReaL", frozenset({"completions", "prompt_ids"})),
+    OtherTrainer("TRL", frozenset({"completions"}), True, "result[0]"),
+    OtherTrainer("slime", frozenset({"args", "sample"})),
+    OtherTrainer("slime", frozenset({"args", "samples"}), True, "result[0]"),
+    OtherTrainer("verifiers", frozenset({"completion", "answer"})),
+    OtherTrainer("verifiers", frozenset({"completion", "state"})),
+    OtherTrainer("Trinity-RFT", frozenset({"response", "truth"})),
 )
 """In the order in which they are looked for."""
 MESSAGES = ("TRL", "verifiers")
@@ -78,7 +78,7 @@ MESSAGES = ("TRL", "verifiers")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class RewardParameter:
     """A parameter of a function: name, kind (the name that `inspect` has for it), and whether it has no default."""
 
     name: str
@@ -105,7 +105,7 @@ class RewardSignature:
       kind: "function", "async function" or "class".
     """
 
-    parameters: tuple[Parameter, ...] | None
+    parameters: tuple[RewardParameter, ...] | None
     kind: str = "function"
 
     @classmethod
@@ -115,7 +115,7 @@ class RewardSignature:
             declared = inspect.signature(function, follow_wrapped=False).parameters.values()
         except (TypeError, ValueError):
             return cls(None)
-        parameters = tuple(Parameter(p.name, p.kind.name, p.default is p.empty) for p in declared)
+        parameters = tuple(RewardParameter(p.name, p.kind.name, p.default is p.empty) for p in declared)
         call = getattr(type(function), "__call__", None)  # noqa: B004 (an instance with an async method)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         return cls(parameters, "class" if inspect.isclass(function) else "async function" if is_async else "function")
@@ -128,7 +128,7 @@ class RewardSignature:
     def from_json(cls, value: Mapping[str, Any]) -> "RewardSignature":
         """Returns the signature that `to_json` made a value of."""
         parameters = value["parameters"]
-        return cls(None if parameters is None else tuple(Parameter(**p) for p in parameters), value["kind"])
+        return cls(None if parameters is None else tuple(RewardParameter(**p) for p in parameters), value["kind"])
 
     @property
     def names(self) -> frozenset[str]:
@@ -196,14 +196,14 @@ def signature_problem(name: str, signature: RewardSignature, fields: RecordField
         return f"got the class {name}, expected a function, or an object of the class: write `reward = {function}()`"
     if signature.kind == "function" and signature.fits():
         return None
-    system = next((system for system in SYSTEMS if system.names <= signature.names), None)
+    trainer = next((trainer for trainer in TRAINERS if trainer.names <= signature.names), None)
     parameters = ", ".join(map(str, signature.parameters or ()))
-    like = f", which {system.name} calls," if system is not None and not signature.fits() else ""
+    like = f", which {trainer.name} calls," if trainer is not None and not signature.fits() else ""
     file = source if source.endswith(".py") else "rewards.py"
     return (
         f"the {signature.kind} {name}({parameters}){like} does not take ({', '.join(ARGUMENTS)}): the fields of a "
         f"line, the text of a completion, and whether it ended. Add to {file}, and set data.reward={file}:"
-        f"{_wrapper_name(function)}\n\n" + "\n".join(_wrapper(name, signature, system, fields)) + "\n"
+        f"{_wrapper_name(function)}\n\n" + "\n".join(_wrapper(name, signature, trainer, fields)) + "\n"
     )
 
 
@@ -211,11 +211,13 @@ def _wrapper_name(function: str) -> str:
     return "reward" if function != "reward" else "score_completion"
 
 
-def _wrapper(name: str, signature: RewardSignature, system: System | None, fields: RecordFields) -> Iterator[str]:
+def _wrapper(
+    name: str, signature: RewardSignature, trainer: OtherTrainer | None, fields: RecordFields
+) -> Iterator[str]:
     """Yields the lines of a reward function that calls a function with its own arguments."""
     source, _, function = name.rpartition(":")
-    fits, several = signature.fits(), bool(signature.names & _PLURALS.keys()) if system is None else system.several
-    arguments = list(ARGUMENTS) if fits else list(_arguments(signature, system, fields, several=several))
+    fits, several = signature.fits(), bool(signature.names & _PLURALS.keys()) if trainer is None else trainer.several
+    arguments = list(ARGUMENTS) if fits else list(_arguments(signature, trainer, fields, several=several))
     imports = [] if source.endswith(".py") else [f"from {source} import {function}"]
     if any("SimpleNamespace" in argument for argument in arguments):
         imports.insert(0, "from types import SimpleNamespace")
@@ -223,7 +225,7 @@ def _wrapper(name: str, signature: RewardSignature, system: System | None, field
         imports.insert(0, "import asyncio")
     yield from [*imports, "", ""] if imports else []
     yield f"def {_wrapper_name(function)}({', '.join(ARGUMENTS)}):"
-    if system is not None and system.name in MESSAGES and not fits:
+    if trainer is not None and trainer.name in MESSAGES and not fits:
         message = '[{"role": "assistant", "content": completion}]'
         yield f"    # a function that reads messages gets {message} in place of completion"
     opening, closing = f"{function}(", ")"
@@ -232,12 +234,12 @@ def _wrapper(name: str, signature: RewardSignature, system: System | None, field
     yield f"    result = {opening}"
     yield from (f"        {argument}," for argument in arguments)
     yield f"    {closing}"
-    returned = ("result[0]" if several else "result") if system is None else system.reward
+    returned = ("result[0]" if several else "result") if trainer is None else trainer.reward
     yield f"    return {'result' if fits else returned}"
 
 
 def _arguments(
-    signature: RewardSignature, system: System | None, fields: RecordFields, *, several: bool
+    signature: RewardSignature, trainer: OtherTrainer | None, fields: RecordFields, *, several: bool
 ) -> Iterator[str]:
     """Yields the arguments of a function as they are written in its call."""
     for parameter in signature.parameters or ():
@@ -246,7 +248,7 @@ def _arguments(
             continue
         text = "None" if value is None else f"[{value}]" if several and parameter.name != "args" else value
         yield text if parameter.kind == "POSITIONAL_ONLY" else f"{parameter.name}={text}"
-    if system is not None and system.name in MESSAGES and "VAR_KEYWORD" in signature.kinds:
+    if trainer is not None and trainer.name in MESSAGES and "VAR_KEYWORD" in signature.kinds:
         taken = sorted({fields.prompt, *signature.names} & {fields.prompt, *fields.names})
         value = "[value]" if several else "value"
         yield f"**{{name: {value} for name, value in record.items() if name not in {json.dumps(taken)}}}"

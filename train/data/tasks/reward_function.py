@@ -66,7 +66,11 @@ class Verifier(UserScore):
         return RewardSignature.from_json(answer["signature"])
 
     def call(self, example: Example, completion: str, finished: bool) -> dict[str, float]:
-        """Calls the function within its limit."""
+        """Calls the function within its limit.
+
+        Raises:
+          WrongRewardError: as `call_reward`, or the call takes too long or ends its process.
+        """
         try:
             if self._function is not None:
                 with time_limit(self._timeout):
