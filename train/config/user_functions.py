@@ -2,7 +2,8 @@
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,29 @@ def _one_line(error: BaseException) -> str:
     except Exception:  # a class of the user's
         text = "an error without a text"
     return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def user_code(label: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turns whatever the block raises, SystemExit too, into an error that names the code of the user.
+
+    Args:
+      label: the field of the config, and the function.
+      kind: the class of the error, which errors of that class keep.
+
+    Raises:
+      UserError: of that class, for every exception but KeyboardInterrupt; with the traceback of the user's code.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except UserError as error:
+        if isinstance(error, kind):
+            raise
+        raise kind(f"{label}: {error}") from error
+    except BaseException as error:
+        raise kind(f"{label}: {failure(error)}") from error
 
 
 def find_function(field: str, name: str) -> Callable[..., Any]:
@@ -70,12 +94,8 @@ def make_with(field: str, name: str, kind: type, /, *values: Any, **arguments: A
       UserError: the function cannot be imported or raises, or its result lacks an attribute.
     """
     function = find_function(field, name)
-    try:
+    with user_code(f"{field}: {name} failed"):
         made = function(*values, **arguments)
-    except (KeyboardInterrupt, UserError):
-        raise
-    except BaseException as error:  # any error of the user's function, also SystemExit
-        raise UserError(f"{field}: {name} failed: {failure(error)}") from error
     members = [member for member in {**inspect.get_annotations(kind), **vars(kind)} if not member.startswith("_")]
     missing = [member for member in members if not hasattr(made, member)]
     if missing:

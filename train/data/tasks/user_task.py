@@ -5,7 +5,7 @@ from typing import Any
 
 from train.config.errors import UserError
 from train.config.schema import Config
-from train.config.user_functions import failure, make_with
+from train.config.user_functions import make_with, user_code
 from train.data.tasks.task import Example, Task
 from train.data.tasks.user_score import TaskScore
 from train.process.waiting import waiting_for
@@ -38,12 +38,8 @@ def _examples(label: str, values: Any) -> list[Example]:
     """Lists examples, which may come from a generator, and checks the texts of each."""
     if not isinstance(values, Iterable):
         raise UserError(f"{label}: got {type(values).__name__}, expected a list of Example")
-    try:
+    with user_code(label):
         examples = list(values)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a generator of the user's, also SystemExit
-        raise UserError(f"{label}: {failure(error)}") from error
     for index, example in enumerate(examples):
         if not isinstance(example, Example):
             raise UserError(f"{label}[{index}]: got {type(example).__name__}, expected Example (train.data.tasks)")
