@@ -1,6 +1,7 @@
 """Functions of the user, which a config names: imported and called, with errors that name the field."""
 
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +13,18 @@ from train.config.signatures import load_function
 
 ROOT = Path(__file__).parents[2]
 _OWN = (f"{ROOT / 'train'}/", f"{ROOT / 'kljax'}/", "<frozen ")
+_LIBRARIES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FIRST, _LAST = 3, 5
 """Lines of a traceback that are shown, from its start and from its end."""
 
 
 def failure(error: BaseException) -> str:
-    """Describes what code of the user raised: the error in one line, then the traceback from the user's code on."""
-    frames = list(traceback.extract_tb(error.__traceback__))
-    start = next((n for n, frame in enumerate(frames) if not frame.filename.startswith(_OWN)), len(frames))
-    frames = [frame for frame in frames[start:] if not frame.filename.startswith("<frozen ")]
+    """Describes what code of the user raised: the error in one line, then the lines of the traceback in user code.
+
+    Lines of packages are shown where there are no others.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
+    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     left_out = len(frames) - _FIRST - _LAST
     lines = traceback.format_list(frames[:_FIRST] + frames[-_LAST:] if left_out > 0 else frames)
     if left_out > 0:

@@ -42,8 +42,8 @@ def memory_problem(error: Exception) -> str | None:
     # On the host it is what was read or called there, and not the size of a batch.
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    place = "".join(f" at {frame.filename}, line {frame.lineno}: {frame.line}" for frame in (outside or frames)[-1:])
-    return f"out of memory on the host: {first}{place}"
+    line = "".join(f" at {frame.filename}, line {frame.lineno}: {frame.line}" for frame in (outside or frames)[-1:])
+    return f"out of memory on the host: {first}{line}"
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from train.run.setup import (
 )
 from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
+from train.run.user_functions import check_user_functions
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
@@ -128,6 +129,7 @@ def _prepare(
     config = context.config
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
+    check_user_functions(context.plan)
     steps = [] if continued is None else continued.steps()
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)

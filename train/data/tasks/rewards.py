@@ -12,6 +12,7 @@ from train.data.tasks.task import Example, Task
 Scores = dict[str, np.ndarray]
 RESERVED = (
     *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
+    "updates_without_gradient",
     *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
     *("prompt", "completion", "answer", "conversation"),
 )
