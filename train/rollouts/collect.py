@@ -1,6 +1,7 @@
 """Collection of a rollout batch: completions from a source, scored, grouped and sharded."""
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -88,7 +89,9 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
-    records = record_rows(rollout.completions, rollout.scores, rollout.rows, context.config.rollout.samples_per_prompt)
+    samples = context.config.rollout.samples_per_prompt
+    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples)
+    records = run_together("recording", rows_of)
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
