@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
+from train.data.tokenizers.byte import ByteTokenizer
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader, processes
 from train.models.decoder import Decoder
@@ -76,7 +77,7 @@ def save_folder(
       model: the decoder.
       policy: its parameters and adapter.
       source: original folder of the parameters; its tokenizer and other keys of `config.json` are copied.
-      tokenizer: source of the token ids in `config.json` if there is no `source`.
+      tokenizer: source of the token ids in `config.json` if there is no `source`; bytes bring their files, too.
       dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
       drop_router_bias: whether to leave out biases of the choice of experts, which no family here has in a file.
       max_file_bytes: maximum size of a file with several tensors.
@@ -108,6 +109,9 @@ def save_folder(
             with new_directory(target) as folder:
                 if source is not None:
                     _copy_others(Path(source), folder)
+                elif isinstance(tokenizer, ByteTokenizer):
+                    for name, text in tokenizer.files().items():
+                        write_text_atomic(folder / name, text)
                 config = _config(model, source, tokenizer, stored)
                 write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
                 model_type = config["model_type"]
