@@ -221,7 +221,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
     if context.config.eval.greedy:
         metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
     writer.write("eval", step, metrics)
-    writer.samples(step, sampled.samples)
+    writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
 
 def train(

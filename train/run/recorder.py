@@ -138,14 +138,14 @@ class RolloutRecorder:
         if self._files is None or not self._files.wants(step):
             return
         described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
-        kept = self._without_holes(selected) if self._config.rollout.source.type == "custom" else np.arange(len(rows))
-        if not len(kept):
+        shown = self._without_holes(selected) if self._config.rollout.source.type == "custom" else np.arange(len(rows))
+        if not len(shown):
             return
 
         def write(path: Path) -> int:
-            arrays = {name: x[kept] for name, x in jax.device_get(selected).items()}
+            arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
             rewards = arrays.pop("rewards")
-            records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(kept, rewards, strict=True)]
+            records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
 

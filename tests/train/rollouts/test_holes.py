@@ -26,7 +26,7 @@ def with_hole(rows: Completions, row: int = 1) -> Completions:
     return dataclasses.replace(rows, token_mask=token_mask, completion_mask=completion_mask)
 
 
-class Changed:
+class Holed:
     def __init__(self, change) -> None:
         self.sample = lambda request: change(right_rows(request))
 
@@ -49,7 +49,7 @@ def context_of(tmp_path, *options: str):
         ("11111011", "00001011", False),  # padding, which nobody reads
     ],
 )
-def test_hole_is_a_real_token_after_the_first_sampled(tokens, completion, hole):
+def test_hole_is_a_token_after_sampled_ones(tokens, completion, hole):
     token_mask, completion_mask = (np.array([[letter == "1" for letter in row]]) for row in (tokens, completion))
     assert has_holes(token_mask, completion_mask).tolist() == [hole]
 
@@ -58,15 +58,15 @@ def test_recording_refuses_holes_before_the_update(tmp_path):
     context = context_of(tmp_path, f"rollout.record={tmp_path / 'recorded'}")
     (tmp_path / "recorded").mkdir()
     with pytest.raises(SourceError, match=r"^rollout\.record: row 1 has tokens between .*; set rollout\.record=null$"):
-        collect(context, Changed(with_hole), 0)
+        collect(context, Holed(with_hole), 0)
     assert not list((tmp_path / "recorded").iterdir())
-    collect(context, Changed(lambda rows: rows), 0)
+    collect(context, Holed(lambda rows: rows), 0)
     assert [path.name for path in (tmp_path / "recorded").glob("*.jsonl")] == ["00000000.jsonl"]
 
 
 def test_rows_with_holes_are_trained_as_they_are(tmp_path):
     context = context_of(tmp_path)
-    rollout = collect(context, Changed(with_hole), 0)
+    rollout = collect(context, Holed(with_hole), 0)
     expected = with_hole(right_rows(Request.of(context, 0)))
     np.testing.assert_array_equal(rollout.batch.completion_mask, expected.completion_mask)
     np.testing.assert_array_equal(rollout.batch.token_mask, expected.token_mask)
@@ -78,7 +78,7 @@ def recorded(tmp_path, *changes) -> list[Path]:
     context = context_of(tmp_path)
     recorder = RolloutRecorder(context, tmp_path / "rollouts", done=0)
     for step, change in enumerate(changes):
-        rollout = collect(context, Changed(change), step)
+        rollout = collect(context, Holed(change), step)
         recorder.record(step + 1, rollout, rollout.batch, [])
     recorder.close()
     return [tmp_path / "rollouts" / f"{step:08d}.parquet" for step in recorded_steps(tmp_path / "rollouts")]

@@ -14,7 +14,7 @@ RESERVED = (
     *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
     "updates_without_gradient",
     *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
-    *("prompt", "completion", "answer", "conversation"),
+    *("prompt", "completion", "answer", "conversation", "decoding"),
 )
 """Names of metrics of the trainer, and of fields of its samples, which a reward would replace or be replaced by."""
 RESERVED_PREFIXES = ("kl_", "rollout_", "mismatch_", "correction_", "packing_", "time/")
