@@ -124,7 +124,9 @@ def test_completions_of_each_evaluation_are_kept(smoke):
     for path, evaluation in zip(files, records(smoke.root, "eval"), strict=True):
         samples = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(samples) == 8
-        assert samples[0].keys() == {"prompt", "completion", "answer", "conversation", "finished", "reward", "correct"}
+        texts = {"prompt", "completion", "answer", "conversation"}
+        assert samples[0].keys() == texts | {"finished", "reward", "correct", "decoding"}
+        assert {sample["decoding"] for sample in samples} == {"sampled"}
         assert np.mean([sample["correct"] for sample in samples]) == evaluation["correct"]
 
 
