@@ -55,7 +55,8 @@ def device_lanes(array: jax.Array, at_once: int = 1) -> tuple[jax.Array, ...]:
     words = _device_words(array)
     if words.ndim < 2:
         return (words,)
-    blocks, rows = [words], math.prod(words.shape[:-1])
+    blocks = [words]
+    rows = math.prod(words.shape[:-1])
     if (count := math.gcd(rows, at_once)) > 1:
         blocks = list(words.reshape(count, rows // count, words.shape[-1]))
     last = blocks[0].ndim - 1
@@ -109,7 +110,8 @@ def _has_whole_words(shape: tuple[int, ...], size: int) -> bool:
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
-    rows, size = np.atleast_1d(np.ascontiguousarray(array)), array.dtype.itemsize
+    rows = np.atleast_1d(np.ascontiguousarray(array))
+    size = array.dtype.itemsize
     if _has_whole_words(array.shape, size):
         return rows.view(np.uint32)
     return rows.view(f"u{size}").astype(np.uint32)
