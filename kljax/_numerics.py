@@ -213,7 +213,7 @@ def _python_floors(fraction: float, largest: int) -> tuple[tuple[int, int], list
     raised = n[rounded > floors]
     if not raised.size:
         return (int(floors[best]), best + 1), []
-    step = int(raised[0]) if raised.size == 1 else int(np.gcd.reduce(raised))
+    step = math.gcd(*raised.tolist())
     ends = np.flatnonzero(np.diff(raised) > step)
     firsts = raised[np.r_[0, ends + 1]]
     lasts = raised[np.r_[ends, raised.size - 1]]

@@ -101,7 +101,7 @@ def _add_block(lanes: np.ndarray, words: np.ndarray, weights: tuple[np.ndarray, 
     np.bitwise_xor(mixed, other, out=mixed)
     for lane, weight in enumerate((p, q)):
         np.multiply(mixed, weight, out=other)
-        lanes[lane] += np.add.reduce(other, axis=-1, dtype=np.uint32)
+        lanes[lane] += np.sum(other, axis=-1, dtype=np.uint32)
 
 
 def _has_whole_words(shape: tuple[int, ...], size: int) -> bool:
