@@ -18,6 +18,7 @@ from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompt
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge
 from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers.generation_config import warn_of_generation_config
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
 from train.distributed.peer_watch import enter
@@ -97,6 +98,8 @@ def make_context(config: Config) -> RunContext:
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
     tokenizer, task = load_tokenizer(config), load_task(config)
+    if config.model.path is not None:
+        warn_of_generation_config(config.model.path)
     prompts = Prompts(
         task.train,
         tokenizer,
