@@ -13,6 +13,8 @@ Scores = dict[str, np.ndarray]
 RESERVED = (
     *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
     *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
+    *("reward_std", "groups_with_spread", "repeated_completions", "copied_groups", "log_probs_missing"),
+    *("learning_rate", "sampling_bias", "sampling_bias_z"),
     *("prompt", "completion", "answer", "conversation"),
 )
 """Names of metrics of the trainer, and of fields of its samples, which a reward would replace or be replaced by."""
