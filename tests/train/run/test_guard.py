@@ -197,7 +197,7 @@ def test_token_of_pieces_shows_its_space():
     word = [tokenizer._tokenizer.token_to_id("▁apples")]
     batch = dataclasses.replace(batch, tokens=batch.tokens.at[ROW, COLUMN].set(word[0]))
     assert tokenizer.decode(word) == "apples"
-    assert f": id {word[0]} (' apples')" in describe_token(batch, TOKENS, tokenizer)
+    assert f": id {word[0]} (' apples')" in describe_token(batch, TOKENS, tokenizer, list(TOKENS))
 
 
 def test_rollback_restores_weights_and_continues_the_prompts(watch_of, capsys):
