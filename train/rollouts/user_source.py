@@ -104,7 +104,7 @@ class UserSource:
         log_probs = completions.fields.get("log_probs")
         if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["log_probs"][completion_mask]).all():
             raise SourceError(
-                f"{self._label}: log_probs: got some below {LEAST_LOG_PROB:g}, a floor of tokens without a log-prob, in "
+                f"{self._label}: log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without one, in "
                 "an array on the devices; return a NumPy array, from which such tokens are left out"
             )
         if not completion_mask.any():
