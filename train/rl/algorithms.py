@@ -199,3 +199,17 @@ def learning_rate(section: Optim) -> optax.ScalarOrSchedule:
         return highest if after is None else after
     rise = optax.linear_schedule(highest / (section.warmup_steps + 1), highest, section.warmup_steps)
     return rise if after is None else optax.join_schedules([rise, after], [section.warmup_steps])
+
+
+def next_learning_rate(section: Optim, opt_state: optax.OptState) -> Array:
+    """Returns the learning rate of the next update, which follows from the updates that were applied."""
+    rate = learning_rate(section)
+    if not callable(rate):
+        return jnp.asarray(rate, jnp.float32)
+
+    def is_schedule(state: Any) -> bool:
+        return isinstance(state, optax.ScaleByScheduleState)
+
+    # Parts of the weights may have optimizers of their own, which count alike.
+    states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return jnp.asarray(rate(next(filter(is_schedule, states)).count), jnp.float32)

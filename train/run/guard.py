@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ from train.data.tokenizers import Tokenizer, decode_continuation
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
 from train.rl.batch import Batch, present_arrays
-from train.rl.kl_metrics import KL_ESTIMATE, KL_METRICS, largest_of
+from train.rl.kl_metrics import ROLLOUT_KL_MAX
 from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any
 Tokens = Mapping[str, LargestToken]
+NameToken = Callable[[Sequence[str]], str]
 WARN_EVERY = 50
 """Steps between warnings that a limit is left; one that is left ten times as far is reported at once."""
 SHOWN_PROMPT = 60
@@ -60,15 +61,15 @@ def check_finite(tree: Tree, what: str) -> None:
 
 
 class Beyond(NamedTuple):
-    """A limit that a step has left: the message, how many times as large the value is, and whether a token has it."""
+    """A limit that a step has left: the message, how many times as large the value is, metrics that name a token."""
 
     reason: str
     factor: float
-    of_token: bool
+    tokens: Sequence[str]
 
-    def describe(self, name_token: Callable[[], str]) -> str:
-        """Returns the message, with the token if one has the value."""
-        return self.reason + (name_token() if self.of_token else "")
+    def describe(self, name_token: NameToken) -> str:
+        """Returns the message, with the token of the first metric that names one."""
+        return self.reason + name_token(self.tokens)
 
 
 class Warnings:
@@ -102,7 +103,7 @@ class StepGuard:
         self._directory = directory
         self._tokenizer = tokenizer
         self._cause = ""
-        self._name_token: Callable[[], str] = str
+        self._name_token: NameToken = _name_no_token
         self._warnings = Warnings()
         self._loss = config.loss.function if isinstance(config.loss, UserFunction) else config.loss.type
         self._told_of_gradient = False
@@ -157,7 +158,7 @@ class StepGuard:
           GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
         """
         # The batch is not kept until the next step.
-        name_token, self._name_token = self._name_token, str
+        name_token, self._name_token = self._name_token, _name_no_token
         action, beyond = self._guard.action, self._beyond_limit(values)
         if beyond is not None and action in ("warn", "skip"):
             self._report(int(state.step), beyond, name_token)
@@ -173,7 +174,7 @@ class StepGuard:
             return state
         return self._act(state, beyond.describe(name_token))
 
-    def _report(self, step: int, beyond: Beyond, name_token: Callable[[], str]) -> None:
+    def _report(self, step: int, beyond: Beyond, name_token: NameToken) -> None:
         skip = self._guard.action == "skip"
         shown, before = self._warnings.count(step, beyond.factor)
         if skip:
@@ -201,13 +202,14 @@ class StepGuard:
             for name in limit.metrics:
                 if name in values and limit.is_left_by(values[name]):
                     reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
-                    exceeded.append(Beyond(reason, _ratio(values[name], limit.number), not limit.least))
+                    exceeded.append(Beyond(reason, _ratio(values[name], limit.number), limit.tokens))
         if self._guard.action == "skip":
             if not values.get(SHARE):
                 return None
             # The mean of a step may be within a limit that one of its updates has left.
-            fields = " or ".join(limit.field for limit in limits(self._guard))
-            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, largest_of(KL_ESTIMATE) in values)]
+            fields = " or ".join(dict.fromkeys(limit.field for limit in limits(self._guard)))
+            tokens = [name for limit in limits(self._guard) for name in limit.tokens]
+            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, tokens)]
         return max(exceeded, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
@@ -257,13 +259,17 @@ def _ratio(value: float, number: float) -> float:
     return larger / smaller if smaller else math.inf
 
 
-def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) -> str:
-    """Names the token with the largest KL to the reference, for a message; empty if no metric has one.
+def _name_no_token(names: Sequence[str]) -> str:
+    return ""
+
+
+def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, names: Sequence[str]) -> str:
+    """Names the token with the largest KL of the first metric of `names` that has one, for a message; else empty.
 
     Every process of a run calls it, as the rows of a batch may be spread over them.
     """
-    token = next((tokens[name] for name in map(largest_of, KL_METRICS) if name in tokens), None)
-    if token is None or not token.largest > -math.inf:
+    metric = next((name for name in names if name in tokens), None)
+    if metric is None or not (token := tokens[metric]).largest > -math.inf:
         return ""
     row, column = int(token.row), int(token.column)
     arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
@@ -276,7 +282,8 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) ->
         end = ids[column] in tokenizer.eos_ids
         text += " (end)" if end else f" ({_quoted(decode_continuation(tokenizer, before, [int(ids[column])]))})"
         location += f", {_quoted(tokenizer.decode(prompt))}"
-    known = [(token.log_prob, "the policy"), (token.ref_log_prob, "the reference")]
+    other = "the sampler" if metric == ROLLOUT_KL_MAX else "the reference"
+    known = [(token.log_prob, "the policy"), (token.other_log_prob, other)]
     log_probs = ", ".join(f"{number:.4g} under {who}" for number, who in known if not np.isnan(number))
     return (
         f"; the largest is {token.largest:.4g} at token {number} of the {int(drawn.sum())} sampled in {location}: "

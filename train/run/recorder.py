@@ -146,6 +146,7 @@ class RolloutRecorder:
         def write(path: Path) -> int:
             arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
             rewards = arrays.pop("rewards")
+            arrays = whole_completions(arrays, self._config.data.max_prompt_length)
             records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
@@ -168,6 +169,18 @@ class RolloutRecorder:
         """Waits for the last file."""
         if self._files is not None:
             self._files.close()
+
+
+def whole_completions(arrays: Mapping[str, np.ndarray], prompt_length: int) -> dict[str, np.ndarray]:
+    """Returns rows whose completions have their tokens without a log-prob too, with NaN for what was not computed."""
+    completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompt_length)
+    left_out = completions & ~arrays["completion_mask"]
+    numbers = {
+        name: np.where(left_out, np.nan, x).astype(x.dtype)
+        for name, x in arrays.items()
+        if x.dtype.kind == "f" and x.shape == left_out.shape
+    }
+    return {**arrays, **numbers, "completion_mask": completions}
 
 
 def token_texts(tokenizer: Tokenizer) -> TokenTexts:

@@ -19,6 +19,7 @@ from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge, warn_of_unweighted
 from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers.generation_config import warn_of_generation_config
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
 from train.distributed.peer_watch import enter
@@ -98,6 +99,8 @@ def make_context(config: Config) -> RunContext:
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
     tokenizer, task = load_tokenizer(config), load_task(config)
+    if config.model.path is not None:
+        warn_of_generation_config(config.model.path)
     prompts = Prompts(
         task.train,
         tokenizer,
