@@ -94,8 +94,9 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -
     distinct = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
     copies = distinct == 1
     chances = (samples - 1) * statistics["most_log_prob"].reshape(-1, samples).max(1)
-    if copies.all() and chances.sum() < LEAST_CHANCE:
-        raise SourceError(_describe_copies(config, len(copies), chances.sum()))
+    chance = float(chances.sum())
+    if copies.all() and chance < LEAST_CHANCE:
+        raise SourceError(_describe_copies(config, len(copies), chance))
     return metrics | {
         "repeated_completions": float(1 - distinct.mean() / samples),
         "copied_groups": float((copies & (chances < LEAST_CHANCE)).mean()),

@@ -159,9 +159,11 @@ class ServerSource:
         """Waits for the answers, and pads them; processes that share rows exchange them."""
         began = time.perf_counter()
         answers = run_together("rollout", lambda: wait_for(sent.answers))
-        now, arrays = time.perf_counter(), self._held_rows(sent, answers)
+        now = time.perf_counter()
+        arrays = self._held_rows(sent, answers)
         seconds = (sent.ended or now) - sent.began
-        timings = {"rollout_tokens_per_second": arrays["completion_mask"].sum() / seconds, "rollout_wait": now - began}
+        tokens = int(arrays["completion_mask"].sum())
+        timings = {"rollout_tokens_per_second": tokens / seconds, "rollout_wait": now - began}
         return Received(sent.request.step, arrays, timings)
 
     def close(self) -> None:
