@@ -159,10 +159,10 @@ def unpack_states(states: jax.Array, token_mask: jax.Array, packed: PackedRows, 
     starts = packed.starts.reshape(parts, -1, 2)
     slots = jnp.where(columns == 0, starts[..., :1], starts[..., 1:] + columns - 1)
     # The token that the state in each slot predicts, among those of the completions.
-    following = packed.tokens % length + 1 - prompt
+    next_index = packed.tokens % length + 1 - prompt
     predicted = jnp.where(
-        (packed.tokens >= 0) & (following >= 0) & (following < length - prompt),
-        packed.tokens // length * (length - prompt) + following,
+        (packed.tokens >= 0) & (next_index >= 0) & (next_index < length - prompt),
+        packed.tokens // length * (length - prompt) + next_index,
         -1,
     )
     before = _unpack(

@@ -100,12 +100,12 @@ def start_reference(
     reference: ScoredPolicy | None = ScoredPolicy(model, kljax.Policy(None))
     if state.reference is None or not on_leader("references", lambda: is_recorded(record, config)):
         loaded = load_reference(plan, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
-        following = None
+        moving = None
         if loaded is not None and follows_policy(config):
-            following = start_following(config, loaded, state.trainable)
+            moving = start_following(config, loaded, state.trainable)
         else:
             reference = loaded
-        state = dataclasses.replace(state, reference=following)
+        state = dataclasses.replace(state, reference=moving)
     frozen = FrozenWeights(base, reference)
     fingerprint = reference_fingerprint(frozen)
     step = int(state.step)

@@ -147,11 +147,12 @@ def make_preparation(plan: Plan) -> Preparation:
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
-        mask, following = batch.completion_mask, dict(states)
+        mask = batch.completion_mask
+        next_states = dict(states)
 
         def steer(name: str, kl: Array) -> None:
             steered = controllers[name].update(states[name], kl, mask.any(-1).sum())
-            following[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
+            next_states[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
 
         shaped = None
         if "reward" in controllers:
@@ -161,7 +162,7 @@ def make_preparation(plan: Plan) -> Preparation:
             metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
         if plan.advantage is None:
-            return batch, following, metrics
+            return batch, next_states, metrics
         advantages, returns = algorithms.estimate_advantages(plan, options, batch, shaped)
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
@@ -184,10 +185,10 @@ def make_preparation(plan: Plan) -> Preparation:
                 coef = states["advantage"].coef
                 metrics["kl_advantage_coef"] = single(coef)
             steer("advantage", mean_kl)
-        return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
+        return dataclasses.replace(batch, advantages=advantages, returns=returns), next_states, metrics
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
-        batch, following, metrics = with_advantages(batch, states)
+        batch, next_states, metrics = with_advantages(batch, states)
         if in_groups:
             spread = kljax.groups_with_spread(
                 required(batch.rewards), required(batch.group_ids), num_groups=plan.num_groups
@@ -196,7 +197,7 @@ def make_preparation(plan: Plan) -> Preparation:
         batch, measured = correct(batch)
         if loss.old_log_probs == "sampler":
             batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
-        return batch, following, metrics | measured
+        return batch, next_states, metrics | measured
 
     return prepare
 
@@ -206,11 +207,11 @@ def make_control(plan: Plan) -> Control:
     controllers = algorithms.make_controllers(plan)
 
     def control(states: Controllers, measured: Metrics, mask: Array) -> Controllers:
-        following = dict(states)
+        next_states = dict(states)
         for name, metric in measured.items():
             steered = controllers[name].update(states[name], metric.value(), mask.any(-1).sum())
-            following[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
-        return following
+            next_states[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
+        return next_states
 
     return control
 

@@ -219,16 +219,16 @@ class StepGuard:
             often = "" if guard.action == "stop" else f", for the {actions + 1}. time (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")
-        following = _with(state.guard, actions=actions + 1)
+        next_guard = _with(state.guard, actions=actions + 1)
         if guard.action == "lower_learning_rate":
-            following = _with(following, rate=float(state.guard.rate) * guard.learning_rate_factor)
-            warn(f"{reason}; the learning rate is now {float(following.rate):g} of the schedule's")
-            return dataclasses.replace(state, guard=following)
+            next_guard = _with(next_guard, rate=float(state.guard.rate) * guard.learning_rate_factor)
+            warn(f"{reason}; the learning rate is now {float(next_guard.rate):g} of the schedule's")
+            return dataclasses.replace(state, guard=next_guard)
         restored = self.checkpoints.restore_last(state)
         if restored is None:
             raise GuardError(f"{reason}; there is no checkpoint to roll back to")
         warn(f"{reason}; rolled back to the weights of step {int(restored.step)}, on to the prompts of step {step + 1}")
-        return dataclasses.replace(restored, step=state.step, guard=following)
+        return dataclasses.replace(restored, step=state.step, guard=next_guard)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves a state, unless it is saved.

@@ -258,6 +258,8 @@ def _check_covered(path: Path, tensors: list[GgufTensor], start: int, alignment:
         (start, "the header"),
         *((tensor.offset + tensor.nbytes, f"the tensor {tensor.name!r}") for tensor in ordered),
     ]
-    for (end, what), following in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
-        if following - end >= alignment:
-            raise ValueError(f"{path}: {following - end:,} bytes after {what} belong to no tensor; the file is damaged")
+    for (end, what), next_offset in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
+        if next_offset - end >= alignment:
+            raise ValueError(
+                f"{path}: {next_offset - end:,} bytes after {what} belong to no tensor; the file is damaged"
+            )
