@@ -170,7 +170,8 @@ def narrow_logits(hidden: jax.Array, stored: jax.Array, dtype: jnp.dtype, *, tie
       tied: whether the head is the table of embeddings.
     """
     axis = 0 if tied else 1
-    count, width = stored.shape[axis], min(COLUMNS, stored.shape[axis])
+    count = stored.shape[axis]
+    width = min(COLUMNS, stored.shape[axis])
 
     def add(number: jax.Array, logits: jax.Array) -> jax.Array:
         # The last piece overlaps the one before.

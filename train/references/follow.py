@@ -111,7 +111,8 @@ def _arrays_of(config: Config, make: Callable[[], Tree]) -> Tree:
 def _corrected(section: BemaReference, old: CorrectedAverage, trained: Tree, step: jax.Array) -> CorrectedAverage:
     options = section.model_dump(include={"power", "bias_power", "multiplier", "lag", "min_rate"})
     average, reference = kljax.bema_reference(old.average, trained, old.initial, step, **options)
-    before, after = (old.reference, old.average), (reference, average)
+    before = (old.reference, old.average)
+    after = (reference, average)
     reference, average = kljax.refreshed_reference(before, after, step, every=section.every)
     return CorrectedAverage(reference, average, old.initial)
 

@@ -42,7 +42,8 @@ def check_reference(plan: Plan, model: Decoder, mesh: Mesh, steps: Sequence[int]
     Raises:
       UserError: naming the field and what there is.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference:
         return None
     if section.source == "step":
@@ -135,7 +136,8 @@ def load_reference(
     Raises:
       UserError: the reference is missing or does not fit; the message names the field and what there is.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference:
         return None
     with _field_errors("source" if saved is None else "path"):
