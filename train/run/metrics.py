@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 
 from tensorboardX import SummaryWriter
 
+from kljax._files import write_text_atomic
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.config.schema import Config
@@ -16,7 +17,6 @@ from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
 from train.run.glossary import tag_of
 from train.run.trackers import Tracker, open_trackers
-from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import kljax
+from kljax._files import write_text_atomic
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.context import RunContext
@@ -33,7 +34,7 @@ from train.run.display import (
     print_devices,
     print_next_commands,
     progress,
-    write_summary,
+    summary_text,
 )
 from train.run.guard import StepGuard
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
@@ -115,7 +116,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     # A finished run that is resumed did nothing: its summary, with its seconds, stays.
     if done > first or not directory.summary.exists():
         summary = _summary(before, after, done, time.perf_counter() - began) | {"skipped_updates": skipped}
-        write_summary(directory.summary, summary)
+        write_text_atomic(directory.summary, summary_text(summary))
     print_comparison(console, before, after)
     if skipped:
         console.print(f"{skipped} updates were skipped", markup=False, highlight=False)

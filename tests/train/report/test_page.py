@@ -164,6 +164,15 @@ def test_page_lies_in_the_run_by_default(runs, tmp_path, capsys):
     assert data_of((tmp_path / "run" / "report.html").read_text())["title"] == "run"
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_page_never_replaces_a_file_of_the_run(runs, tmp_path, capsys, name):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    before = (run / name).read_bytes()
+    assert main([str(run), "--output", str(run / name)]) == 2
+    assert f"error: --output: {run / name} is a file of the run {run}" in capsys.readouterr().err
+    assert (run / name).read_bytes() == before
+
+
 def test_colours_and_bars_ignore_infinite_numbers():
     values = np.array([0.5, -1.0, np.nan, np.inf, 3.0], np.float32)
     assert 2.9 < color_limit(values) <= 3.0
