@@ -12,7 +12,9 @@ from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.distributed.exchange import on_leader, run_together
+from train.run.inputs import check_inputs, write_inputs
 from train.run.lock import claim, locked
+from train.run.metrics import read_metrics
 from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text
 
@@ -101,6 +103,16 @@ class RunDirectory(RunPaths):
                 f"{self.base_record.name} from a copy, or start a new run"
             )
 
+    def check_checkpoints(self) -> None:
+        """Raises `UserError` if RL has made a step, but all checkpoints are gone, also the one before RL."""
+        if self.steps() or not self.metrics.is_file():
+            return
+        if steps := [record["step"] for record in read_metrics(self.metrics) if record["phase"] == "train"]:
+            raise UserError(
+                f"--resume: {self.checkpoints} has no checkpoint, although {self.metrics} has step {steps[-1]}; "
+                f"restore one from a copy, move {self.metrics.name} away to begin again, or start a new run"
+            )
+
 
 @contextmanager
 def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
@@ -146,6 +158,7 @@ def start_run(config: Config) -> RunDirectory:
             root, number = first.with_name(f"{config.name}-{number}"), number + 1
         run = RunDirectory(root)
         run.write_config(config.model_copy(update={"name": root.name}), secrets.token_hex(8))
+        write_inputs(run.inputs, config)
     except OSError as error:
         raise UserError(f"output: cannot create {root}: {error.strerror}") from error
     return run
@@ -165,18 +178,20 @@ def resume_run(config: Config) -> RunDirectory:
     """Opens the directory of the run that `--resume` continues.
 
     Raises:
-      UserError: there is no such run, its config was changed on disk, its base is gone, or the config differs in
-        fields that change the result; the message names each.
+      UserError: there is no such run, its config was changed on disk, its base or all its checkpoints are gone, or the
+        config differs in fields that change the result, or the files that they name do; the message names each.
     """
     run = existing_run(config)
     run.check_config()
     run.check_base()
+    run.check_checkpoints()
     before, now = flat_fields(load(run.config).config), flat_fields(config)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
+    check_inputs(run.inputs, config)
     run.write_config(config, run.run_id)
     return run
 
