@@ -73,7 +73,8 @@ exit_with({code})
 
 
 def test_thread_that_waits_does_not_hold_an_ending_command():
-    done = subprocess.run([sys.executable, "-c", WAITING.format(code=2)], timeout=60, capture_output=True, text=True)
+    command = [sys.executable, "-c", WAITING.format(code=2)]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "")
 
 
