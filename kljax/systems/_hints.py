@@ -8,10 +8,16 @@ from kljax.systems._table import ENTRIES
 
 KINDS = {"mode": "reduction", "estimator": "kl"}
 SHOWN = 3
+EXACT = (
+    "the exact KL over the vocabulary comes from hidden states: kljax.token_kl, kljax.kl_from_hidden, or the kl of "
+    "kljax.token_log_probs(..., reference=(ref_hidden, ref_head))"
+)
 
 
 def hint_for_choice(argument: str, value: object) -> str:
     """Writes what a reduction or estimator is here that the systems have by this name; nothing for other arguments."""
+    if argument == "estimator" and value in ("exact", "full", "full_kl", "exact_kl"):
+        return f"; {EXACT}"
     kind = KINDS.get(argument)
     meanings: dict[str, str] = {}
     for entry in ENTRIES:
@@ -23,6 +29,8 @@ def hint_for_choice(argument: str, value: object) -> str:
 
 def hint_for_attribute(name: str, public: Iterable[str]) -> str:
     """Writes which names of the systems have this function or name, and which public name is spelled almost like it."""
+    if name in ("exact_kl", "full_kl", "kl_exact", "kl_full"):
+        return f"; did you mean kljax.token_kl? {EXACT}"
     stem = name.removesuffix("_loss").removesuffix("_advantages")
     keys = [entry.key for entry in [*find_by_function(name), *(find(stem) if stem else ())]]
     # What a system calls exactly so is no misspelling.

@@ -202,6 +202,17 @@ class Plan:
         """
         return self.scope is not None and not self.key
 
+    def measures_sampling_bias(self, *, recorded: bool) -> bool:
+        """Whether sampled tokens can be compared with the entropies of the policy, which are of the whole vocabulary.
+
+        They have to be draws of the policy; or of another one whose log-probs are `recorded`, but not of any policy.
+        """
+        section = self.config.rollout
+        source, cut = section.source, section.top_k > 0 or section.top_p < 1 or section.min_p > 0
+        if cut or source.type == "file" or (source.type == "openai" and source.sync == "none"):
+            return False
+        return recorded or (source.type != "custom" and section.policy_lag == 0 and section.ahead == 0)
+
     @property
     def fields(self) -> tuple[str, ...]:
         """The optional fields of the batch that the objective reads; some are scored, a rollout brings the others."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
+from train.config.algorithms import UserFunction
 from train.config.kl import KL, LossKL, RewardKL
 from train.config.loss import Loss
 from train.config.plan import Plan
@@ -23,10 +24,11 @@ from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
-from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
-from train.rl.metrics import LargestToken, Metrics, single
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, ROLLOUT_KL_MAX, largest_of
+from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
+from train.rl.sampling_bias import measure_sampling_bias
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -62,8 +64,13 @@ class LossMetrics(NamedTuple):
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
-        parts = {name: single(value) for name, value in self.parts.items()}
-        return {**parts, **self.tokens}
+        metrics: Metrics = {name: single(value) for name, value in self.parts.items()}
+        for name, metric in self.tokens.items():
+            if name == SLOPE and isinstance(metric, kljax.WeightedSum):
+                metrics[WITHOUT_GRADIENT] = single(1.0 * ((metric.weight > 0) & (metric.sum == 0)))
+            else:
+                metrics[name] = metric
+        return metrics
 
 
 def tile(section: LogProbs) -> kljax.Tile | None:
@@ -136,6 +143,7 @@ def make_preparation(plan: Plan) -> Preparation:
     """
     controllers, correct = algorithms.make_controllers(plan), make_correction(plan)
     loss, section, options = plan.config.loss, plan.config.kl, plan.config.advantage
+    in_groups = plan.config.rollout.samples_per_prompt > 1
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
@@ -180,6 +188,11 @@ def make_preparation(plan: Plan) -> Preparation:
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         batch, following, metrics = with_advantages(batch, states)
+        if in_groups:
+            spread = kljax.groups_with_spread(
+                required(batch.rewards), required(batch.group_ids), num_groups=plan.num_groups
+            )
+            metrics["groups_with_spread"] = kljax.WeightedSum.of(spread.astype(float), jnp.ones_like(spread))
         batch, measured = correct(batch)
         if loss.old_log_probs == "sampler":
             batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
@@ -268,9 +281,13 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
             reduced["value"] = (kljax.masked(term, kept_mask) * required(batch.token_weights)).sum()
             loss = loss + coefs["value"] * reduced["value"]
-        metrics = _token_metrics(section, kl.loss, terms.stats, scored)
+        metrics = _token_metrics(section, kl, terms.stats, scored)
+        if plan.measures_sampling_bias(recorded=batch.rollout_log_probs is not None):
+            metrics |= measure_sampling_bias(terms.stats, batch, model.config.vocab_size)
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
+        if isinstance(section, UserFunction) and plan.advantage is not None:
+            metrics[SLOPE] = _policy_slope(plan, section, terms.stats, masked, coefs.get("key"))
         if routed is not None:
             losses = router_losses(config.routing, routed, replayed, totals)
             loss, reduced = loss + sum(coefs[name] * value for name, value in losses.items()), reduced | losses
@@ -283,6 +300,23 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token), choices)
 
     return objective
+
+
+def _policy_slope(
+    plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch, key: Array | None
+) -> kljax.WeightedSum:
+    """Sums the derivatives of the policy loss to log-probs and entropies, beside the tokens with an advantage."""
+    kept_mask = _kept(batch)
+
+    def total(log_prob: Array, entropy: Array) -> Array:
+        moved = dataclasses.replace(stats, log_prob=log_prob, entropy=entropy)
+        return kljax.masked(algorithms.policy_loss(plan, section, moved, batch, key), kept_mask).sum()
+
+    constants = jax.lax.stop_gradient((stats.log_prob, required(stats.entropy)))
+    slopes = jax.grad(total, argnums=(0, 1))(*constants)
+    size = sum(jnp.abs(slope).sum() for slope in slopes)
+    count = (kept_mask & (required(batch.advantages) != 0)).sum()
+    return kljax.WeightedSum(jnp.asarray(size, float), count.astype(float))
 
 
 class _Terms(NamedTuple):
@@ -397,29 +431,31 @@ def _per_token(stats: kljax.TokenStats, batch: Batch, kept_mask: Array) -> dict[
     return values if stats.kl is None else {**values, "exact_kl": stats.kl}
 
 
-def _token_metrics(loss: Loss, term: LossKL, stats: kljax.TokenStats, batch: Batch) -> Metrics:
+def _token_metrics(loss: Loss, kl: KL, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     mask = batch.completion_mask
     metrics: Metrics = {
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, required(batch.old_log_probs), mask),
     }
     rows = jnp.arange(len(mask), dtype=jnp.int32) if batch.row_numbers is None else batch.row_numbers
-    largest = functools.partial(
-        LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob, ref_log_probs=batch.ref_log_probs
-    )
+    largest = functools.partial(LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob)
     if batch.ref_log_probs is not None:
         metrics[KL_ESTIMATE] = kljax.reference_kl(stats.log_prob, batch.ref_log_probs, mask)
         estimates = kljax.estimate_kl(stats.log_prob, batch.ref_log_probs, mask, estimator="k3")
-        metrics[largest_of(KL_ESTIMATE)] = largest(estimates)
+        metrics[largest_of(KL_ESTIMATE)] = largest(estimates, other_log_probs=batch.ref_log_probs)
     if stats.kl is not None:
-        forward = term.direction == "forward"
+        forward = kl.loss.direction == "forward"
         metrics["kl_reference_forward" if forward else KL_EXACT] = kljax.WeightedSum.of(stats.kl, mask)
         if not forward:
-            metrics[largest_of(KL_EXACT)] = largest(stats.kl)
+            metrics[largest_of(KL_EXACT)] = largest(stats.kl, other_log_probs=batch.ref_log_probs)
     if batch.rollout_log_probs is not None:
-        metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
+        recorded = batch.rollout_log_probs
+        metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, recorded, mask)
+        if kl.rollout.coef > 0:
+            estimates = kljax.estimate_kl(recorded, stats.log_prob, mask, estimator="k3")
+            metrics[ROLLOUT_KL_MAX] = largest(estimates, other_log_probs=recorded)
         if loss.old_log_probs == "trainer":
             # The completions are of this policy, so the error shows how sampler and trainer differ: rounding, or a bug.
-            error = jnp.abs(required(batch.old_log_probs) - batch.rollout_log_probs)
+            error = jnp.abs(required(batch.old_log_probs) - recorded)
             metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)
     return metrics

@@ -22,6 +22,7 @@ from train.models import Decoder
 from train.models.packing import PackedRows
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl import objective as objectives
+from train.rl.algorithms import next_learning_rate
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import (
@@ -265,7 +266,8 @@ def make_update(
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
         sums = metric_sums.reduce()
-        metrics = sums.of_update() | {"grad_norm": single(norm)}
+        rate = next_learning_rate(config.optim, state.opt_state) * state.guard.rate
+        metrics = sums.of_update() | {"grad_norm": single(norm), "learning_rate": single(rate)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)

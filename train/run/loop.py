@@ -12,7 +12,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import STEERED
 from train.context import RunContext
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.distributed.exchange import any_of, of_leader, run_together
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt
@@ -21,7 +21,7 @@ from train.references.store import ReferenceStore, make_reference_store
 from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
-from train.rl.metrics import LargestToken, metric_values, single
+from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.objective import Control, Preparation, coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
@@ -46,6 +46,7 @@ from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 from train.run.recorder import RolloutRecorder
+from train.run.rollout_watch import RolloutWatch
 from train.run.routes import flips_by_lag, loads_by_expert, verify_routes
 
 Tree = Any
@@ -136,7 +137,7 @@ def rl_step(
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
         state, metrics, *per_token = programs.update(state, base, batch, rows, coefs, ref_head=ref_head, packed=packed)
         values_of_tokens += per_token
-        totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
+        totals = add_update(totals, metrics, number)
     if programs.control is not None:
         steered = {name: totals[STEERED[name].measured] for name in plan.steered}
         totals |= {STEERED[name].coefficient: single(controllers[name].coef) for name in plan.steered}
@@ -221,7 +222,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
     if context.config.eval.greedy:
         metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
     writer.write("eval", step, metrics)
-    writer.samples(step, sampled.samples)
+    writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
 
 def train(
@@ -248,6 +249,7 @@ def train(
       GuardError: numbers were not finite, a limit was left, or other routes were used than recorded ones.
     """
     config = context.config
+    rollout_watch = RolloutWatch(context.plan)
     first = done = int(state.step)
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
@@ -265,6 +267,7 @@ def train(
         writer.timing(done, seconds)
         if config.routing.verify:
             verify_routes(values, done)
+        rollout_watch.check(done, values)
         state = watch.check(state, values)
         last = done == config.steps
         if context.held_out and (last or done % config.eval.every == 0):

@@ -16,8 +16,10 @@ from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import Example, Task, load_task
-from train.data.tasks.rewards import compose, judge
+from train.data.tasks.rewards import compose, judge, warn_of_unweighted
+from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers.generation_config import warn_of_generation_config
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
 from train.distributed.peer_watch import enter
@@ -97,6 +99,8 @@ def make_context(config: Config) -> RunContext:
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
     tokenizer, task = load_tokenizer(config), load_task(config)
+    if config.model.path is not None:
+        warn_of_generation_config(config.model.path)
     prompts = Prompts(
         task.train,
         tokenizer,
@@ -153,6 +157,8 @@ def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
     if judged := (examples or context.held_out)[:1]:
         scores = judge(context.task, judged, [""], np.array([True]))
         compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
+    if isinstance(context.task.score, UserScore):
+        warn_of_unweighted(config.rewards.weights, context.task.score.names or ())
     if before_warm_start and config.warm_start.trains():
         check_solutions(examples, context.tokenizer, config.data.max_completion_length)
 

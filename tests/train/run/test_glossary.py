@@ -11,7 +11,9 @@ from train.run import glossary
 
 FIELDS = set(re.findall(r"^  ([a-z_.]+):", field_help(), re.MULTILINE))
 SOURCES = "".join(
-    path.read_text() for path in sorted(Path(glossary.__file__).parents[1].rglob("*.py")) if path.name != "glossary.py"
+    path.read_text()
+    for path in sorted(Path(glossary.__file__).parents[1].rglob("*.py"))
+    if path.name != "metric_table.py"
 )
 
 
