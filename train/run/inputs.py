@@ -12,15 +12,15 @@ from train.config.schema import Config
 from train.weights.files import read_record, write_record
 
 FUNCTION = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-DATA = ("data.train", "data.eval", "data.chat_template", "rollout.source.path")
+DATA = ("data.train", "data.eval", "data.chat_template")
 OF_THE_TRAINER = ("kljax", "train")
 HINT = "restore it from a copy, or delete it to go on with the files as they are"
 
 
 def input_digests(config: Config) -> dict[str, dict[str, str]]:
-    """Returns by field the digest of each file that it names: data, recordings, and the source of user functions.
+    """Returns by field the digest of each file that it names: data, and the source of user functions.
 
-    Modules that the file of a function imports are not among them.
+    Modules that the file of a function imports are not among them, nor are recordings, whose rows have digests.
     """
     digests: dict[str, dict[str, str]] = {}
     for field, text in _texts(config.model_dump(mode="json")):
@@ -85,8 +85,7 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 def _files(field: str, text: str) -> list[Path]:
     """Returns the files that a text of the config names, in order; most texts name none."""
     if field in DATA:
-        path = Path(text)
-        return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        return [Path(text)]
     match = FUNCTION.fullmatch(text)
     if match is None or match["source"].partition(".")[0] in OF_THE_TRAINER:
         return []

@@ -296,9 +296,17 @@ GLOSSARY = (
     MetricEntry(
         "mismatch",
         "routing_agreement",
-        "share of tokens whose recorded experts the first router with experts chooses, with `routing.verify`",
+        "share of tokens whose recorded experts the first router with experts chooses, with `routing.verify`; before "
+        "the first update on a batch",
         "near 1",
-        "below `routing_agreement_before` or `routing_agreement_after`: the run ends, as routes are shifted",
+        "below `routing_agreement_before` or `routing_agreement_after`, or as near 0 as they are: the run ends",
+    ),
+    MetricEntry(
+        "mismatch",
+        "routing_compared",
+        "number of tokens with recorded experts, of which `routing_agreement` is a share",
+        "all tokens but the last of each row",
+        "a few: shares of them are chance",
     ),
     MetricEntry(
         "mismatch",

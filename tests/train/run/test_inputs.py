@@ -62,20 +62,6 @@ def test_damaged_record_is_refused(config):
         resume_run(config)
 
 
-def test_recording_of_several_files_is_compared(tmp_path):
-    (tmp_path / "rows").mkdir()
-    for number in range(2):
-        (tmp_path / "rows" / f"{number}.jsonl").write_text("{}\n")
-    config = tiny.config_of(
-        f"output={tmp_path}", "name=first", f"rollout.source={{type: file, path: {tmp_path}/rows}}", "eval=null"
-    )
-    start_run(config)
-    resume_run(config)
-    (tmp_path / "rows" / "2.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"^--resume: rollout\.source\.path: .*2\.jsonl changed"):
-        resume_run(config)
-
-
 def test_metrics_without_any_checkpoint_are_refused(config):
     run = start_run(config)
     run.metrics.write_text('{"accuracy": 1.0, "phase": "eval", "step": 0}\n')
