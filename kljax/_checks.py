@@ -5,6 +5,7 @@ import difflib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -226,7 +227,8 @@ def _kind(value: object) -> str:
 
 def _argument(value: object) -> str:
     """Returns the name of a value in the outermost function of this package that has it, for a message."""
-    frame, name = sys._getframe(1), "an argument"
+    frame: FrameType | None = sys._getframe(1)
+    name = "an argument"
     while frame is not None:
         code = frame.f_code
         if (frame.f_globals.get("__name__") or "").partition(".")[0] == __package__ and code.co_filename != __file__:

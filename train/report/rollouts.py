@@ -130,9 +130,11 @@ def _checked(rollout: RecordedRollout) -> RecordedRollout:
             raise ValueError(f"row {rollout.row}: {name}: got {number!r}, expected a number")
     if len(rollout.token_texts) != len(rollout.ids):
         raise ValueError(f"row {rollout.row}: {len(rollout.token_texts)} texts of {len(rollout.ids)} tokens")
-    for name, values in (*rollout.columns.items(), *rollout.others.items()):
-        if len(values) != rollout.length:
-            raise ValueError(f"row {rollout.row}: {name}: {len(values)} values of {rollout.length} tokens")
+    lengths = {name: len(x) for name, x in rollout.columns.items()} | {
+        name: len(x) for name, x in rollout.others.items()
+    }
+    if wrong := [name for name, length in lengths.items() if length != rollout.length]:
+        raise ValueError(f"row {rollout.row}: {wrong[0]}: {lengths[wrong[0]]} values of {rollout.length} tokens")
     return rollout
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class RunDirectory(RunPaths):
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
         """Returns the directory of the run of this name, whether or not it exists."""
-        return cls(Path(config.output) / config.name)
+        return cls(Path(config.output).absolute() / config.name)
 
     @property
     def run_id(self) -> str | None:
@@ -105,6 +105,13 @@ class RunDirectory(RunPaths):
                 f"{self.base_record.name} from a copy, or start a new run"
             )
 
+    def check_files(self) -> None:
+        """Raises `UserError` if something else than a file has the name of a file of the run."""
+        curves = self.root / "curves.png"
+        for path in (self.metrics, self.summary, self.reference, self.base_record, self.inputs, curves):
+            if path.exists() and not path.is_file():
+                raise UserError(f"--resume: {path} is no regular file; move it away, or restore the file from a copy")
+
     def check_checkpoints(self) -> None:
         """Raises `UserError` if RL has made a step, but all checkpoints are gone, also the one before RL."""
         if self.steps() or not self.metrics.is_file():
@@ -117,20 +124,27 @@ class RunDirectory(RunPaths):
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
+def open_run(config: Config, *, resume: bool, start: Path | None = None) -> Iterator[RunDirectory]:
     """Starts or continues a run, and holds the lock of its directory inside the block.
+
+    Args:
+      config: of the run.
+      resume: whether a run goes on.
+      start: the working directory when the command began; None: the one of now.
 
     Raises:
       UserError: as `start_run` and `resume_run`, or another process writes the run.
     """
-    if resume:
-        directory = existing_run(config)
-    else:
-        directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
     with ExitStack() as lock:
-        on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
-        if resume:
-            on_leader("run directory", lambda: str(resume_run(config).root))
+        # Code of the user may have left the working directory, from which the paths of the config begin.
+        with chdir(start or Path.cwd()):
+            if resume:
+                directory = existing_run(config)
+            else:
+                directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
+            on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
+            if resume:
+                on_leader("run directory", lambda: str(resume_run(config).root))
         run_together("run directory", lambda: _check_shared(directory))
         yield directory
 
@@ -180,10 +194,12 @@ def resume_run(config: Config) -> RunDirectory:
     """Opens the directory of the run that `--resume` continues.
 
     Raises:
-      UserError: there is no such run, its config was changed on disk, its base or all its checkpoints are gone, or the
-        config differs in fields that change the result, or the files that they name do; the message names each.
+      UserError: there is no such run; a file of it is something else, its config was changed, its base or all
+        its checkpoints are gone; or the config differs in fields that change the result, or the files that they name
+        do, each of which the message names.
     """
     run = existing_run(config)
+    run.check_files()
     run.check_config()
     run.check_base()
     run.check_checkpoints()

@@ -85,13 +85,13 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 def _files(field: str, text: str) -> list[Path]:
     """Returns the files that a text of the config names, in order; most texts name none."""
     if field in DATA:
-        return [Path(text)]
+        return [Path(text).absolute()]
     match = FUNCTION.fullmatch(text)
     if match is None or match["source"].partition(".")[0] in OF_THE_TRAINER:
         return []
     source = match["source"]
     if source.endswith(".py"):
-        path = Path(source)
+        path = Path(source).absolute()
         return [path] if path.is_file() else []
     try:
         spec = importlib.util.find_spec(source)

@@ -1,5 +1,7 @@
 """A resumed run has the data and the functions that it was started with."""
 
+import os
+
 import pytest
 
 from tests import tiny
@@ -73,3 +75,13 @@ def test_metrics_without_any_checkpoint_are_refused(config):
     (run.checkpoints / "0").mkdir(parents=True)
     run.base.mkdir()
     assert resume_run(config) == RunDirectory.of(config)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "inputs.json", "reference.json", "curves.png"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_pipe_or_directory_in_place_of_a_file_is_refused(config, name, make):
+    run = start_run(config)
+    (run.root / name).unlink(missing_ok=True)
+    make(run.root / name)
+    with pytest.raises(UserError, match=f"^--resume: {run.root / name} is no regular file; move it away"):
+        resume_run(config)

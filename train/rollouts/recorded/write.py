@@ -25,7 +25,8 @@ def open_recording(path: str, *, continued: bool) -> Path:
     Raises:
       UserError: the directory is not writable, or has recordings of another run.
     """
-    directory = Path(path)
+    # Code of the user may leave the working directory.
+    directory = Path(path).absolute()
     try:
         check_outside_of_runs(directory, option="rollout.record")
         usable_directory(directory)
