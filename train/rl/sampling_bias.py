@@ -31,7 +31,8 @@ def measure_sampling_bias(stats: kljax.TokenStats, batch: Batch, vocab_size: int
     References:
       Delyon, "Exponential inequalities for sums of weakly dependent variables" (2009).
     """
-    mask, entropy = batch.completion_mask, jnp.maximum(required(stats.entropy), jnp.finfo(jnp.float32).tiny)
+    mask = batch.completion_mask
+    entropy = jnp.maximum(required(stats.entropy), jnp.finfo(jnp.float32).tiny)
     surplus = stats.log_prob + entropy
     if batch.rollout_log_probs is not None:
         log_ratio = kljax.masked(stats.log_prob - batch.rollout_log_probs, mask)

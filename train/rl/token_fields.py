@@ -73,7 +73,8 @@ class TokenField:
         Returns:
           One size for each of `axes`; None for values of another form.
         """
-        level, sizes = [values], []
+        level = [values]
+        sizes = []
         for depth in range(1 + len(self.axes)):
             lengths = {len(entry) if isinstance(entry, list) else -1 for entry in level}
             if -1 in lengths or (len(lengths) > 1 and not (self.ragged and depth == len(self.axes))):

@@ -109,7 +109,8 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
         check_routes(context, completions, split)
 
     run_together("rollout", check)
-    mask, fields = completions.completion_mask, dict(completions.fields)
+    mask = completions.completion_mask
+    fields = dict(completions.fields)
     log_probs = fields.pop("log_probs", None)
     recorded = section.record_log_probs and log_probs is not None
     if recorded:
@@ -137,7 +138,8 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
       SourceError: all completions of every group are copies, or too many tokens have no log-prob.
     """
     completions = run_together("rollout", drawn.completions.completed)
-    arrived, split = time.perf_counter(), drawn.rows
+    arrived = time.perf_counter()
+    split = drawn.rows
     lengths = split.select_own(completions.completion_mask).sum(-1)
 
     def score() -> Scores:

@@ -32,7 +32,8 @@ def measure_rows(config: Config, completions: Completions, rows: RowSplit) -> Ro
       under the distribution that it was drawn from, 0 if nothing is known; and, if the source brought log-probs to the
       host, `missing`, the number of tokens without one. Each `[len(rows.own)]`.
     """
-    tokens, mask = rows.select_own(completions.tokens), rows.select_own(completions.completion_mask)
+    tokens = rows.select_own(completions.tokens)
+    mask = rows.select_own(completions.completion_mask)
     statistics = {"ids": _digests(tokens, mask), "most_log_prob": np.zeros(len(mask))}
     recorded = completions.fields.get("log_probs") if config.rollout.record_log_probs else None
     if recorded is None:
@@ -53,7 +54,8 @@ def _digests(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def _most_log_probs(config: Config, completions: Completions, log_probs: np.ndarray) -> np.ndarray:
     """Sums the log-probs of rows, corrected for cuts that they do not contain: the kept tokens have a mass of top-p."""
-    section, contains_cuts = config.rollout, "kept_ids" in completions.fields
+    section = config.rollout
+    contains_cuts = "kept_ids" in completions.fields
     if not contains_cuts and (section.top_k > 0 or section.min_p > 0):
         return np.zeros(len(log_probs))
     mass = 1.0 if contains_cuts else section.top_p
@@ -77,7 +79,8 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -
       SourceError: the completions of every group are copies, which chance does not explain; or too many tokens have no
         log-prob.
     """
-    section, total = config.rollout, int(lengths.sum())
+    section = config.rollout
+    total = int(lengths.sum())
     missing = int(statistics["missing"].sum()) if "missing" in statistics else 0
     if missing > max(1, MOST_MISSING * total):
         raise SourceError(
@@ -94,8 +97,9 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -
     distinct = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
     copies = distinct == 1
     chances = (samples - 1) * statistics["most_log_prob"].reshape(-1, samples).max(1)
-    if copies.all() and chances.sum() < LEAST_CHANCE:
-        raise SourceError(_describe_copies(config, len(copies), chances.sum()))
+    chance = float(chances.sum())
+    if copies.all() and chance < LEAST_CHANCE:
+        raise SourceError(_describe_copies(config, len(copies), chance))
     return metrics | {
         "repeated_completions": float(1 - distinct.mean() / samples),
         "copied_groups": float((copies & (chances < LEAST_CHANCE)).mean()),

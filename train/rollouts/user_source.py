@@ -27,7 +27,9 @@ class UserSource:
 
     def __init__(self, context: RunContext, name: str, source: Source) -> None:
         """Takes the name of the function that made the source."""
-        self._context, self._source, self._label = context, source, f"rollout.source: {name}"
+        self._context = context
+        self._source = source
+        self._label = f"rollout.source: {name}"
 
     @contextmanager
     def _calling(self, method: str) -> Iterator[None]:
@@ -73,7 +75,8 @@ class UserSource:
         """Checks types and shapes, which need no values."""
         if not isinstance(completions, Completions):
             raise SourceError(f"{self._label}: sample returned {type(completions).__name__}, expected Completions")
-        data, rows = self._context.config.data, request.rows
+        data = self._context.config.data
+        rows = request.rows
         width = data.max_prompt_length + data.max_completion_length
         kinds = {"tokens": ("i", "integers"), "token_mask": ("b", "booleans"), "completion_mask": ("b", "booleans")}
         for name, (kind, text) in kinds.items():

@@ -1,8 +1,32 @@
-"""Looks up metrics in their table, by the names that are logged."""
+"""The metrics of a run, from `metrics.yaml`, and the lookup by the names that are logged."""
 
-from train.run.metric_table import GLOSSARY, MetricEntry
+import re
+from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["GLOSSARY", "MetricEntry", "group_of", "metric_of", "tag_of"]
+from train.config.yaml_text import parse_yaml
+
+
+class MetricEntry(NamedTuple):
+    """A metric, or several with a number in their name; `metrics.yaml` says what each field holds."""
+
+    group: str
+    name: str
+    meaning: str
+    healthy: str
+    sick: str
+
+    def matches(self, metric: str) -> bool:
+        """Whether a logged name is of this metric."""
+        return bool(re.fullmatch(re.sub(r"(?<=_)[NK](?=_|$)", r"\\d+", self.name), metric))
+
+
+FILE = Path(__file__).with_name("metrics.yaml")
+GLOSSARY = tuple(
+    MetricEntry(group, name, **texts)
+    for group, metrics in parse_yaml(FILE.read_text(encoding="utf-8"))[0].items()
+    for name, texts in metrics.items()
+)
 
 
 def metric_of(name: str) -> MetricEntry | None:

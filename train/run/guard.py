@@ -76,14 +76,17 @@ class Warnings:
     """Counts the steps beyond a limit and chooses the reported ones, so that many of them are a few lines."""
 
     def __init__(self) -> None:
-        self._last, self._worst, self._silent = -math.inf, 0.0, 0
+        self._last = -math.inf
+        self._worst = 0.0
+        self._silent = 0
 
     def count(self, step: int, factor: float) -> tuple[bool, int]:
         """Returns whether a step is reported, and the number of steps since the last report that were not."""
         if step < self._last + WARN_EVERY and not factor >= 10 * self._worst:
             self._silent += 1
             return False, 0
-        before, self._silent = self._silent, 0
+        before = self._silent
+        self._silent = 0
         self._last, self._worst = step, factor
         return True, before
 
@@ -158,8 +161,10 @@ class StepGuard:
           GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
         """
         # The batch is not kept until the next step.
-        name_token, self._name_token = self._name_token, _name_no_token
-        action, beyond = self._guard.action, self._beyond_limit(values)
+        name_token = self._name_token
+        self._name_token = _name_no_token
+        action = self._guard.action
+        beyond = self._beyond_limit(values)
         if beyond is not None and action in ("warn", "skip"):
             self._report(int(state.step), beyond, name_token)
         if values.get(WITHOUT_GRADIENT) and not self._told_of_gradient:
@@ -185,7 +190,8 @@ class StepGuard:
             warn(f"step {step}: {done}{beyond.describe(name_token)}{more}; guard.action is {self._guard.action}")
 
     def _stop_skipping(self, state: TrainState) -> None:
-        step, skipped = int(state.step), int(state.guard.skipped)
+        step = int(state.step)
+        skipped = int(state.guard.skipped)
         text = f"guard.max_skipped: {skipped} updates in a row were skipped; at step {step} {self._cause}"
         if nonfinite_array(state.trainable) is not None:
             self.wait()
@@ -213,22 +219,24 @@ class StepGuard:
         return max(exceeded, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
-        guard, step, actions = self._guard, int(state.step), int(state.guard.actions)
+        guard = self._guard
+        step = int(state.step)
+        actions = int(state.guard.actions)
         reason = f"step {step}: {reason}"
         if guard.action == "stop" or actions == guard.max_actions:
             often = "" if guard.action == "stop" else f", for the {actions + 1}. time (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")
-        following = _with(state.guard, actions=actions + 1)
+        next_guard = _with(state.guard, actions=actions + 1)
         if guard.action == "lower_learning_rate":
-            following = _with(following, rate=float(state.guard.rate) * guard.learning_rate_factor)
-            warn(f"{reason}; the learning rate is now {float(following.rate):g} of the schedule's")
-            return dataclasses.replace(state, guard=following)
+            next_guard = _with(next_guard, rate=float(state.guard.rate) * guard.learning_rate_factor)
+            warn(f"{reason}; the learning rate is now {float(next_guard.rate):g} of the schedule's")
+            return dataclasses.replace(state, guard=next_guard)
         restored = self.checkpoints.restore_last(state)
         if restored is None:
             raise GuardError(f"{reason}; there is no checkpoint to roll back to")
         warn(f"{reason}; rolled back to the weights of step {int(restored.step)}, on to the prompts of step {step + 1}")
-        return dataclasses.replace(restored, step=state.step, guard=following)
+        return dataclasses.replace(restored, step=state.step, guard=next_guard)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves a state, unless it is saved.
@@ -276,7 +284,8 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, na
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
     first = int(np.argmax(drawn))
     prompt, before = (ids[:end][real[:end]].tolist() for end in (first, column))
-    number, text = int(drawn[: column + 1].sum()), f"id {ids[column]}"
+    number = int(drawn[: column + 1].sum())
+    text = f"id {ids[column]}"
     location = f"row {row}"
     if tokenizer is not None:
         end = ids[column] in tokenizer.eos_ids

@@ -86,7 +86,8 @@ class RolloutFiles:
 
     def wait(self) -> None:
         """Waits for the file that is being written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             if pending is not None:
                 pending.result()
@@ -120,7 +121,9 @@ class RolloutRecorder:
             max_bytes = config.report.max_mib * 2**20
             return RolloutFiles(directory, max_bytes=max_bytes, done=done) if is_leader() else None
 
-        self._config, self._tokenizer, self._mesh = config, context.tokenizer, context.mesh
+        self._config = config
+        self._tokenizer = context.tokenizer
+        self._mesh = context.mesh
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
         self._told_of_holes = False
@@ -210,7 +213,8 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
-    completions, described = rollout.completions, {}
+    completions = rollout.completions
+    described = {}
     for index, row in enumerate(rollout.rows.own.tolist()):
         if row not in rows:
             continue

@@ -49,7 +49,8 @@ def verify_routes(values: Mapping[str, float], step: int) -> None:
             f"step {step}: routing.verify: the update used other experts than the recorded ones ({layers}); the step "
             "is not saved"
         )
-    own, count = values[AGREEMENT], values[COMPARED]
+    own = values[AGREEMENT]
+    count = values[COMPARED]
     for name, (neighbour, direction) in NEIGHBOURS.items():
         share = values[name]
         if share >= LEAST_AGREEMENT and deviations(share, own, count) > BEYOND_CHANCE:
@@ -58,7 +59,8 @@ def verify_routes(values: Mapping[str, float], step: int) -> None:
                 f"experts of the token {neighbour} in {share:.3g} of the cases, its own in {own:.3g}; "
                 f"record them one token {direction}"
             )
-    others, is_rare = max(values[name] for name in NEIGHBOURS), 0.5 - own > BEYOND_CHANCE * 0.5 / math.sqrt(count)
+    others = max(values[name] for name in NEIGHBOURS)
+    is_rare = 0.5 - own > BEYOND_CHANCE * 0.5 / math.sqrt(max(count, 1.0))
     if is_rare and deviations(own, others, count) < UNRELATED:
         raise GuardError(
             f"step {step}: routing.verify: the router chooses the recorded experts in {own:.3g} of the cases, those of "

@@ -9,7 +9,8 @@ from train.config.schema import Config
 
 def _limits(config: Config) -> Iterator[Problem]:
     """Checks that the KL of a limit that was set is measured, and that no field is set that no limit uses."""
-    guard, plan = config.guard, Plan.of(config)
+    guard = config.guard
+    plan = Plan.of(config)
     set_fields = {name for name, _, _ in changed(guard, ("action", "learning_rate_factor", "max_actions"))}
     measured = plan.ref_log_probs or (plan.exact_kl and config.kl.loss.direction == "reverse")
     rollout_kl = config.kl.rollout.coef > 0

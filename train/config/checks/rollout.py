@@ -41,7 +41,8 @@ def _file(config: Config) -> Iterator[Problem]:
 
 
 def _server(config: Config) -> Iterator[Problem]:
-    section, source = config.rollout, config.rollout.source
+    section = config.rollout
+    source = config.rollout.source
     if source.type != "openai":
         return
     if reason := url_problem(source.url):

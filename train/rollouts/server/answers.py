@@ -92,7 +92,10 @@ EXPECTED = {
 
 _SHORT = reprlib.Repr()
 # Texts stay whole: the client removes its key from them before it shortens the message.
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 20, 2**24, 80
+_SHORT.maxlevel = 3
+_SHORT.maxlist = 20
+_SHORT.maxstring = 2**24
+_SHORT.maxother = 80
 _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
@@ -179,7 +182,9 @@ def _parse_choice(requested: Requested, content: bytes) -> tuple[_Choice, _Compl
 
 
 def _read(choice: _Choice, completions: _Completions, requested: Requested) -> ServerAnswer:
-    tokens, seen, prompt = choice.token_ids, choice.prompt_token_ids, list(requested.prompt)
+    tokens = choice.token_ids
+    seen = choice.prompt_token_ids
+    prompt = list(requested.prompt)
     if seen is not None and seen != prompt:
         raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(prompt)}")
     if not 0 < len(tokens) <= requested.max_new_tokens:
@@ -224,15 +229,21 @@ def _routes(choice: _Choice, completions: _Completions, config: DecoderConfig, p
 
     The row of the last token, which the server never computed, is -1 too.
     """
-    count, sglext = len(choice.token_ids), completions.sglext
+    count = len(choice.token_ids)
+    sglext = completions.sglext
     routes = np.full((prompt + count, *config.route_shape), NO_EXPERT, np.int16)
-    computed, field, value = slice(0, -1), "routed_experts", choice.routed_experts
+    computed = slice(0, -1)
+    field = "routed_experts"
+    value = choice.routed_experts
     start = choice.routed_experts_prompt_start or 0
     if value is None and sglext is not None and sglext.routed_experts is not None:
-        field, value, start = "sglext.routed_experts", sglext.routed_experts, sglext.routed_experts_start_len or 0
+        field = "sglext.routed_experts"
+        value = sglext.routed_experts
+        start = sglext.routed_experts_start_len or 0
     try:
         if completions.prompt_routed_experts is not None:
-            field, computed = "prompt_routed_experts", slice(prompt, -1)
+            field = "prompt_routed_experts"
+            computed = slice(prompt, -1)
             routes[:prompt] = decode_routes(completions.prompt_routed_experts, prompt, config)
             field = "routed_experts"
             if isinstance(value, list) and len(value) == count:

@@ -127,7 +127,8 @@ class ServerSource:
             connections=section.concurrency,
             key=read_key(section),
         )
-        self._model, self._step = section.model, -1
+        self._model = section.model
+        self._step = -1
         try:
             self._sync: Sync = make_sync(self._client, context)
             self._check()
@@ -138,7 +139,8 @@ class ServerSource:
     def update(self, policy: kljax.Policy, step: int) -> None:
         """Sends the weights of a new step to the server."""
         if step != self._step:
-            self._model, self._step = self._sync.load(policy, step), step
+            self._model = self._sync.load(policy, step)
+            self._step = step
 
     def sample(self, request: Request) -> Completions:
         """Requests all completions, `concurrency` at a time; the first error ends all requests."""
@@ -146,8 +148,10 @@ class ServerSource:
 
     def send(self, request: Request) -> Sent:
         """Begins to request the completions of all prompts from the server's weights, and returns at once."""
-        began, rows = time.perf_counter(), request.rows
-        of_prompts, seeds = self._prompts(request), row_seeds(request.key, rows.count)
+        began = time.perf_counter()
+        rows = request.rows
+        of_prompts = self._prompts(request)
+        seeds = row_seeds(request.key, rows.count)
         prompts = [of_prompts[row // request.samples] for row in rows.own]
         bodies = [self._body(prompt, seeds[row]) for prompt, row in zip(prompts, rows.own, strict=True)]
         answers = self._start(bodies, read_answer)
@@ -159,9 +163,11 @@ class ServerSource:
         """Waits for the answers, and pads them; processes that share rows exchange them."""
         began = time.perf_counter()
         answers = run_together("rollout", lambda: wait_for(sent.answers))
-        now, arrays = time.perf_counter(), self._held_rows(sent, answers)
+        now = time.perf_counter()
+        arrays = self._held_rows(sent, answers)
         seconds = (sent.ended or now) - sent.began
-        timings = {"rollout_tokens_per_second": arrays["completion_mask"].sum() / seconds, "rollout_wait": now - began}
+        tokens = int(arrays["completion_mask"].sum())
+        timings = {"rollout_tokens_per_second": tokens / seconds, "rollout_wait": now - began}
         return Received(sent.request.step, arrays, timings)
 
     def close(self) -> None:
@@ -177,7 +183,8 @@ class ServerSource:
 
     def _body(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         """Returns the request for a completion, with every field that changes what is sampled."""
-        config, section = self._context.config, self._context.config.rollout
+        config = self._context.config
+        section = self._context.config.rollout
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt),
@@ -253,7 +260,9 @@ class ServerSource:
 
     def completions(self, request: Request, received: Received) -> Completions:
         """Decodes the rows that this process judges."""
-        arrays, config, select_own = received.arrays, self._context.config, request.rows.select_own
+        arrays = received.arrays
+        config = self._context.config
+        select_own = request.rows.select_own
         sequences = arrays["tokens"], arrays["token_mask"], arrays["completion_mask"]
         tokens, token_mask, mask = (select_own(array) for array in sequences)
         return Completions(
