@@ -103,5 +103,6 @@ types: $(VENV)/.ready ## mypy over kljax, train and benchmarks
 
 docs: $(VENV)/.ready ## the documentation, into docs/_build/; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo docs/_build/index.html
 
 include .ci/more.mk
