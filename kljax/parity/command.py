@@ -7,6 +7,7 @@ import sys
 
 import jax
 
+from kljax._files import check_output, write_output
 from kljax.parity import report
 from kljax.parity.dump import open_dump
 from kljax.parity.header import make_plan
@@ -40,11 +41,14 @@ def run(args: argparse.Namespace) -> int:
       The exit code: 0 if every compared field agrees, 1 if one differs or nothing was compared, 2 for a mistake of the
       user, with the error on stderr.
     """
+    page = None if args.html is None else pathlib.Path(args.html)
     try:
+        if page is not None:
+            check_output(page, inputs=[pathlib.Path(args.dump)], option="--html")
         with jax.enable_x64(True):
             result = compare(args.dump, system=args.system, candidates=args.candidates)
-        if args.html is not None:
-            pathlib.Path(args.html).write_text(report.as_html(result, f"Parity of {pathlib.Path(args.dump).name}"))
+        if page is not None:
+            write_output(page, report.as_html(result, f"Parity of {pathlib.Path(args.dump).name}"))
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
