@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from kljax.parity.fields import FIELDS
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
+from kljax.tools.parity.fields import FIELDS
 from train.config import help as train_help
 from train.config.messages import show
 from train.config.systems import with_meanings

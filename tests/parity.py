@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kljax.parity.command import compare
-from kljax.parity.comparison import ParityReport
-from kljax.parity.dump import write_dump
+from kljax.tools.parity.command import compare
+from kljax.tools.parity.comparison import ParityReport
+from kljax.tools.parity.dump import write_dump
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
 # `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.

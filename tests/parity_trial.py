@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kljax.parity.causes import Cause
-from kljax.parity.command import compare
-from kljax.parity.comparison import ParityReport
+from kljax.tools.parity.causes import Cause
+from kljax.tools.parity.command import compare
+from kljax.tools.parity.comparison import ParityReport
 from tests.parity_outside.batches import PAD
 from tests.parity_outside.write import CASES, read_cases, write_dump
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kljax.parity.interpreter import program
+from kljax.tools.parity.interpreter import program
 
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"

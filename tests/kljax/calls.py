@@ -21,7 +21,7 @@ import pytest
 
 import kljax
 from kljax._checks import check_mask
-from kljax.parity import interpreter
+from kljax.tools.parity import interpreter
 from kljax.typing import ArrayLike, Mask
 from tests import oracles, programs
 

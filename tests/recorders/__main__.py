@@ -16,8 +16,8 @@ import tempfile
 import jax
 import numpy as np
 
-from kljax.parity.command import compare
-from kljax.parity.report import as_text
+from kljax.tools.parity.command import compare
+from kljax.tools.parity.report import as_text
 from tests.recorders import replay
 
 SIDES = ("trl_side", "trl_replay", "verl_side", "verl_replay")
