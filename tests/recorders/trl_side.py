@@ -54,21 +54,22 @@ def unrecorded_afterwards() -> Iterator[None]:
         yield
 
 
-def make_trainer(folder: str | pathlib.Path, **options: Any) -> trl.GRPOTrainer:
+def make_trainer(folder: str | pathlib.Path, *, rollout_func: Any = None, **options: Any) -> trl.GRPOTrainer:
     """Makes a trainer of the tiny model, whose reference is a copy of it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(batch.MODEL, dtype="float32")
     prompts = [" ".join(map(str, range(2 + i, 5 + 2 * i))) for i in range(8)]
     quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    tiny = {"max_completion_length": 8, "use_cpu": True, "bf16": False, "seed": 1}
+    tiny = {"max_completion_length": 8, "use_cpu": True, "seed": 1}
     # The reference is loaded from the path of the model, which a copy has none of.
     copied = lambda *_, **__: copy.deepcopy(model)  # noqa: E731
     with mock.patch("trl.trainer.grpo_trainer.create_model_from_path", copied):
         return trl.GRPOTrainer(
             model=model,
             reward_funcs=rewards_of,
-            args=trl.GRPOConfig(output_dir=str(folder), **quiet, **tiny, **options),
+            args=trl.GRPOConfig(output_dir=str(folder), **{**quiet, **tiny, **options}),
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
             processing_class=make_tokenizer(),
+            rollout_func=rollout_func,
         )
 
 

@@ -8,25 +8,26 @@ import numpy as np
 
 from kljax.systems import Call
 from kljax.tools.parity.calls import run_call
-from kljax.tools.parity.comparisons import REWARDS, compare_rewards, grouped, is_other, root_factor, whitened
 from kljax.tools.parity.dump import DumpError
-from kljax.tools.parity.policies import kl_at, kl_policy
-from kljax.tools.parity.positions import ROW_ORDERS, apply_rule, last_positions, over_tokens, shift_rows
+from kljax.tools.parity.policies import kl_policy, kl_terms
+from kljax.tools.parity.positions import apply_rule, last_positions, over_tokens
 from kljax.tools.parity.recipe import AdvantageStep, Kl, Recipe
-from kljax.tools.parity.replay import Prediction, Replay
+from kljax.tools.parity.replay import MissingFields, Prediction, Replay
 from kljax.tools.parity.rounding import PRODUCTS, accumulator, tree_height
 
-
-def _every(count: int) -> Callable[[Replay], np.ndarray]:
-    """Takes every so many-th row together."""
-    return lambda replay: np.arange(replay.shape[0]) % count
-
-
-# The rows that a system's own whitening takes together, besides the whole batch: a number for each row.
-WHITENED_TOGETHER: dict[str, Callable[[Replay], np.ndarray]] = {
-    "micro-batches": lambda replay: replay.arrays.get("micro_batch_ids", np.zeros(replay.shape[0])),
-    "groups": lambda replay: replay.arrays["group_ids"],
-    **{f"rows of {count} processes": _every(count) for count in (2, 3, 4, 8)},
+# The group of each row, by its recorded group, numbered from 0, and its place before a shuffle.
+GROUPINGS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "recorded": lambda ids, places: ids,
+    "interleaved": lambda ids, places: places % (int(ids.max()) + 1),
+    "consecutive": lambda ids, places: places // max(len(ids) // (int(ids.max()) + 1), 1),
+    "batch": lambda ids, places: np.zeros_like(ids),
+}
+# What is subtracted from the rewards of a group, by these and by all rewards.
+CENTERS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "none": lambda members, batch: 0.0,
+    "batch": lambda members, batch: batch.mean(),
+    "median": lambda members, batch: np.median(members),
+    "others": lambda members, batch: members.mean(),
 }
 
 
@@ -36,133 +37,114 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     A KL in the reward is taken off where the system does so: after the comparison of the rewards if the call of the
     header subtracts it there, else before.
 
-    Args:
-      replay: the recorded arrays, among them `rewards` and `group_ids`.
-
-    Returns:
-      A `Prediction`, `[B, T]`, or `[B]` if the advantages are recorded per row. It is compared at tokens in the
-      recorded mask and in that of the recipe, or at rows with an unmasked token.
+    Returns a `Prediction`, `[B, T]`, or `[B]` if the advantages are recorded per row. It is compared at tokens in the
+    recorded mask and in that of the recipe, or at rows with a trained token; not in groups of which rows are missing.
 
     Raises:
       DumpError: if advantages recorded per row are computed per token, and differ within a row.
     """
-    step, unit = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe)
-    used = replay.used_mask(recipe)
-    parts = replay.arrays.get("micro_batch_ids", np.zeros(len(used), int))
-    ids, count = grouped(replay.arrays["group_ids"], step.groups, parts)
-    call = replay.call("advantage", step)
-    after = any(then.function == "subtract_kl" for then in call.then) and not (recipe.kl or Kl()).early
+    if replay is not replay.batch:
+        return Prediction(*(array[replay.rows] for array in replay.batch.predict("advantages", recipe)))
+    step, unit, used = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe), replay.used_mask(recipe)
+    call, needed = replay.call("advantage", step), ["rewards"]
+    if "group_ids" in call.required:
+        needed.append("group_ids")
+    if missing := [name for name in needed if name not in replay.arrays]:
+        raise MissingFields(*missing)
+    ids, count, complete = grouped(replay, step.groups)
+    subtracts = any(then.function == "subtract_kl" for then in call.then)
+    after = subtracts and not (recipe.kl or Kl()).early
     rewards, kl = _shaped_rewards(replay, recipe, after, step)
     shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": kl}
     shaped["token_rewards"] = _token_rewards(replay, recipe, used, step)
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
+    # The recorded rewards stand under these arguments; GAE has those of its tokens.
+    names = ["rewards", *(name for name in renamed if renamed[name] == "rewards")]
     if call.function == "gae":
-        arrays["rewards"] = shaped["token_rewards"]
-        arrays["values"] = shift_rows(arrays["values"], step.values_shift)
-        if step.bootstrap:
-            following = np.where(_at_last(used) & cut_rows(replay)[:, None], arrays["values"], 0)
-            arrays["rewards"] = arrays["rewards"] + call.arguments.get("gamma", 1.0) * following
-    keywords: dict[str, Any] = {"coef": 1.0} if any(then.function == "subtract_kl" for then in call.then) else {}
+        arrays["rewards"], names = shaped["token_rewards"], []
+    keywords: dict[str, Any] = {"coef": 1.0} if subtracts else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
 
-    # The recorded rewards stand under these arguments; GAE has those of its tokens.
-    names = () if call.function == "gae" else ("rewards", *(name for name in renamed if renamed[name] == "rewards"))
-    replaced, sizes = is_other(step), used.sum(1)
-
     def compute(rewards: np.ndarray) -> np.ndarray:
-        if not replaced:
-            inputs = arrays | dict.fromkeys(names, rewards)
-            return np.asarray(_run(replay, step, inputs, keywords), np.float64)
+        if step.center == "mean":
+            return replay.run("advantage", step, arrays | dict.fromkeys(names, rewards), **keywords)
         # Each row is a group of its own, so that the function returns the row as it is.
-        values = compare_rewards(step, call, rewards, ids, sizes=sizes, cut=cut_rows(replay), parts=parts)
-        compared = {"rewards": values, "group_ids": np.arange(len(ids))}
+        compared = {"rewards": _centered_rewards(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
         identity = {"scale": "none", "singleton": "reward"}
         plain = dataclasses.replace(call, function="grpo_advantages", arguments=identity)
-        alone = keywords | {"num_groups": len(ids)}
-        return np.asarray(run_call("advantage", plain, arrays | compared, **alone), np.float64)
+        return run_call("advantage", plain, arrays | compared, **keywords | {"num_groups": len(ids)})
 
     value = compute(rewards)
-    if not replaced and call.function in ("gae", "reinforce_plus_plus_returns"):
+    if step.center == "mean" and call.function in ("gae", "reinforce_plus_plus_returns"):
         bound = _bound_of_returns(call, arrays, value, unit, used)
     else:
         bound = _bound(compute, rewards, ids, value, unit=unit, kl=kl)
     if step.root:
-        factor = root_factor(call, rewards, ids)
+        factor = _root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
     value, bound = _changed(step, value, bound, used)
-    order = ROW_ORDERS[step.rows](replay.layout)
-    value, bound = value[order], bound[order]
-    if step.place == "last":
-        value, bound = (np.where(_at_last(used), over_tokens(array, replay.shape), 0) for array in (value, bound))
-    mask: np.ndarray = replay.arrays["mask"]
+    mask = replay.arrays["mask"] & used & complete[:, None]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
-        rows = Prediction(value, bound, np.asarray(mask.any(1)))
-        return rows if value.ndim == 1 else _of_rows(value, bound, np.asarray(mask & used))
+        rows = np.asarray(replay.arrays["mask"].any(1) & complete)
+        return Prediction(value, bound, rows) if value.ndim == 1 else _of_rows(value, bound, mask)
     value, bound = (over_tokens(array, replay.shape) for array in (value, bound))
-    return Prediction(value, bound, np.asarray(mask & used))
+    return Prediction(value, bound, mask)
 
 
-def _run(replay: Replay, step: AdvantageStep, arrays: dict[str, Any], keywords: dict[str, Any]) -> Any:
-    """Runs the call of the header, but for a step of its own: returns in place of advantages, or another whitening."""
-    if not step.returns and not step.forward and (step.whitening, step.whiten_over) == ("both", "batch"):
-        return replay.run("advantage", step, arrays, **keywords)
-    call, mask = replay.call("advantage", step), arrays["mask"]
-    before = [inner for inner in call.then if inner.function != "masked_whiten"]
-    after = call.then[len(before) :]
-    value = _forward(call, before, arrays, keywords) if step.forward else None
-    if value is None:
-        plain = dataclasses.replace(call, then=tuple(before))
-        value = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
-    if step.returns:
-        value = value + arrays["values"]
-    ids: np.ndarray | None = None
-    if step.whiten_over in WHITENED_TOGETHER:
-        ids = WHITENED_TOGETHER[step.whiten_over](replay)
-    for inner in after:
-        value = over_tokens(value, mask.shape).copy()
-        for rows in [slice(None)] if ids is None else [ids == part for part in np.unique(ids)]:
-            value[rows] = whitened(value[rows], mask[rows], inner, step.whitening)
-    return value
+def grouped(replay: Replay, grouping: str = "recorded") -> tuple[np.ndarray, int, np.ndarray]:
+    """Finds the groups of rows.
 
-
-def _forward(call: Call, before: list[Call], arrays: dict[str, Any], keywords: dict[str, Any]) -> np.ndarray | None:
-    """Sums the rewards of tokens from the first one on, `[B, T]`; None if the call has no returns."""
-    names = [call.function, *(inner.function for inner in before)]
-    if "reinforce_plus_plus_returns" not in names:
-        return None
-    position, mask = names.index("reinforce_plus_plus_returns"), arrays["mask"]
-    summed = before[position - 1] if position else call
-    rewards = arrays["token_rewards"]
-    if position:
-        plain = dataclasses.replace(call, then=tuple(before[: position - 1]))
-        rewards = np.asarray(run_call("advantage", plain, arrays, **keywords), np.float64)
-        if rewards.ndim == 1:
-            rewards = np.where(_at_last(mask), rewards[:, None], 0)
-    result, running = np.zeros(mask.shape), np.zeros(len(mask))
-    for column in range(mask.shape[1]):
-        used = mask[:, column]
-        running = np.where(used, rewards[:, column] + summed.arguments.get("gamma", 1.0) * running, running)
-        result[:, column] = np.where(used, running, 0)
-    return result
-
-
-def cut_rows(replay: Replay) -> np.ndarray:
-    """Returns the rows that are cut at the limit, `[B]` bool."""
-    return np.asarray(~replay.layout.complete & replay.arrays["mask"].any(1))
+    Returns the group of each row, `[B]` from 0, their number, and the rows whose group is complete, `[B]` bool. Without
+    recorded groups, each row is one.
+    """
+    recorded = replay.arrays["group_ids"] if "group_ids" in replay.arrays else np.arange(replay.shape[0])
+    _, ids = np.unique(recorded, return_inverse=True)
+    places = np.argsort(np.argsort(replay.arrays["row_ids"])) if "row_ids" in replay.arrays else np.arange(len(ids))
+    sizes, wanted = np.bincount(ids), replay.dump.header.get("group_size")
+    groups = GROUPINGS[grouping](ids, places)
+    complete = np.ones(len(ids), bool) if wanted is None else sizes[ids] >= wanted
+    return groups, len(sizes) if grouping == "recorded" else len(ids), complete
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds.
 
-    Returns:
-      `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.
+    Returns `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.
     """
     value, bound = (over_tokens(array, replay.shape) for array in replay.input("advantages", recipe))
     if recipe.kl is not None and recipe.kl.place == "advantage":
         return _centered(replay, recipe, value, bound)
     return value, bound
+
+
+def _centered_rewards(step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Compares the rewards of each group in a way that no function of the library has, `[B]`."""
+    result = np.zeros(len(rewards))
+    ddof, eps, scale = (call.arguments.get(name, value) for name, value in (("ddof", 1), ("eps", 1e-6), ("scale", "")))
+    for group in np.unique(ids):
+        rows = ids == group
+        members = rewards[rows]
+        result[rows] = members - CENTERS[step.center](members, rewards)
+        if step.center == "others" and len(members) > 1:
+            result[rows] *= len(members) / (len(members) - 1)
+        spread = rewards if scale == "batch_std" else members
+        if scale not in ("", "none") and len(spread) > ddof:
+            result[rows] /= spread.std(ddof=ddof) + eps
+    return result
+
+
+def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
+    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    if call.arguments.get("scale", "std") == "batch_std":
+        spread = np.full(len(rewards), rewards.std(ddof=ddof))
+    else:
+        sizes = np.bincount(ids)
+        squares = np.bincount(ids, (rewards - (np.bincount(ids, rewards) / np.maximum(sizes, 1))[ids]) ** 2)
+        spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
+    return np.asarray((spread + eps) / np.sqrt(np.maximum(spread**2 + eps, 1e-300)))
 
 
 def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction:
@@ -181,97 +163,29 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
 
 def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
-    rewards, kl, used = _changed_rewards(replay, step), recipe.kl, replay.used_mask(recipe)
+    rewards, kl, used = step.reward_scale * replay.arrays["rewards"], recipe.kl, replay.used_mask(recipe)
     if step.kl_coef:
-        rewards = rewards - step.kl_coef * np.where(used, _second_kl(replay, step, used), 0).sum(1)
+        policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
+        second = Kl(estimator=step.kl_estimator, policy=policy)
+        values = replay.remember(
+            ("second kl", second, recipe.mask),
+            lambda: kl_terms(replay, kl_policy(replay, second), second, used, recipe.ratio)[0],
+        )
+        rewards = rewards - step.kl_coef * np.where(used, values, 0).sum(1)
     if kl is None or kl.place != "reward":
         return rewards, np.zeros(replay.shape)
-    if kl.padded:
-        position = np.arange(replay.shape[1])
-        first = np.where(used.any(1), used.argmax(1), replay.shape[1])
-        used = position >= first[:, None]
-    used = apply_rule(used, recipe.kl_mask, replay.layout)
-    values = kl.coef * np.where(used, _kl_values(replay, recipe, used), 0)
-    if kl.padded and after:
-        # Sums from the end reach every token of the row, so that the last one may carry them.
-        inside = replay.used_mask(recipe)
-        values[np.arange(len(values)), last_positions(inside)] += np.where(inside, 0, values).sum(1)
-    values = _moved_kl(kl, values, replay.used_mask(recipe))
+    charged = apply_rule(used, recipe.kl_mask, replay.layout)
+    values = kl.coef * np.where(charged, replay.input("kl", recipe)[0], 0)
     return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
-
-
-def _changed_rewards(replay: Replay, step: AdvantageStep) -> np.ndarray:
-    rewards: np.ndarray = replay.arrays["rewards"][ROW_ORDERS[step.reward_rows](replay.layout)]
-    sizes = replay.layout.sizes
-    if step.rewards in REWARDS:
-        rewards = REWARDS[step.rewards](rewards, sizes)
-    if step.length_penalty:
-        rewards = rewards - step.length_penalty * sizes / max(sizes.max(), 1)
-    if step.buffer is not None:
-        rewards = rewards + np.minimum((sizes.max() - sizes) / step.buffer - 1, 0)
-    rewards = step.reward_scale * rewards
-    if step.reward_clip is not None:
-        rewards = np.clip(rewards, -step.reward_clip, step.reward_clip)
-    cut = cut_rows(replay)
-    rewards = rewards - step.cut_penalty * cut
-    return rewards if step.cut_reward is None else np.where(cut, step.cut_reward, rewards)
-
-
-def _second_kl(replay: Replay, step: AdvantageStep, used: np.ndarray) -> np.ndarray:
-    """Returns the KL per token of a penalty that the header does not have: of the policy that sampled."""
-    policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
-    kl = Kl(estimator=step.kl_estimator, policy=policy)
-    values: np.ndarray = replay.remember(
-        ("second kl", kl, used.tobytes()), lambda: kl_at(replay, kl_policy(replay, kl), kl, used)
-    )
-    return values
-
-
-def _moved_kl(kl: Kl, values: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Returns the KL in the reward where a system charges it, `[B, T]`."""
-    if kl.per_length:
-        values = values / np.maximum(used.sum(1, keepdims=True), 1)
-    return shift_rows(_at_end(values, used) if kl.at_end else values, kl.moved)
-
-
-def _at_last(used: np.ndarray) -> np.ndarray:
-    """Returns the last token of each row, `[B, T]` bool."""
-    return np.asarray(used & (np.arange(used.shape[1]) == last_positions(used)[:, None]))
-
-
-def _at_end(values: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Moves what the tokens of each row have to its last one, `[B, T]`."""
-    result = np.zeros(values.shape)
-    result[np.arange(len(values)), last_positions(used)] = values.sum(1)
-    return result
-
-
-def _kl_values(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
-    """Returns the KL per token, recorded or recomputed, also at tokens that the mask leaves out."""
-    kl = recipe.kl or Kl()
-    if not kl.padded:
-        return replay.input("kl", recipe)[0]
-    key = ("padded kl", recipe.mask, dataclasses.replace(kl, coef=0.0))
-    values: np.ndarray = replay.remember(key, lambda: kl_at(replay, kl_policy(replay, kl), kl, used))
-    return values
 
 
 def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: AdvantageStep) -> np.ndarray:
     """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    position = np.arange(replay.shape[1])
-    # A reward outside the tokens of its row reaches none of them.
-    at = {
-        "last": last_positions(used)[:, None],
-        "before last": np.maximum(last_positions(used) - 1, used.argmax(1))[:, None],
-        "first": used.argmax(1)[:, None],
-        "last column": position[-1],
-        "every": position,
-    }
-    result = np.where(used & (position == at[step.reward_at]), _changed_rewards(replay, step)[:, None], 0)
+    last = used & (np.arange(replay.shape[1]) == last_positions(used)[:, None])
+    result = np.where(last, step.reward_scale * replay.arrays["rewards"][:, None], 0)
     if recipe.kl is not None and recipe.kl.place == "reward":
         charged = apply_rule(used, recipe.kl_mask, replay.layout)
-        values = recipe.kl.coef * np.where(charged, _kl_values(replay, recipe, used), 0)
-        result = result - _moved_kl(recipe.kl, values, used)
+        result = result - recipe.kl.coef * np.where(charged, replay.input("kl", recipe)[0], 0)
     return result
 
 
@@ -288,46 +202,31 @@ def _changed(
         factor = np.where(used, step.discount ** np.maximum(after, 0), 0)
         value, bound = (over_tokens(array, used.shape) * factor for array in (value, bound))
     if step.whiten != "none":
-        value, bound = _whitened(step, value, bound, used)
-    value, bound = step.scale * (value + step.offset), abs(step.scale) * bound
-    if step.clip is not None:
-        value = np.clip(value, -step.clip, step.clip)
-    if step.low is not None or step.high is not None:
-        value = np.clip(value, step.low, step.high)
-    value, bound = (np.where(value < 0, step.negative, 1) * array for array in (value, bound))
-    # Rounding moves a sign only where it may move the number past 0.
-    return (np.sign(value), np.where(np.abs(value) <= bound, 2.0, 0)) if step.sign else (value, np.abs(bound))
-
-
-def _whitened(
-    step: AdvantageStep, value: np.ndarray, bound: np.ndarray, used: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Normalises advantages over the tokens, or over the rows."""
-    rows = step.whiten == "rows" and value.ndim == 1
-    members = value[used.any(1)] if rows else over_tokens(value, used.shape)[used]
-    if step.whiten == "mean absolute":
-        typical = max(float(np.abs(members).mean()), 1e-30)
-        relative = over_tokens(bound, used.shape)[used].mean() / typical
-        return value / typical, bound / typical + np.abs(value) / typical * relative
-    spread = 1.0 if step.whiten == "centered" else members.std(ddof=step.whiten_ddof) + step.whiten_eps
-    result = (value - members.mean()) / spread
-    typical = 2 * over_tokens(bound, used.shape)[used].mean()
-    return result, (bound + typical) / spread + np.abs(result) * typical / spread
+        rows = step.whiten == "rows" and value.ndim == 1
+        members = value[used.any(1)] if rows else over_tokens(value, used.shape)[used]
+        spread = members.std(ddof=step.whiten_ddof) + step.whiten_eps
+        typical = 2 * over_tokens(bound, used.shape)[used].mean()
+        value = (value - members.mean()) / spread
+        bound = (bound + typical + np.abs(value) * typical) / spread
+    value, bound = step.scale * value, abs(step.scale) * bound
+    return (value if step.clip is None else np.clip(value, -step.clip, step.clip)), bound
 
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Adds the mean KL of the batch less the KL of each token."""
     # A mask of the loss alone does not reach the mean.
     kl, used = recipe.kl or Kl(), replay.arrays["mask"]
-    values, errors = replay.input("kl", recipe)
-    values, errors = np.where(used, values, 0), np.where(used, errors, 0)
-    eps = replay.plan.recipe.reduction.eps_batch if kl.mean_eps is None else kl.mean_eps
-    axis = 1 if kl.mean == "row" else None
-    count = used.sum(axis, keepdims=True)
-    mean = values.sum(axis, keepdims=True) / np.maximum(count + eps, 1) if kl.centered else 0.0
+    values, errors = (np.where(used, array, 0) for array in replay.input("kl", recipe))
+
+    def total() -> tuple[float, float]:
+        each = [(part.input("kl", recipe)[0], part.arrays["mask"]) for part in replay.batch.parts()]
+        return float(sum(np.where(mask, x, 0).sum() for x, mask in each)), float(sum(mask.sum() for _, mask in each))
+
+    whole_sum, count = replay.batch.remember(("kl sum", recipe.mask, dataclasses.replace(kl, coef=0.0)), total)
+    mean = whole_sum / max(count + replay.plan.recipe.reduction.eps_batch, 1) if kl.centered else 0.0
     unit = replay.unit("token_loss", recipe)
     result = value + np.where(used, kl.coef * (mean - values), 0)
-    height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit
+    height = accumulator(unit) * tree_height(int(count)) + PRODUCTS * unit
     extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
     return result, bound + extra + unit * np.abs(result)
 
@@ -340,7 +239,7 @@ def _bound_of_returns(
     magnitude = np.where(used, np.abs(arrays["token_rewards"]) + 2 * values, 0).sum(1, keepdims=True)
     bound = unit * (PRODUCTS + 2 * tree_height(used.shape[1])) * magnitude
     if any(step.function == "masked_whiten" for step in call.then):
-        plain = np.asarray(run_call("advantage", dataclasses.replace(call, then=()), arrays), np.float64)
+        plain = run_call("advantage", dataclasses.replace(call, then=()), arrays)
         spread = max(float(plain[used].std()), 1e-30)
         bound = (bound + bound.mean()) / spread * (1 + np.abs(value)) + unit * PRODUCTS * np.abs(value)
     return np.broadcast_to(bound, value.shape)

@@ -1,4 +1,4 @@
-"""Calls of the library as programs: each is traced once for all numbers of its arguments."""
+"""Calls of the library as programs: each is compiled once for all numbers of its arguments."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -11,36 +11,21 @@ import numpy as np
 from kljax.systems import Call
 from kljax.systems._call import parameters, run, steps
 from kljax.tools.parity.dump import DumpError
-from kljax.tools.parity.interpreter import program
 
-
-def remembered(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the program of an earlier call with the key, or makes one of this function.
-
-    Args:
-      key: names the program, with all settings that the function closes over.
-      function: of arrays, for `program`.
-
-    Returns:
-      The program, remembered for the life of the process.
-    """
-    if key not in _PROGRAMS:
-        _PROGRAMS[key] = program(function)
-    return _PROGRAMS[key]
-
-
+# A program runs a few times: its compilation costs more than its execution.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _PROGRAMS: dict[str, Callable[..., Any]] = {}
 
 
-def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-    """Runs a call on arrays, traced once for all numbers of its arguments; returns the first of several results.
+def remembered(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the program of an earlier call with the key, or makes one of this function."""
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = jax.jit(function, compiler_options=QUICK)
+    return _PROGRAMS[key]
 
-    Args:
-      call: a call of `kljax.systems`.
-      keywords: further arguments; they are part of the program.
 
-    Returns:
-      An array in the shape of the function's result.
+def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> np.ndarray:
+    """Runs a call on arrays, compiled once for all numbers of its arguments.
 
     Raises:
       DumpError: naming the section, if the function refuses its arguments.
@@ -52,21 +37,16 @@ def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: An
         return result[0] if isinstance(result, tuple) else result
 
     try:
-        return remembered(f"{fixed!r} {keywords!r}", compute)(_taken(call, arrays), numbers)
+        program = remembered(f"{fixed!r} {keywords!r}", compute)
+        return np.asarray(program(_taken(call, arrays), numbers), np.float64)
     except ValueError as error:
         raise DumpError(f"header.{section}: {error}") from error
 
 
-def pull_call(section: str, call: Call, arrays: Mapping[str, Any], cotangent: np.ndarray) -> Any:
-    """Differentiates a call by `log_probs`, traced as `run_call` traces it.
+def pull_call(call: Call, arrays: Mapping[str, Any], cotangent: np.ndarray) -> np.ndarray:
+    """Differentiates a call by `log_probs`, compiled as `run_call` compiles it.
 
-    Args:
-      call: its result is `[B, T]`, or `[B]`, which is repeated for the tokens.
-      arrays: by the names of the call, with `log_probs`.
-      cotangent: `[B, T]` derivative of a scalar by the result.
-
-    Returns:
-      `[B, T]` derivative of that scalar by the log-probs.
+    Returns `[B, T]` derivative of that scalar by the log-probs.
     """
     fixed, numbers = _split(call)
 
@@ -74,12 +54,12 @@ def pull_call(section: str, call: Call, arrays: Mapping[str, Any], cotangent: np
         def values(log_probs: Any) -> Any:
             result = run(_join(fixed, iter(numbers)), {**arrays, "log_probs": log_probs})
             result = result[0] if isinstance(result, tuple) else result
-            return jnp.broadcast_to(result.reshape(per_token(result.shape)), cotangent.shape)
+            return jnp.broadcast_to(result if result.ndim > 1 else result[:, None], cotangent.shape)
 
         return jax.vjp(values, arrays["log_probs"])[1](cotangent)[0]
 
     inputs = {**_taken(call, arrays), "log_probs": arrays["log_probs"]}
-    return remembered(f"pull {fixed!r}", compute)(inputs, numbers, cotangent)
+    return np.asarray(remembered(f"pull {fixed!r}", compute)(inputs, numbers, cotangent))
 
 
 def check_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> None:
@@ -95,12 +75,17 @@ def check_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: 
 
 
 def scalar_parameters(call: Call) -> list[str]:
-    """Lists the parameters of a call's function that are real numbers, such as a clip or an epsilon.
-
-    Returns:
-      Names, in the order of the signature.
-    """
+    """Lists the parameters of a call's function that are real numbers, such as a clip or an epsilon."""
     return [parameter.name for parameter in parameters(call) if str(parameter.annotation).startswith("float")]
+
+
+def without_none(call: Call) -> Call:
+    """Removes arguments without a value, here and in the calls inside, so that each has its default."""
+    arguments = {name: value for name, value in call.arguments.items() if value is not None}
+    inner: dict[str, Any] = {
+        kind: tuple(without_none(step) for step in getattr(call, kind)) for kind in ("times", "plus", "then")
+    }
+    return dataclasses.replace(call, arguments=arguments, **inner)
 
 
 def _taken(call: Call, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,28 +118,3 @@ def _join(call: Call, numbers: Iterator[Any]) -> Call:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def without_none(call: Call) -> Call:
-    """Removes arguments without a value, here and in the calls inside, so that each has its default.
-
-    Args:
-      call: a call whose arguments may be None.
-    """
-    arguments = {name: value for name, value in call.arguments.items() if value is not None}
-    inner: dict[str, Any] = {
-        kind: tuple(without_none(step) for step in getattr(call, kind)) for kind in ("times", "plus", "then")
-    }
-    return dataclasses.replace(call, arguments=arguments, **inner)
-
-
-def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a result with an axis of tokens, which one number per row lacks.
-
-    Args:
-      shape: `(..., B, T)` or `(B,)`.
-
-    Returns:
-      `(..., B, T)` or `(B, 1)`, which broadcasts over tokens.
-    """
-    return shape if len(shape) > 1 else (*shape, 1)

@@ -17,6 +17,8 @@ from kljax._npy import read_header
 from kljax.tools.parity.fields import FIELDS, FORMAT, HEADER, METRIC, RESULT, field_of
 
 MAX_HEADER = 100_000_000
+# Results that later stages take as they are.
+INPUT_TOO = ("log_probs", "ref_log_probs")
 # A compressed member cannot be read in parts.
 MAX_COMPRESSED = 1 << 28
 # All that zipfile, zlib, struct and numpy raise for bytes that are no archive, no member or no header.
@@ -90,9 +92,6 @@ class Dump:
     def stored(self, name: str) -> Stored:
         """Returns the place of an array in the file, without reading it.
 
-        Returns:
-          Its place, with shape and dtype.
-
         Raises:
           DumpError: if the dump has no such array.
         """
@@ -100,19 +99,22 @@ class Dump:
             raise DumpError(f"{name}: the dump has no such array; it has {', '.join(self._stored) or 'none'}")
         return self._stored[name]
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads a whole array.
+    def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """Reads an array, or some of its rows.
+
+        Args:
+          rows: numbers of rows, for an array whose first axis is that of the batch; None reads the whole array.
 
         Returns:
-          NumPy array of the recorded shape: float64, int64 for a field of whole numbers, booleans for the mask. Masked
-          positions hold the recorded numbers.
+          NumPy array of the recorded shape, or of the rows: float64, int64 for a field of whole numbers, booleans for
+          the mask. Masked positions hold the recorded numbers.
 
         Raises:
           DumpError: if the dump has no such array.
         """
-        values = self.stored(name).part(...)
+        values = self.stored(name).part(... if rows is None else rows)
         if name == "mask":
-            return values != 0
+            return np.asarray(values != 0)
         return values.astype(np.int64 if field_of(name).whole_numbers else np.float64)
 
     def _check_header(self) -> None:
@@ -127,6 +129,9 @@ class Dump:
             ids = value if key == "eos_id" and isinstance(value, list) else [value]
             if value is not None and not all(type(number) is int for number in ids):
                 raise DumpError(f"header.{key}: got {value!r}, expected a token id")
+        size = self.header.get("group_size")
+        if size is not None and (type(size) is not int or size < 1):
+            raise DumpError(f"header.group_size: got {size!r}, expected a number of rows")
 
     def _check_shapes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -136,9 +141,10 @@ class Dump:
                 known = (*FIELDS, f"{METRIC}NAME")
                 raise DumpError(f"{name}: no such field; expected {', '.join(known)}{closest(name, FIELDS)}")
             field = field_of(name)
-            axes = "B" if field.per_row and len(array.shape) == 1 else field.axes
+            axes = field.axes if "columns" in self._stored else field.axes.replace("N", "T")
+            axes = "B" if field.per_row and len(array.shape) == 1 else axes
             if len(array.shape) != len(axes):
-                raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(field.axes)}]")
+                raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(axes)}]")
             if not name.isprintable():
                 raise DumpError(f"{name!r}: got characters that cannot be printed, expected a printable name")
             for axis, size in zip(axes, array.shape, strict=True):
@@ -159,19 +165,22 @@ class Dump:
         return sizes
 
     def _check_contents(self) -> None:
-        mask = self.stored("mask").part(...)
-        if not np.isin(mask, (0, 1)).all():
-            where = tuple(int(i) for i in np.argwhere(~np.isin(mask, (0, 1)))[0])
-            raise DumpError(f"mask: got {mask[where]} at (row, token) {where}, expected 0 or 1")
-        if "rows" in self and not ((self.read("rows") >= 0) & (self.read("rows") < self.sizes["B"])).all():
-            raise DumpError(f"rows: got {self.read('rows').tolist()}, expected rows from 0 to {self.sizes['B'] - 1}")
+        for name in {"mask", "tool_mask"} & set(self):
+            values = self.stored(name).part(...)
+            if (wrong := (values != 0) & (values != 1)).any():
+                where = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise DumpError(f"{name}: got {values[where]} at (row, token) {where}, expected 0 or 1")
+        mask = self.read("mask")
+        for name, limit in (("rows", self.sizes["B"]), ("columns", self.sizes["T"])):
+            if name in self and not ((numbers := self.read(name)) >= 0).all() & (numbers < limit).all():
+                raise DumpError(f"{name}: got {numbers.tolist()}, expected {name} from 0 to {limit - 1}")
         for side in ("", "ref_"):
             if f"{side}hidden" in self and "head" not in self and f"{side}head" not in self:
                 raise DumpError(f"{side}hidden: needs {side}head, the LM head; record it beside the hidden states")
             if (f"{side}hidden" in self or f"{side}logits" in self) and not ("rows" in self and "tokens" in self):
                 raise DumpError(f"{side}logits: logits and hidden states need rows and tokens; record both")
-        self._check_numbers(mask != 0)
-        self._check_positions(mask != 0)
+        self._check_numbers(mask)
+        self._check_positions(mask)
 
     def _check_numbers(self, trained: np.ndarray) -> None:
         """Checks that no number of a trained token, or of a row that has one, is NaN; an input is finite too."""
@@ -179,8 +188,8 @@ class Dump:
             field = field_of(name)
             if field.whole_numbers or field.axes not in ("BT", "B"):
                 continue
-            values = self.read(name)
-            wrong = np.isnan(values) if field.kind == RESULT else ~np.isfinite(values)
+            values = self.stored(name).part(...)
+            wrong = np.isnan(values) if field.kind == RESULT and name not in INPUT_TOO else ~np.isfinite(values)
             wrong &= trained if values.ndim == 2 else trained.any(-1)
             if wrong.any():
                 where = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -192,7 +201,7 @@ class Dump:
         length, vocabulary = self.sizes["T"], self.sizes.get("V", 1 << 62)
         limits = {"tokens": vocabulary - 1, "prompt_lengths": length, "lengths": length}
         for name in limits.keys() & set(self):
-            values = self.read(name)
+            values = self.stored(name).part(...)
             wrong = (values < 0) | (values > limits[name])
             wrong &= trained if values.ndim == 2 else trained.any(-1)
             if wrong.any():

@@ -18,13 +18,16 @@ from kljax.tools.parity.recipe import (
     Gradient,
     Kl,
     LogProbRecipe,
+    MaskRule,
     Ratio,
     Recipe,
     RecipeStep,
     ReductionRecipe,
 )
+from kljax.tools.parity.rounding import UNITS
 
 PLACES = ("loss", "reward", "advantage")
+RATIOS = ("token", "row")
 # What a system adds to the number of tokens that a mean divides by: of the batch, of each row.
 DIVISOR_EPS = {
     ("trinity", "token-mean"): (1e-8, 0.0),
@@ -33,8 +36,11 @@ DIVISOR_EPS = {
     ("openrlhf", "seq-mean-token-mean"): (0.0, 1e-8),
     ("art", "mean"): (1e-6, 0.0),
 }
-# Reductions of the KL term that do not follow that of the policy loss.
+# Reductions of the KL term and of the entropy that do not follow that of the policy loss.
 KL_REDUCTIONS = {"skyrl": "sequence_mean", "openrlhf": "token-mean"}
+ENTROPY_REDUCTIONS = {"trl": "token_mean"}
+# The settings of the mask that a header may have; the others are faults.
+MASK_SETTINGS = ("tools", "truncated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +58,6 @@ class RecipeCalls:
 
 def make_plan(dump: Dump, system: str | None = None) -> RecipeCalls:
     """Reads the settings of every stage from the header of a dump.
-
-    Args:
-      dump: the dump; only its header is read.
-      system: the system whose names the header uses; None takes that of the header, or none.
-
-    Returns:
-      The `RecipeCalls`. A correction, KL, advantage or policy loss that the header leaves out is None in its recipe.
 
     Raises:
       DumpError: naming the key that is wrong.
@@ -85,7 +84,15 @@ def make_plan(dump: Dump, system: str | None = None) -> RecipeCalls:
     reference = _settings(LogProbRecipe, "reference", {**sections["log_probs"], **sections["reference"]})
     kl = _kl(system, sections["kl"])
     reduction = _reduction(system, "reduction", sections["reduction"])
+    for name, settings in (("log_probs", log_probs), ("reference", reference)):
+        if settings.forward is not None:
+            _choice(f"header.{name}.forward", settings.forward, UNITS)
+    for key in sections["mask"]:
+        _choice("header.mask", key, MASK_SETTINGS)
+    entropy = {"reduction": ENTROPY_REDUCTIONS.get(system or "", "loss"), **sections["entropy"]}
+    _choice("header.entropy.reduction", entropy["reduction"], ("loss", "token_mean"))
     recipe = Recipe(
+        mask_rule=_settings(MaskRule, "mask", sections["mask"]),
         log_probs=log_probs,
         reference=reference,
         ratio=Ratio(old=arrays.get("loss", {}).get("old_log_probs", "old_log_probs")),
@@ -93,7 +100,7 @@ def make_plan(dump: Dump, system: str | None = None) -> RecipeCalls:
         kl=kl,
         advantage=steps["advantage"],
         loss=steps["loss"],
-        entropy=_settings(Entropy, "entropy", sections["entropy"]),
+        entropy=_settings(Entropy, "entropy", entropy),
         reduction=reduction,
         kl_reduction=_kl_reduction(system, sections["kl"], reduction) if kl and kl.place == "loss" else None,
         gradient=_settings(Gradient, "gradient", sections["gradient"]),
@@ -112,7 +119,7 @@ def _settings(kind: type, section: str, values: Mapping[str, Any]) -> Any:
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for key, value in values.items():
         _choice(f"header.{section}", key, list(defaults))
-        wanted = type(defaults[key])
+        wanted = bool if kind is MaskRule else type(defaults[key])
         if wanted is bool and not isinstance(value, bool):
             raise DumpError(f"header.{section}.{key}: got {value!r}, expected true or false")
         if wanted in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -159,11 +166,7 @@ def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -
 
 
 def with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
-    """Returns the call with each argument on its function, or else on the functions combined with it.
-
-    Args:
-      arguments: by name; an argument that no function has is left out.
-    """
+    """Returns the call with each argument on its function, or else on the functions combined with it."""
     accepted = {name: value for name, value in arguments.items() if name in _parameters(call)}
     rest = {name: value for name, value in arguments.items() if name not in accepted}
     times, plus, then = (
@@ -205,6 +208,7 @@ def _kl(system: str | None, values: Mapping[str, Any]) -> Kl | None:
             implied["reference"] = "rollout_log_probs"
     kl: Kl = _settings(Kl, "kl", {**implied, **fields})
     _choice("header.kl.place", kl.place, PLACES)
+    _choice("header.kl.ratio", kl.ratio, RATIOS)
     if kl.place == "reward" and "policy" not in fields:
         kl = dataclasses.replace(kl, policy="old_log_probs")
     return kl

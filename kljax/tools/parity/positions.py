@@ -1,7 +1,7 @@
 """Masks and shifts by position, and how far a function moves when its argument does."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,162 +14,96 @@ class RowLayout:
 
     Attributes:
       starts: `[B]` position of the first prompt token, behind padding on the left.
+      prompts: `[B]` position of the first completion token.
       lengths: `[B]` position after the last token.
       complete: `[B]` bool, rows that end with an end-of-sequence token; the others are cut at the limit.
       ends_known: whether the end-of-sequence token is known; else the longest completions are taken as cut.
-      sizes: `[B]` tokens of each completion.
-      groups: `[B]` prompt of each row.
-      blank: `[B, T]` bool, tokens within rows that the mask or the gradient leaves out.
+      tools: `[B, T]` bool, the tokens of a tool's answer; None if they are not recorded.
     """
 
     starts: np.ndarray
+    prompts: np.ndarray
     lengths: np.ndarray
     complete: np.ndarray
     ends_known: bool
-    sizes: np.ndarray
-    groups: np.ndarray
-    blank: np.ndarray
+    tools: np.ndarray | None
 
+    def completions(self, length: int) -> np.ndarray:
+        """Returns the tokens of the completions, `[B, length]` bool."""
+        position = np.arange(length)
+        return np.asarray((position >= self.prompts[:, None]) & (position < self.lengths[:, None]))
 
-def _interleaved(layout: RowLayout) -> np.ndarray:
-    """Returns the first row of every group, then the second of every group, and so on."""
-    earlier = (layout.groups[:, None] == layout.groups[None, :]) & np.tri(len(layout.groups), k=-1, dtype=bool)
-    return np.lexsort((layout.groups, earlier.sum(1)))
-
-
-# Where the numbers of a row may come from: the source of each row.
-ROW_ORDERS: dict[str, Callable[[RowLayout], np.ndarray]] = {
-    "same": lambda layout: np.arange(len(layout.lengths)),
-    "above": lambda layout: np.roll(np.arange(len(layout.lengths)), 1),
-    "below": lambda layout: np.roll(np.arange(len(layout.lengths)), -1),
-    "reversed": lambda layout: np.arange(len(layout.lengths))[::-1],
-    "by length": lambda layout: np.argsort(layout.lengths, kind="stable"),
-    "longest first": lambda layout: np.argsort(-layout.lengths, kind="stable"),
-    "interleaved": _interleaved,
-    "gathered": lambda layout: np.argsort(_interleaved(layout)),
-}
+    def of_rows(self, rows: np.ndarray) -> "RowLayout":
+        """Returns the layout of some rows."""
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return RowLayout(**{name: x[rows] if isinstance(x, np.ndarray) else x for name, x in arrays.items()})
 
 
 def last_positions(mask: np.ndarray) -> np.ndarray:
-    """Finds the last True of each row, `[B]`; the last position in a row without one.
-
-    Args:
-      mask: `[B, T]` bool.
-    """
+    """Finds the last True of each row, `[B]`; the last position in a row without one."""
     last: np.ndarray = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
     return last
 
 
-def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos_id: int | None) -> RowLayout:
-    """Finds the padding on the left and the rows that are cut at the limit.
-
-    Args:
-      mask: `[B, T]` bool, the recorded mask; `lengths` and `prompt_lengths` take precedence.
-      arrays: recorded arrays; without `tokens` no row has padding on its left.
-      pad_id: None takes the token behind the rows, if it is always the same.
-      eos_id: None takes the last token of the rows below the limit, if they share one.
-    """
-    rows, positions = np.arange(len(mask)), np.arange(mask.shape[1])
-    some = mask.any(1)
-    lengths = arrays.get("lengths", np.where(some, last_positions(mask) + 1, 0))
-    prompts = arrays.get("prompt_lengths", np.where(some, mask.argmax(1), 0))
-    tokens, sizes = arrays.get("tokens"), lengths - prompts
+def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos: Sequence[int]) -> RowLayout:
+    """Finds the padding on the left and the rows that are cut at the limit."""
+    rows, positions, some = np.arange(len(mask)), np.arange(mask.shape[1]), mask.any(1)
+    lengths = arrays["lengths"] if "lengths" in arrays else np.where(some, last_positions(mask) + 1, 0)
+    prompts = arrays["prompt_lengths"] if "prompt_lengths" in arrays else np.where(some, mask.argmax(1), 0)
+    tools = arrays["tool_mask"] == 0 if "tool_mask" in arrays else None
+    sizes = lengths - prompts
     below = sizes < sizes.max(initial=0)
-    groups, blank = arrays.get("group_ids", rows), _blank(mask, prompts, lengths, arrays)
-    if tokens is None:
-        return RowLayout(np.zeros(len(mask), int), lengths, below, False, sizes, groups, blank)
+    if "tokens" not in arrays:
+        return RowLayout(np.zeros(len(mask), int), prompts, lengths, below, False, tools)
+    tokens = arrays["tokens"]
     behind = tokens[positions >= lengths[:, None]]
     if pad_id is None and behind.size and (behind == behind[0]).all():
         pad_id = int(behind[0])
     starts = np.where((tokens != pad_id).any(1), (tokens != pad_id).argmax(1), 0) if pad_id is not None else 0 * sizes
     last = tokens[rows, np.maximum(lengths - 1, 0)]
-    if eos_id is None and below.sum() > 1 and len(set(last[below].tolist())) == 1:
-        eos_id = int(last[below][0])
-    known = eos_id is not None
-    complete = last == eos_id if known else below
-    return RowLayout(np.minimum(starts, prompts), lengths, complete, known, sizes, groups, blank)
-
-
-def _blank(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Finds the tokens of completions that the mask leaves out, or else tokens of the mask without a gradient.
-
-    Only where they lie within a row, between tokens that are trained, does a rule of their own say something.
-    """
-    position, gradient = np.arange(mask.shape[1]), arrays.get("grad_log_probs")
-    inside = (position >= prompts[:, None]) & (position < lengths[:, None])
-    trained = mask
-    if gradient is not None and not (inside & ~mask).any():
-        # A token without a loss has no gradient in any case.
-        kl, token_loss = (
-            arrays.get(name, np.full(mask.shape, other)) for name, other in (("kl", 0), ("token_loss", 1))
-        )
-        trained = mask & ((gradient != 0) | ((token_loss == 0) & (kl == 0)))
-    blank = (inside | mask) & ~trained
-    before, after = np.maximum.accumulate(trained, 1), np.maximum.accumulate(trained[:, ::-1], 1)[:, ::-1]
-    none: np.ndarray = np.zeros_like(mask)
-    return np.asarray(blank) if (blank & before & after).any() else none
+    if not eos and below.sum() > 1 and len(set(last[below].tolist())) == 1:
+        eos = [int(last[below][0])]
+    complete = np.isin(last, eos) if eos else below
+    return RowLayout(np.minimum(starts, prompts), prompts, lengths, complete, bool(eos), tools)
 
 
 def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarray:
-    """Returns the mask with the faults of a rule.
+    """Returns the mask with the changes of a rule.
 
-    Args:
-      mask: `[B, T]` bool, the tokens of the completions.
-
-    Returns:
-      `[B, T]` bool, a copy.
+    Returns `[B, T]` bool; the mask itself if the rule changes nothing.
     """
-    position, start = np.arange(mask.shape[1]), layout.starts[:, None]
-    some = mask.any(1, keepdims=True)
-    first = np.where(some, mask.argmax(1)[:, None], layout.lengths[:, None])
-    last = np.where(some, last_positions(mask)[:, None], -1)
+    if rule == MaskRule():
+        return mask
+    position, start, end = np.arange(mask.shape[1]), layout.starts[:, None], layout.lengths[:, None]
+    completions, cut = layout.completions(mask.shape[1]), ~layout.complete[:, None]
     result = mask.copy()
-    if rule.prompt != "none":
-        result |= some & (position < first) & (position >= start + (rule.prompt == "predicted")) & (position > 0)
+    if rule.truncated is not None:
+        result = result | (completions & cut) if rule.truncated else result & ~cut
+    if rule.tools is not None and layout.tools is not None:
+        answers = completions & layout.tools & result.any(1, keepdims=True)
+        result = result | answers if rule.tools else result & ~answers
+    some = result.any(1, keepdims=True)
+    first = np.where(some, result.argmax(1)[:, None], end)
+    last = np.where(some, last_positions(result)[:, None], -1)
+    if rule.prompt:
+        result |= some & (position < first) & (position >= start) & (position > 0)
     if rule.left:
         result |= (position < start) & (position > 0)
     if rule.pad:
         result |= position > last
     if rule.extra:
-        end = layout.lengths[:, None]
         result |= (position >= end) & (position < end + rule.extra) & (position > 0)
-    if rule.before:
-        result |= (position < first) & (position >= first - rule.before) & (position > 0)
     if rule.last != "all":
-        result &= (position != last) | ((rule.last == "cut") & ~layout.complete[:, None])
-    return shift_rows(_without_left_out(result, first, last, rule, layout), rule.shift)
-
-
-def _without_left_out(
-    mask: np.ndarray, first: np.ndarray, last: np.ndarray, rule: MaskRule, layout: RowLayout
-) -> np.ndarray:
-    """Takes the tokens out of a mask that a rule leaves out, besides last tokens; changes and returns the mask."""
-    position = np.arange(mask.shape[1])
+        result &= (position != last) | ((rule.last == "cut") & cut)
     if not rule.first:
-        mask &= position != first
-    if rule.size is not None:
-        mask &= position < first + rule.size
-    if rule.tail is not None:
-        mask &= position > last - rule.tail
-    if rule.longest:
-        mask &= position >= (layout.lengths - layout.sizes).max(initial=0)
-    if not rule.inside:
-        mask &= ~layout.blank
-    if not rule.final:
-        mask[-1] = False
-    if not rule.cut:
-        mask &= layout.complete[:, None]
-    return mask
+        result &= position != first
+    return shift_rows(result, rule.shift)
 
 
 def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
     """Moves rows to the right by a number of positions, filled with 0; negative moves to the left.
 
-    Args:
-      array: `[B, T]`.
-
-    Returns:
-      `[B, T]`, the dtype of the array; the array itself if `by` is 0.
+    Returns `[B, T]`, the dtype of the array; the array itself if `by` is 0.
     """
     if by == 0:
         return array
@@ -184,30 +118,21 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
 def over_tokens(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Repeats the number of each row for its tokens.
 
-    Args:
-      array: `[B]`, or `[B, T]`, which stays as it is.
-      shape: `(B, T)`.
-
-    Returns:
-      `[B, T]`; read-only where numbers are repeated.
+    Returns `[B, T]`; read-only where numbers are repeated.
     """
     return np.broadcast_to(array[:, None], shape) if array.ndim == 1 else array
 
 
+def row_mean(values: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Returns the mean of each row over its tokens, repeated for all, `[..., B, T]`."""
+    mean = np.where(used, values, 0).sum(-1, keepdims=True) / np.maximum(used.sum(1, keepdims=True), 1)
+    return np.broadcast_to(mean, values.shape)
+
+
 def value_and_change(
-    function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray, *, stacked: bool = False
+    function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a function's value and the largest change that moving its argument up or down makes.
-
-    Args:
-      function: of arrays, number by number or row by row.
-      move: how far each number of the argument moves, of its shape.
-      stacked: whether the function takes arguments with a leading axis, so that it is called once.
-
-    Returns:
-      Value and change in float64; the change is 0 where it is not a number.
-    """
-    points = np.stack([at, at + move, at - move])
-    value, up, down = np.asarray(function(points) if stacked else [function(point) for point in points], np.float64)
+    """Returns a function's value and the largest change that moving its argument up or down makes."""
+    value, up, down = (np.asarray(function(point), np.float64) for point in (at, at + move, at - move))
     with np.errstate(all="ignore"):
         return value, np.nan_to_num(np.maximum(np.abs(up - value), np.abs(down - value)))

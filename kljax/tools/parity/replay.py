@@ -2,26 +2,46 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kljax.systems import Call
+from kljax.systems._call import parameters, steps
 from kljax.tools.parity.calls import check_call, run_call, without_none
 from kljax.tools.parity.dump import Dump, DumpError
-from kljax.tools.parity.fields import METRIC, ORDER, STAGES_OF_METRICS
+from kljax.tools.parity.fields import METRIC, ORDER, STAGES_OF_METRICS, field_of
 from kljax.tools.parity.header import RecipeCalls, with_arguments
 from kljax.tools.parity.positions import apply_rule, layout_of
 from kljax.tools.parity.recipe import AdvantageStep, Recipe, RecipeStep
 from kljax.tools.parity.rounding import UNITS, narrowest_dtype
 
 # Numbers that are remembered; beyond them results are computed again.
-MEMORY = 1 << 27
+MEMORY = 1 << 24
+# Numbers of one `[B, T]` array that are computed at a time.
+BLOCK = 1 << 18
+# Inputs that the stage of a section computes, or is given as a constant.
+COMPUTED = {
+    "correction": ("mask",),
+    "advantage": ("mask", "kl", "coef", "num_groups", "token_rewards"),
+    "loss": ("mask", "key", "advantages"),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
+class MissingFields(KeyError):
+    """Arrays or parts of the header that a stage needs and the dump lacks, by name."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(*names)
+        self.names = tuple(dict.fromkeys(names))
+
+    def __str__(self) -> str:
+        return f"needs {', '.join(self.names)}"
+
+
+class Prediction(NamedTuple):
     """A recomputed result.
 
     Attributes:
@@ -35,78 +55,104 @@ class Prediction:
     at: np.ndarray
 
 
+class RowArrays(Mapping[str, np.ndarray]):
+    """The recorded arrays of some rows but for logits, hidden states and heads, each read at its first use."""
+
+    def __init__(self, dump: Dump, rows: np.ndarray | None) -> None:
+        self._dump, self._rows = dump, rows
+        self._names = [name for name in dump if len(dump.stored(name).shape) < 3 and not name.endswith("head")]
+        self._read: dict[str, np.ndarray] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise MissingFields(name)
+        if name not in self._read:
+            by_row = field_of(name).axes.startswith("B")
+            self._read[name] = self._dump.read(name, self._rows if by_row else None)
+        return self._read[name]
+
+
 class Replay:
-    """Recomputes results from the recorded inputs of their stage, and remembers them by the settings they depend on."""
+    """Recomputes results from the recorded inputs of their stage, and remembers them by the settings they depend on.
+
+    Attributes:
+      dump: the file.
+      plan: the settings and calls of its header.
+      rows: the numbers of the rows that are replayed, `[B]`.
+      whole: the replay of all rows, for what depends on the batch: divisors, groups, quantiles.
+      arrays: the recorded arrays of these rows.
+    """
 
     def __init__(
-        self, dump: Dump, plan: RecipeCalls, stages: Mapping[str, "Stage"], metrics: Mapping[str, "Stage"]
+        self,
+        dump: Dump,
+        plan: RecipeCalls,
+        stages: Mapping[str, "Stage"],
+        *,
+        rows: np.ndarray | None = None,
+        batch: "Replay | None" = None,
     ) -> None:
-        self.dump, self.plan = dump, plan
-        self._stages = {**stages, **{METRIC + name: stage for name, stage in metrics.items()}}
-        small = [name for name in dump if len(dump.stored(name).shape) < 3 and not name.endswith("head")]
-        self.arrays = {name: dump.read(name) for name in small}
-        self.shape: tuple[int, ...] = self.arrays["mask"].shape
-        self.dtype = self._dtype()
-        pad, eos = (_token_id(dump, name) for name in ("pad_id", "eos_id"))
-        self.layout = layout_of(self.arrays["mask"], self.arrays, pad, eos)
+        self.dump, self.plan, self.stages = dump, plan, stages
+        self.batch = self if batch is None else batch
+        self.rows = np.arange(dump.sizes["B"]) if rows is None else rows
+        self.arrays = RowArrays(dump, rows)
+        self.shape = (len(self.rows), dump.sizes["T"])
         self._memo: dict[Any, Any] = {}
-        self._check_inputs()
-        self.notes: list[str] = []
-        if plan.recipe.loss is not None and plan.recipe.ratio.old not in self.arrays:
-            self.notes.append(f"{plan.recipe.ratio.old} are not recorded: the policy is its own old policy")
+        if batch is None:
+            self.dtype = self._dtype()
+            eos = dump.header.get("eos_id")
+            eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            self.layout = layout_of(self.arrays["mask"], self.arrays, dump.header.get("pad_id"), eos)
+        else:
+            self.dtype, self.layout = batch.dtype, batch.layout.of_rows(self.rows)
 
-    @property
-    def metrics(self) -> list[str]:
-        """The metrics that can be recomputed."""
-        return [name.removeprefix(METRIC) for name in self._stages if name.startswith(METRIC)]
-
-    def predict(self, name: str, recipe: Recipe) -> Prediction:
-        """Recomputes a result from the recorded inputs of its stage.
+    def part(self, rows: np.ndarray) -> "Replay":
+        """Returns the replay of some rows of the batch.
 
         Args:
-          recipe: the settings of its stage and of the stages before it.
-
-        Returns:
-          The `Prediction`; it is remembered by the settings that it depends on.
+          rows: `[R]` numbers of rows; all of them give this replay.
         """
+        if len(rows) == len(self.rows):
+            return self
+        return Replay(self.dump, self.plan, self.stages, rows=rows, batch=self.batch)
+
+    def parts(self) -> Iterator["Replay"]:
+        """Yields replays of a few rows each, which together are the batch."""
+        step = max(1, BLOCK // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            yield self.part(self.rows[start : start + step])
+
+    def predict(self, name: str, recipe: Recipe) -> Prediction:
+        """Recomputes a result from the recorded inputs of its stage."""
         stages = STAGES_OF_METRICS if name.startswith(METRIC) else ORDER[name]
         key = (name, recipe.rounding, *(getattr(recipe, stage) for stage in stages))
-        prediction: Prediction = self.remember(key, lambda: self._stages[name](self, recipe))
+        prediction: Prediction = self.remember(key, lambda: self.stages[name](self, recipe))
         return prediction
-
-    def old_log_probs(self, recipe: Recipe) -> np.ndarray:
-        """Returns the log-probs of the old policy; without any in the dump, the policy is its own old policy.
-
-        Returns:
-          `[B, T]` in nats.
-        """
-        return self.arrays.get(recipe.ratio.old, self.arrays["log_probs"])
 
     def input(self, name: str, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
         """Returns the recorded array, exact, or the recomputed one with its bound.
 
-        Args:
-          name: a field of the dump, `[B, T]` or `[B]`.
-          recipe: the settings to recompute it with.
-
-        Returns:
-          The array and its bounds, of one shape; the bounds of a recorded array are 0.
+        Raises:
+          MissingFields: if it is neither recorded nor the result of a stage.
         """
         if name in self.arrays:
             return self.arrays[name], np.zeros(self.arrays[name].shape)
+        if name not in ORDER:
+            raise MissingFields(name)
         prediction = self.predict(name, recipe)
         return prediction.value, prediction.bound
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result of an earlier call with the key, or makes it.
-
-        Args:
-          key: hashable; all settings that the result depends on, and its name.
-          make: computes the result.
-
-        Returns:
-          The result. Beyond `MEMORY` numbers all earlier results are forgotten.
-        """
+        """Returns the result of an earlier call with the key, or makes it."""
         if key not in self._memo:
             if len(self._memo) * math.prod(self.shape) > MEMORY:
                 self._memo.clear()
@@ -114,14 +160,7 @@ class Replay:
         return self._memo[key]
 
     def unit(self, name: str, recipe: Recipe) -> float:
-        """Returns the unit roundoff of a result: half the distance of 1 to the next number of its dtype.
-
-        Args:
-          recipe: its `rounding` names coarser dtypes, each from a field on.
-
-        Returns:
-          The roundoff of the dump's dtype, or the largest of the coarser ones that this result has.
-        """
+        """Returns the unit roundoff of a result: half the distance of 1 to the next number of its dtype."""
         order = list(ORDER)
         position = order.index(name) if name in ORDER else len(order)
         units = [UNITS[self.dtype]]
@@ -134,11 +173,7 @@ class Replay:
     def used_mask(self, recipe: Recipe) -> np.ndarray:
         """Returns the mask that weights, loss and reduction use: the recorded one by the recipe's rule.
 
-        Args:
-          recipe: its `mask` is the rule.
-
-        Returns:
-          `[B, T]` bool.
+        Returns `[B, T]` bool.
         """
         mask: np.ndarray = self.remember(
             ("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask, self.layout)
@@ -148,14 +183,11 @@ class Replay:
     def call(self, section: str, step: RecipeStep) -> Call:
         """Returns the call of a section of the header with the changes of a step.
 
-        Args:
-          section: "correction", "advantage" or "loss".
-          step: arguments that replace arguments of the header, where None removes one. Another function drops them all.
+        Raises:
+          MissingFields: if the header has no such section.
         """
-        call: Call = self.remember(("call", section, step), lambda: self._make_call(section, step))
-        return call
-
-    def _make_call(self, section: str, step: RecipeStep) -> Call:
+        if section not in self.plan.calls:
+            raise MissingFields(f"header.{section}")
         call = self.plan.calls[section]
         changes = dict(step.arguments)
         function = changes.pop("function", call.function)
@@ -165,45 +197,44 @@ class Replay:
             call = dataclasses.replace(call, then=tuple(inner for inner in call.then if inner.function != step.skip))
         return without_none(with_arguments(call, changes))
 
-    def run(self, section: str, step: RecipeStep, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-        """Runs the call of a section with the changes of a step; see `run_call`.
-
-        Args:
-          section: "correction", "advantage" or "loss".
-          step: without changed arguments, the numbers of the header are checked, once.
-          arrays: by the names of the call.
-          keywords: further arguments; they are part of the program.
-        """
+    def run(self, section: str, step: RecipeStep, arrays: Mapping[str, Any], **keywords: Any) -> np.ndarray:
+        """Runs the call of a section with the changes of a step; see `run_call`."""
         call = self.call(section, step)
         if not step.arguments:
-            self.remember(("checked", section), lambda: check_call(section, call, arrays, **keywords))
+            self.batch.remember(("checked", section), lambda: check_call(section, call, arrays, **keywords))
         return run_call(section, call, arrays, **keywords)
 
     def array_name(self, section: str, name: str) -> str:
-        """Returns the field that an argument of a call takes.
-
-        Args:
-          section: "correction", "advantage" or "loss", which the header has.
-          name: an argument, such as `sampling_log_probs`.
-
-        Returns:
-          A field of the dump, which need not be recorded, or the name itself if the schema has no such array.
-        """
+        """Returns the field that an argument of a call takes."""
         return self.plan.arrays[section].get(name, name)
 
     def inputs(self, section: str) -> dict[str, np.ndarray]:
-        """Returns the recorded arrays that the call of a section requires.
+        """Returns the recorded arrays that the call of a section requires, by argument.
 
-        Args:
-          section: "correction", "advantage" or "loss", which the header has.
-
-        Returns:
-          The arrays by argument, without unrecorded ones.
+        Raises:
+          MissingFields: naming arrays and arguments that the call needs, but for results of its stage.
         """
-        required = self.remember(("required", section), lambda: self.plan.calls[section].required)
-        fields = {name: self.array_name(section, name) for name in required}
-        arrays = {"old_log_probs": self.arrays["log_probs"], **self.arrays}
-        return {name: arrays[field] for name, field in fields.items() if field in arrays}
+        if section not in self.plan.calls:
+            raise MissingFields(f"header.{section}")
+        required, settings = self.plan.calls[section].required, _settings(self.plan.calls[section])
+        inputs, missing = {}, []
+        for name in required:
+            field = self.array_name(section, name)
+            if field == "old_log_probs" and field not in self.arrays:
+                field = "log_probs"
+            if section == "advantage" and field == "advantages":
+                missing.append(f"advantages before {self.plan.calls[section].function}")
+            elif field in self.arrays:
+                inputs[name] = self.arrays[field]
+            elif name not in COMPUTED[section]:
+                missing.append(f"header.{section}.{name}" if name in settings else field)
+        if self.plan.calls[section].function == "gdpo_advantages":
+            missing.append("rewards of each reward function")
+        if section == "correction" and not {"log_probs", "sampling_log_probs"} <= set(required):
+            missing.append("a function of log_probs and sampling_log_probs")
+        if missing:
+            raise MissingFields(*missing)
+        return inputs
 
     def _dtype(self) -> str:
         declared = self.dump.header.get("dtype")
@@ -214,22 +245,17 @@ class Replay:
             raise DumpError(f"header.dtype: got {declared!r}, expected one of {', '.join(UNITS)}")
         return str(declared)
 
-    def _check_inputs(self) -> None:
-        for name in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
-            if name in self.arrays:
-                bad = self.arrays["mask"] & ~np.isfinite(self.arrays[name])
-                if bad.any():
-                    where = tuple(int(i) for i in np.argwhere(bad)[0])
-                    value = self.arrays[name][where]
-                    raise DumpError(f"{name}: got {value} at (row, token) {where}, expected a finite number")
-
 
 Stage = Callable[[Replay, Recipe], Prediction]
 """Recomputes one result from the recorded arrays of a replay under the settings of a recipe."""
 
 
-def _token_id(dump: Dump, name: str) -> int | None:
-    value = dump.header.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise DumpError(f"header.{name}: got {value!r}, expected a token id")
-    return value
+def _settings(call: Call) -> set[str]:
+    """Returns the arguments of a call that are numbers or words, which the header can hold."""
+    return {
+        parameter.name
+        for step, _ in steps(call)
+        for parameter in parameters(step)
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
+    }

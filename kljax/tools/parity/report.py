@@ -2,21 +2,20 @@
 
 import html
 import math
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from kljax.tools.parity.causes import Cause
 from kljax.tools.parity.comparison import Difference, Finding, ParityReport
+from kljax.tools.parity.stages import COUNTED
 
+WIDTH = 120
 HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row, token)", "bound there", "verdict")
 
 
 def as_text(report: ParityReport) -> str:
-    """Writes the report for a terminal.
-
-    Returns:
-      A table of the fields and the findings, lines joined by newlines.
-    """
+    """Writes the report for a terminal."""
     rows = [HEADINGS, *(_cells(difference) for difference in report.differences)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -25,11 +24,7 @@ def as_text(report: ParityReport) -> str:
 
 
 def as_json(report: ParityReport) -> dict[str, Any]:
-    """Returns the report as plain data; numbers that JSON lacks are strings.
-
-    Returns:
-      Values that `json.dumps` takes; an infinite number or NaN is a string, and an empty text is None.
-    """
+    """Returns the report as plain data; numbers that JSON lacks are strings."""
     return {
         "agrees": report.agrees,
         "dtype": report.dtype,
@@ -37,7 +32,7 @@ def as_json(report: ParityReport) -> dict[str, Any]:
         "findings": [
             {
                 "field": finding.difference.field,
-                "causes": [[_cause_as_json(cause) for cause in causes] for causes in finding.explanations],
+                "causes": [[_cause_as_json(cause)] for cause in finding.explanations],
                 "unknown": not finding.explanations and not finding.follows,
                 "follows": finding.follows or None,
                 "remaining": _difference_as_json(finding.difference),
@@ -47,16 +42,18 @@ def as_json(report: ParityReport) -> dict[str, Any]:
             for finding in report.findings
         ],
         "not_compared": dict(report.not_compared),
+        "invariants": [{"text": invariant.text, "holds": invariant.holds} for invariant in report.invariants],
+        "stages": {
+            "compared": list(report.stages.compared),
+            "missing": dict(report.stages.missing),
+            "claimed": list(report.stages.claimed),
+        },
         "notes": list(report.notes),
     }
 
 
 def as_html(report: ParityReport, title: str) -> str:
-    """Writes the report as a page that needs no other file.
-
-    Returns:
-      The HTML, with everything escaped that the dump names.
-    """
+    """Writes the report as a page that needs no other file."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADINGS)
     body = ""
     for difference in report.differences:
@@ -89,18 +86,38 @@ def _cells(difference: Difference) -> tuple[str, ...]:
 
 
 def _verdict(report: ParityReport) -> Iterator[str]:
-    for name, reason in report.not_compared:
+    recorded = dict(report.not_compared)
+    absent = {stage: reason for stage, reason in report.stages.missing if not {*COUNTED[stage][0]} & set(recorded)}
+    for name, reason in {**recorded, **absent}.items():
         yield f"{name}: not compared, {reason}"
+    for invariant in report.invariants:
+        yield from _wrapped(f"{'broken' if invariant.holds is False else 'invariant'}: {invariant.text}")
     for note in report.notes:
-        yield f"note: {note}"
-    if report.agrees:
-        if any(difference.compared for difference in report.differences):
-            yield f"All compared fields agree within the rounding of {report.dtype}."
-        else:
-            yield "Nothing was compared: the dump records no result that follows from its inputs."
-        return
+        yield from _wrapped(f"note: {note}")
     for finding in report.findings:
         yield from _finding_lines(finding)
+    yield from _last_lines(report)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _last_lines(report: ParityReport) -> Iterator[str]:
+    """Yields what agrees or differs, and how many stages of the update were compared."""
+    stages = report.stages
+    if not any(difference.compared for difference in report.differences):
+        yield "Nothing was compared: the dump records no result that follows from its inputs."
+    elif report.agrees:
+        yield f"The compared fields agree within the rounding of {report.dtype}."
+    else:
+        broken = sum(invariant.holds is False for invariant in report.invariants)
+        yield f"Fields that differ: {len(report.findings)}; broken invariants: {broken}."
+    if stages.claimed:
+        yield f"The header claims {', '.join(stages.claimed)}, which the dump does not show."
+    count = f"{len(stages.compared)} of {len(stages.compared) + len(stages.missing)} stages compared"
+    missing = ", ".join(stage for stage, _ in stages.missing)
+    yield f"{count}; not: {missing}" if missing else f"{count}: {', '.join(stages.compared)}"
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
@@ -116,12 +133,12 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
         if finding.shape:
             yield f"    {finding.shape}"
     elif len(finding.explanations) == 1:
-        yield f"{field}: {' and '.join(cause.text for cause in finding.explanations[0])}"
-        yield f"    [{', '.join(cause.key for cause in finding.explanations[0])}]; {numbers}"
+        (cause,) = finding.explanations
+        yield f"{field}: {cause.text}"
+        yield f"    [{cause.key}]; {numbers}"
     else:
         yield f"{field}: {len(finding.explanations)} causes fit equally well; {numbers}"
-        for causes in finding.explanations:
-            yield f"    {' and '.join(cause.text for cause in causes)}  [{', '.join(cause.key for cause in causes)}]"
+        yield from (f"    {cause.text}  [{cause.key}]" for cause in finding.explanations)
     if finding.advice:
         yield f"    to decide: {finding.advice}"
 

@@ -28,32 +28,18 @@ def tree_height(terms: int) -> int:
 
     PyTorch, XLA and GPUs add in blocks; the longest blocks are blocks of PyTorch on CPU, four levels of
     `max(16, terms^(1/4))` terms. A sum of fewer terms than that is taken as one chain.
-
-    Returns:
-      A number of additions, at least 1; times the unit roundoff and the sum of magnitudes, it bounds the error.
     """
     block = 2 ** max(4, math.ceil(math.log2(max(terms, 2)) / 4))
     return max(min(terms, 4 * block), 1)
 
 
 def accumulator(unit: float) -> float:
-    """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels.
-
-    Returns:
-      The unit roundoff of the sums, at most that of float32.
-    """
+    """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels."""
     return min(unit, UNITS["float32"])
 
 
 def narrowest_dtype(values: np.ndarray) -> str:
-    """Returns the narrowest dtype that holds the significant bits of every finite number.
-
-    Args:
-      values: array of any shape; the exponent range of a dtype is not applied.
-
-    Returns:
-      "bfloat16", "float16", "float32" or "float64"; "float32" if no number is finite.
-    """
+    """Returns the narrowest dtype that holds the significant bits of every finite number."""
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     if finite.size == 0:
@@ -65,15 +51,7 @@ def narrowest_dtype(values: np.ndarray) -> str:
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds to the significant bits of a dtype, ties to even; its exponent range is not applied.
-
-    Args:
-      values: float64.
-      dtype: a key of `UNITS`.
-
-    Returns:
-      The rounded values, float64.
-    """
+    """Rounds to the significant bits of a dtype, ties to even; its exponent range is not applied."""
     if dtype == "float64":
         return values
     mantissa, exponent = np.frexp(values)

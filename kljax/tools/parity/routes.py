@@ -35,24 +35,19 @@ class _Counts:
 
 
 def compare_routes(dump: Dump) -> tuple[Difference, Finding | None, tuple[str, ...]] | None:
-    """Compares the experts that were used with the recorded ones, as sets, wherever both are known.
-
-    Returns:
-      The difference; the finding if a set differs, with one cause: routes not replayed, lost in some layers, or
-      shifted by one token; and the flips by layer and by lag. None if the dump lacks one of both.
-    """
+    """Compares the experts that were used with the recorded ones, as sets, wherever both are known."""
     if RECORDED not in dump or USED not in dump:
         return None
     counts = _count(dump)
     compared = int(counts.pairs.sum())
     if counts.first is None:
-        return Difference(USED, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, compared), None, ()
+        return Difference(USED, compared=compared), None, ()
     row, token, used, recorded = counts.first
     absolute = float(abs(used - recorded))
     difference = Difference(
         USED, absolute, absolute / max(recorded, 1), (row, token), float(used), float(recorded), 0.0, math.inf, compared
     )
-    return difference, Finding(difference, ((_cause(counts),),)), tuple(_flips(counts, dump))
+    return difference, Finding(difference, (_cause(counts),)), tuple(_flips(counts, dump))
 
 
 def route_loads(dump: Dump) -> Iterator[str]:
@@ -77,11 +72,7 @@ def route_loads(dump: Dump) -> Iterator[str]:
 
 
 def uncompared_routes(dump: Dump) -> tuple[tuple[str, str], ...]:
-    """Names the routes that a dump has of one side alone.
-
-    Returns:
-      Field and reason, or nothing.
-    """
+    """Names the routes that a dump has of one side alone."""
     sides = [name for name in (RECORDED, USED) if name in dump]
     return tuple((name, f"needs {USED if name == RECORDED else RECORDED}") for name in sides if len(sides) == 1)
 

@@ -1,51 +1,52 @@
 """Log-probs of tokens from recorded logits or hidden states, read in parts, with the bound of their rounding."""
 
-import math
-
 import numpy as np
 
 from kljax.tools.parity.dump import Dump, Stored
 from kljax.tools.parity.recipe import LogProbRecipe
+from kljax.tools.parity.replay import Replay
 from kljax.tools.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_height
 
 # Numbers of logits that are in memory at a time.
 PART = 1 << 22
-# Tokens that show the logits of a sum, how near it has to be, relative to that of all, and top-p sets that are tried.
-PROBED, CLOSE, MASSES = 16, 1e-5, 4
+# How far a forward pass of other shapes may move a logit, in units of its roundoff and of the largest logit.
+FORWARD = 8.0
 
 
 def score(
-    dump: Dump, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
+    replay: Replay, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Computes the log-probs of one policy on the recorded rows.
+    """Computes the log-probs of one policy on the recorded rows and positions.
 
-    Args:
-      dump: the dump, whose logits are read a few positions at a time.
-      side: "" for the policy, "ref_" for the reference.
-      settings: temperature, cap, scale, vocabulary and alignment.
-      mask: `[B, T]` booleans; only these tokens are scored.
-
-    Returns:
-      `[B, T]` log-probs in nats and their bounds, and the positions that were scored, booleans.
+    Returns `[B, T]` log-probs in nats and their bounds, and the positions that were scored, booleans.
     """
-    rows, tokens = dump.read("rows"), dump.read("tokens")
-    value, bound = np.zeros(mask.shape), np.zeros(mask.shape)
-    at = np.zeros(mask.shape, bool)
+    dump, tokens = replay.dump, replay.arrays["tokens"]
+    value, bound, at = np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool)
     width = dump.stored(f"{side}logits").shape[-1] if f"{side}logits" in dump else _head(dump, side).shape[-1]
+    layout, position = replay.layout, np.arange(mask.shape[1])
+    columns = replay.arrays["columns"] if "columns" in dump else position
+    column_of = np.full(mask.shape[1] + 2, -1)
+    column_of[columns] = np.arange(len(columns))
     step = max(1, PART // width)
-    for number, row in enumerate(rows):
-        positions = np.flatnonzero(mask[row] & (np.arange(mask.shape[1]) > 0))
-        for start in range(0, len(positions), step):
-            chunk = positions[start : start + step]
-            source = chunk - 1 + settings.shift
-            keep = (source >= 0) & (source < mask.shape[1])
-            chunk, source = chunk[keep], source[keep]
-            if not len(chunk):
-                continue
-            logits, errors = _logits(dump, side, number, source)
-            ids = tokens[row, chunk]
-            value[row, chunk], bound[row, chunk] = log_softmax_at(logits, errors, ids, settings, unit)
-            at[row, chunk] = True
+    for number, row in enumerate(dump.read("rows")):
+        for local in np.flatnonzero(replay.rows == row):
+            # Without padding, what a model makes of it is unknown.
+            inside = (
+                (position > layout.starts[local]) & (position < layout.lengths[local])
+                if settings.forward
+                else position > 0
+            )
+            positions = np.flatnonzero(mask[local] & inside)
+            positions = positions[column_of[positions - 1 + settings.shift] >= 0]
+            for start in range(0, len(positions), step):
+                chunk = positions[start : start + step]
+                logits, errors = _logits(dump, side, number, column_of[chunk - 1 + settings.shift])
+                if settings.forward is not None:
+                    largest = np.abs(logits).max(-1, keepdims=True)
+                    errors = errors + FORWARD * UNITS[settings.forward] * largest
+                scored = log_softmax_at(logits, errors, tokens[local, chunk], settings, unit)
+                value[local, chunk], bound[local, chunk] = scored
+                at[local, chunk] = True
     return value, bound, at
 
 
@@ -54,28 +55,22 @@ def log_softmax_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log-probs of some ids and the bounds that the errors of the logits and the softmax's own add to.
 
-    Args:
-      logits: `[P, V]` float64, one row a position.
-      errors: `[P, V]` bounds of the errors of the logits.
-      ids: `[P]` token ids.
-      settings: temperature, cap, scale, vocabulary and set of likely tokens.
-
-    Returns:
-      `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.
+    Returns `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.
     """
-    z, e = _scaled(logits, errors, settings, unit)
+    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
+    if settings.logits_dtype is not None:
+        z = round_to(z, settings.logits_dtype)
+    if settings.softcap is not None:
+        z = settings.softcap * np.tanh(z / settings.softcap)
+        e = e + unit * EXP * np.abs(z)
+    z, e = z / settings.temperature, e / settings.temperature
+    e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
+    z, e = z[:, : settings.vocab_size], e[:, : settings.vocab_size]
     if settings.top_p is not None:
         z = np.where(top_p_set(z, settings.top_p, ids), z, -np.inf)
-    sampled = np.arange(z.shape[1]) == ids[:, None]
-    if settings.top_k is not None:
-        z = np.where(sampled | (z >= np.sort(z, axis=-1)[:, -settings.top_k, None]), z, -np.inf)
-    if settings.without is not None:
-        z = np.where(sampled | (np.arange(z.shape[1]) != settings.without), z, -np.inf)
-    positions = np.arange(len(ids))
-    inside = ids < z.shape[1]
+    positions, inside = np.arange(len(ids)), ids < z.shape[1]
     chosen = np.where(inside, ids, 0)
-    top = z.max(-1, keepdims=True)
-    distance = z - top
+    distance = z - z.max(-1, keepdims=True)
     powers = np.exp(distance)
     total = powers.sum(-1)
     probs = powers / total[:, None]
@@ -87,88 +82,17 @@ def log_softmax_at(
     return np.where(inside, value, np.nan), carried + rounding
 
 
-def _scaled(
-    logits: np.ndarray, errors: np.ndarray, settings: LogProbRecipe, unit: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the logits of the softmax and the bounds of their errors."""
-    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
-    if settings.logits_dtype is not None:
-        z = round_to(z, settings.logits_dtype)
-    if settings.softcap is not None:
-        z = settings.softcap * np.tanh(z / settings.softcap)
-        e = e + unit * EXP * np.abs(z)
-    z, e = z / settings.temperature, e / settings.temperature
-    e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
-    size = settings.vocab_size
-    return z[:, :size], e[:, :size]
-
-
-def partial_sums(
-    dump: Dump, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
-) -> tuple[set[int], set[int], tuple[float, float]]:
-    """Finds the sums over fewer logits that the log-probs of a few tokens show.
-
-    Returns:
-      Numbers of largest logits that are summed over besides the token's own; ids that are left out alone; and the
-      masses above and up to which a top-p set has these sums.
-    """
-    row, tokens, recorded = int(dump.read("rows")[0]), dump.read("tokens"), dump.read(f"{side}log_probs")
-    positions = np.flatnonzero(mask[row] & (np.arange(mask.shape[1]) > 0))[:PROBED]
-    sizes: set[int] | None = None
-    left_out: set[int] | None = None
-    above, up_to = 0.0, 1.0
-    for position in positions:
-        token = int(tokens[row, position])
-        logits, errors = _logits(dump, side, 0, np.array([position - 1]))
-        z = _scaled(logits, errors, settings, unit)[0][0]
-        if not 0 <= token < len(z):
-            continue
-        powers = np.exp(z - z.max())
-        target = powers[token] / np.exp(recorded[row, position])
-        near = CLOSE * powers.sum()
-        if abs(target - powers.sum()) <= near:
-            continue
-        order = np.argsort(-powers, kind="stable")
-        masses = np.cumsum(powers[order])
-        sums = masses + np.where(np.arange(len(order)) < np.flatnonzero(order == token)[0], powers[token], 0)
-        at = np.flatnonzero(np.abs(sums - target) <= near)
-        fitting = {int(i) + 1 for i in at}
-        # Where no set fits, no mass does.
-        last, first = (at[-1], at[0]) if len(at) else (0, len(order))
-        above = max(above, (masses[first - 1] if first else 0) / powers.sum())
-        up_to = min(up_to, masses[last] / powers.sum())
-        ids = {int(i) for i in np.flatnonzero(np.abs(powers.sum() - powers - target) <= near)} - {token}
-        sizes, left_out = (old if new is None else old & new for old, new in ((fitting, sizes), (ids, left_out)))
-    return sizes or set(), left_out or set(), (above, up_to)
-
-
-def decimals_between(above: float, up_to: float) -> list[float]:
-    """Lists the first numbers of the fewest decimals, at most four, that are above one number and at most the other."""
-    for unit in (10, 100, 1000, 10_000):
-        first, last = math.floor(above * unit) + 1, math.floor(up_to * unit)
-        if first <= last:
-            return [number / unit for number in range(first, last + 1)][:MASSES]
-    return []
-
-
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:
     """Returns the smallest set of likely tokens whose mass reaches `top_p`; the sampled token belongs to it.
 
-    Args:
-      logits: `[P, V]`.
-      top_p: mass in (0, 1].
-      ids: `[P]` sampled tokens.
-
-    Returns:
-      `[P, V]` bool.
+    Returns `[P, V]` bool.
     """
     order = np.argsort(-logits, -1, kind="stable")
     ordered = np.take_along_axis(logits, order, -1)
     probs = np.exp(ordered - ordered[:, :1])
     probs /= probs.sum(-1, keepdims=True)
-    keep_ordered = np.cumsum(probs, -1) - probs < top_p
-    keep = np.zeros_like(keep_ordered)
-    np.put_along_axis(keep, order, keep_ordered, -1)
+    keep = np.zeros(probs.shape, bool)
+    np.put_along_axis(keep, order, np.cumsum(probs, -1) - probs < top_p, -1)
     keep[np.arange(len(ids)), np.minimum(ids, logits.shape[1] - 1)] = True
     return keep
 
@@ -178,9 +102,8 @@ def _logits(dump: Dump, side: str, number: int, source: np.ndarray) -> tuple[np.
     if f"{side}logits" in dump:
         logits = dump.stored(f"{side}logits").part(number, source).astype(np.float64)
         return logits, np.zeros_like(logits)
-    stored = dump.stored(f"{side}hidden")
+    stored, head = dump.stored(f"{side}hidden"), _head(dump, side)
     hidden = stored.part(number, source).astype(np.float64)
-    head = _head(dump, side)
     logits = np.empty((len(hidden), head.shape[1]))
     magnitude = np.empty_like(logits)
     width = max(1, PART // head.shape[0])

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -25,9 +26,12 @@ def test_clean_dumps_agree(dump: dict[str, Any], tmp_path: pathlib.Path, capsys:
     parity.write(dump, tmp_path / "dump.npz")
     assert main(["parity", str(tmp_path / "dump.npz")]) == 0
     printed = capsys.readouterr().out
-    assert f"All compared fields agree within the rounding of {dump['header']['dtype']}." in printed
+    assert f"The compared fields agree within the rounding of {dump['header']['dtype']}." in printed
     assert "differs" not in printed
-    assert "not compared" not in printed or not dump["name"].startswith("verl-clean")
+    if dump["name"].startswith("verl-clean"):
+        # The log-probs of the first update were not recorded.
+        assert re.findall(r"^(.+): not compared", printed, re.MULTILINE) == ["old log-probs", "sampler"]
+    assert re.search(r"^\d of \d stages compared(: |; not: )", printed.splitlines()[-1])
     assert max(map(len, printed.splitlines())) <= 120
 
 
@@ -57,13 +61,11 @@ def test_unknown_causes_name_the_deciding_field(tmp_path: pathlib.Path, capsys: 
     arrays = {name: recorded[key] for name, key in dump["arrays"].items() if name not in parity.LOSS_ONLY}
     arrays["loss"] = np.float32(0.123)
     write_dump(tmp_path / "dump.npz", dump["header"], arrays)
-    assert main(["parity", str(tmp_path / "dump.npz"), "--candidates", "0"]) == 1
+    assert main(["parity", str(tmp_path / "dump.npz")]) == 1
     printed = capsys.readouterr().out
     assert "loss: cause unknown; recorded 0.123" in printed
     assert "to decide: record token_loss, kl, weights" in printed
-    assert "the search stopped at its limit of 0 candidates;" in printed
-    assert "pairs were left" in printed
-    assert "    by the factor 0.999" in printed or "    one number differs" in printed or "by the factor" in printed
+    assert "    by the factor " in printed
     assert "note: tried: " in printed
 
 

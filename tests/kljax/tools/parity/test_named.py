@@ -16,7 +16,7 @@ STAGES = (
     ),
     *("verl-reference-off-by-one", "verl-ratio-swapped", "verl-weights-uncapped", "verl-kl-abs", "verl-kl-detached"),
     *("verl-ddof-0", "verl-no-dual-clip", "verl-2-micro-batches", "verl-loss-mask-no-eos", "verl-gradient-times-4"),
-    *("verl-pair-00", "trl-loss-type-grpo", "openrlhf-kl-kl-estimator-k3", "trl-recorder", "art-clean"),
+    *("trl-loss-type-grpo", "openrlhf-kl-kl-estimator-k3", "trl-recorder", "art-clean"),
     *("slime-recorder", "prime-rl-recorder", "tunix-recorder"),
 )
 
@@ -57,8 +57,10 @@ def test_the_recorders_on_the_page_are_short() -> None:
     page = (parity.DIRECTORY.parents[2] / "docs/parity.md").read_text()
     recorders = re.findall(r"^### (.+?)\n.*?^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(recorders) == 10  # the shared part, eight systems and Tunix
+    # The first three see all stages.
+    longest = {"Shared by all PyTorch systems": 25, "TRL": 80, "verl": 60}
     for title, code in recorders:
-        assert len(code.splitlines()) <= 15, title
+        assert len(code.splitlines()) <= longest.get(title, 15), title
     recorded = {dump["name"] for dump in parity.dumps()}
     for system in ("verl", "trl", "openrlhf", "skyrl", "trinity", "art", "slime", "prime-rl", "tunix"):
         assert f"{system}-recorder" in recorded

@@ -26,7 +26,7 @@ def _float64() -> Iterator[None]:
 def report_of(folder: pathlib.Path, header: dict[str, Any], **arrays: np.ndarray) -> ParityReport:
     header = {"kljax_parity": 1, "dtype": "float32", **header}
     write_dump(folder / "dump.npz", header, arrays)
-    return compare(folder / "dump.npz", candidates=20)
+    return compare(folder / "dump.npz")
 
 
 def rows(rewards: np.ndarray) -> dict[str, np.ndarray]:

@@ -132,10 +132,11 @@ def test_the_rest_of_the_dump_is_compared(tmp_path: pathlib.Path, capsys: pytest
     arrays = batch() | {"advantages": REWARDS}
     arrays["ratio"] = np.exp(arrays["log_probs"] - arrays["old_log_probs"])
     write_dump(tmp_path / "dump.npz", {"system": "verl", "advantage": {"name": "gae"}}, arrays)
-    assert main(["parity", str(tmp_path / "dump.npz"), "--json"]) == 0
+    assert main(["parity", str(tmp_path / "dump.npz"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert [field["field"] for field in report["fields"]] == ["ratio"]
     assert report["not_compared"]["advantages"] == "needs values"
+    assert report["stages"]["claimed"] == ["advantages"]
 
 
 def test_a_loss_without_advantages_needs_their_section(tmp_path: pathlib.Path) -> None:

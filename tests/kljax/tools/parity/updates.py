@@ -36,11 +36,9 @@ class Plant:
     delta: float = np.inf
     cap: float = 2.0
     entropy: float = 0.0
-    sampled_entropy: float = 0.0
     mode: str = "token_mean"
     drop_equal: bool = False
     drop_cut: bool = False
-    length_twice: bool = False
     scale: float = 1.0
     grad_scale: float = 1.0
     policy_scale: float = 1.0
@@ -125,7 +123,7 @@ def weights_of(mask: np.ndarray, arrays: Arrays, advantages: np.ndarray, plant: 
     mask = mask * rows[:, None]
     lengths = np.maximum(mask.sum(1, keepdims=True), 1)
     weights = mask / mask.sum() if plant.mode == "token_mean" else mask / lengths / ROWS
-    return plant.scale * weights / (lengths if plant.length_twice else 1)
+    return plant.scale * weights
 
 
 def update(plant: Plant, seed: int = 0) -> Arrays:
@@ -147,9 +145,9 @@ def update(plant: Plant, seed: int = 0) -> Arrays:
     slope = plant.policy_scale * np.where(~plain & (clipped == ratio), -ratio * advantages, slope) * weights
     x = policy - arrays["ref_log_probs"]
     kl = np.exp(-x) + x - 1
-    per_token = token_loss + plant.kl_coef * kl - plant.entropy * arrays["entropy"] + plant.sampled_entropy * policy
+    per_token = token_loss + plant.kl_coef * kl - plant.entropy * arrays["entropy"]
     shares = weights_of(used, arrays, advantages, plant)
-    grad = shares * (slope + plant.kl_coef * (1 - np.exp(-x)) + plant.sampled_entropy)
+    grad = shares * (slope + plant.kl_coef * (1 - np.exp(-x)))
     fields = {name: array for name, array in arrays.items() if name != "starts"}
     fields |= {"mask": recorded, "ratio": ratio, "weights": weights, "advantages": advantages, "kl": kl * used}
     fields |= {"token_loss": token_loss * used, "loss": (per_token * shares).sum(), "grad_log_probs": grad}
