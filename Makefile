@@ -13,7 +13,13 @@ WORKERS ?= 2
 # Each worker starts with tests that stand side by side, which share fixtures and compiled operations.
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
-export JAX_PLATFORMS ?= cpu
+# Training uses the accelerator of this machine, with the extra that brings JAX for it: cpu, cuda12, cuda13 or tpu.
+ACCELERATOR ?= $(shell $(PYTHON) -m train.config.accelerator)
+# Tests run on CPUs.
+ifeq ($(origin JAX_PLATFORMS),undefined)
+  export JAX_PLATFORMS := cpu
+  ON_DEVICE = $(if $(filter cpu,$(ACCELERATOR)),,env -u JAX_PLATFORMS )
+endif
 # Without bytecode every process compiles the sources of JAX again, for nearly two seconds.
 export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/bytecode
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,7 +42,7 @@ define make-environment
 	$(call check-python,$(1),$(3),$(4))
 	$(1) -m venv $(2)
 	$(2)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python $(5)
+	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python --extra train $(5)
 	touch $(2)/.ready
 endef
 
@@ -81,7 +87,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train real test test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python check lint format types docs lock clean
+.PHONY: help train real test test-wheel test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -90,14 +96,25 @@ help: ## this list
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV),PYTHON,$(PYTHONS))
 
-train: $(VENV)/.ready ## the main job: warm start, RL, before and after
-	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
+# JAX for the accelerator, beside what the tests need.
+$(VENV)/.ready-cuda12 $(VENV)/.ready-cuda13 $(VENV)/.ready-tpu: $(VENV)/.ready-%: $(VENV)/.ready
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --extra train --extra $*
+	touch $@
 
-real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
-	$(BIN)/python -m train.real $(ARGS)
+$(VENV)/.ready-cpu: $(VENV)/.ready
+	touch $@
 
-test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml) and those of test-aot, counted as deselected
-	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(AOT)) $(ARGS)
+train: $(VENV)/.ready-$(ACCELERATOR) ## the main job on the accelerator that is there: warm start, RL, before and after
+	$(ON_DEVICE)$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
+
+real: $(VENV)/.ready-$(ACCELERATOR) ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
+	$(ON_DEVICE)$(BIN)/python -m train.real $(ARGS)
+
+test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), of test-aot and of test-wheel, counted as deselected
+	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(AOT) tests/integration/test_wheel.py) $(ARGS)
+
+test-wheel: $(VENV)/.ready ## the built wheel in empty environments, outside of the checkout; needs PyPI
+	$(BIN)/python -m pytest -q -n 0 tests/integration/test_wheel.py $(ARGS)
 
 test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "not thorough" \
@@ -123,8 +140,8 @@ test-thorough: $(VENV)/.ready ## the others: the same statements in more setting
 test-library: $(VENV)/.ready ## the tests of kljax alone
 	$(BIN)/python $(PYTEST) tests/kljax kljax $(ARGS)
 
-test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names, widths of lines
-	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/,kljax/test_house.py kljax/test_language.py train/test_house.py) $(ARGS)
+test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/,kljax/test_house.py train/test_house.py) $(ARGS)
 
 check: lint types test ## lint, types and test: the first commands of CI
 
@@ -165,7 +182,7 @@ test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
-	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group train --group aot)
+	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "not thorough" $(AOT) $(ARGS)

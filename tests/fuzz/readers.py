@@ -31,7 +31,7 @@ from train.config.types import fits_float32
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
-from train.rollouts.recorded import files, write_rows
+from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
 from train.rollouts.recorded.record import parse_row
 from train.rollouts.recorded.row_checks import with_checks
@@ -164,7 +164,7 @@ def _as_parquet(compression: str) -> bytes:
 
 def _read_parquet(content: bytes) -> None:
     # A lower limit, so that an input that is decoded up to it costs little.
-    with mock.patch.object(files, "MAX_DECODED", 1 << 22):
+    with mock.patch("train.data.parquet.MAX_DECODED", 1 << 22):
         file = ParquetFile(_file("rows.parquet", content))
     checks = 4 if "kljax_check" in file._table.column_names else 0
     records = [record for _, _, record in file]

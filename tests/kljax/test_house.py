@@ -1,4 +1,4 @@
-"""The rules of the house, checked: layers, public names, docstrings, signatures, sizes."""
+"""The rules of the house, checked: layers, public names, docstrings, signatures."""
 
 import ast
 import doctest
@@ -267,22 +267,13 @@ def test_arrays_are_positional_and_options_keyword_only() -> None:
                 assert parameter.kind is parameter.KEYWORD_ONLY, f"{name}: {parameter.name}"
 
 
-def sizes(path: pathlib.Path, tree: ast.Module) -> Problems:
-    if len(path.read_text().splitlines()) > 500:
-        yield "over 500 lines"
+def sections_are_indented_by_two(path: pathlib.Path, tree: ast.Module) -> Problems:
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (lines := code_lines(node)) > 60:
-            yield f"{node.name} has {lines} lines without its docstring"
-
-
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring."""
-    assert function.end_lineno is not None
-    lines = function.end_lineno - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function) is not None and first.end_lineno is not None:
-        lines -= first.end_lineno - first.lineno + 1
-    return lines
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            sections = re.findall(
+                r"^(Args|Attributes|Returns|Raises|Gradient):\n( *)\S", ast.get_docstring(node) or "", re.M
+            )
+            yield from (f"{section} is indented by {len(spaces)}" for section, spaces in sections if len(spaces) != 2)
 
 
 def no_configuration_by_guessing(path: pathlib.Path, tree: ast.Module) -> Problems:
@@ -296,7 +287,7 @@ RULES: dict[Rule, list[pathlib.Path]] = {
     imports_go_one_way: [path for path in LIBRARY if topic(path) != "__init__"],
     library_imports_only_jax_and_numpy: LIBRARY,
     function_with_raise_documents_it: SOURCES,
-    sizes: SOURCES,
+    sections_are_indented_by_two: SOURCES,
     no_configuration_by_guessing: SOURCES,
 }
 

@@ -5,14 +5,14 @@ import re
 import sys
 from pathlib import Path
 
-from train.config.interpreter import python_command
+from train.config.installation import RECIPES, as_installed, shell_command
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs"
 DOWNLOAD = re.compile(r"hf download (\S+) --local-dir (\S+)")
-FETCH = re.compile(r"path: (\S+) # python -m (train\.real --fetch)")
-OFFLINE = "configs/word_problems.yaml"
+FETCH = re.compile(r"path: (\S+) # python -m (train\.\w+) --fetch")
+OFFLINE = as_installed("configs/word_problems.yaml")
 """A recipe of text that starts from no folder."""
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+"""The names that `huggingface_hub` takes."""
 
 
 def download_hint(folder: Path) -> str:
@@ -22,7 +22,7 @@ def download_hint(folder: Path) -> str:
         text = recipe.read_text(encoding="utf-8")
         for path, module in FETCH.findall(text):
             if Path(path) == folder:
-                return f"; fetch it: {python_command()} -m {module}"
+                return f"; fetch it: {shell_command(module)} --fetch"
         for name, path in DOWNLOAD.findall(text):
             if Path(path) == folder:
                 return f"; download it: {hub_program()} download {name} --local-dir {path}"

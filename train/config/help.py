@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from train.config.algorithms import (
     ADVANTAGES,
@@ -16,12 +15,11 @@ from train.config.algorithms import (
 )
 from train.config.correction import CORRECTIONS
 from train.config.fields import Known, known_fields, variant_fields
-from train.config.interpreter import python_command
+from train.config.installation import RECIPES, as_installed, shell_command
 from train.config.messages import show
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
 from train.config.signatures import read_signature
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "loss": LOSS_FUNCTIONS,
     "advantage": ADVANTAGES,
@@ -104,25 +102,27 @@ def search_help(words: Sequence[str]) -> str:
     # Names before meanings.
     matches.sort(key=lambda block: words[0].casefold() not in block[0].partition(": ")[0].casefold())
     if not matches:
-        return f"no field or algorithm has {' and '.join(words)}; {python_command()} -m train --help lists all"
+        return f"no field or algorithm has {' and '.join(words)}; {shell_command('train')} --help lists all"
     return "\n".join(line for block in matches for line in block)
 
 
 def overview() -> str:
     """Lists the shipped configs, with the first line of their comments, and the next commands."""
-    command = f"{python_command()} -m train"
+    command = shell_command("train")
     lines = [f"usage: {command} CONFIG [key=value ...]", "", "configs:"]
-    paths = sorted(CONFIGS.glob("*.yaml"))
-    width = max((len(f"configs/{path.name}") for path in paths), default=0)
-    for path in paths:
-        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        lines.append(f"  {f'configs/{path.name}':{width}}  {first}")
+    paths = sorted(RECIPES.glob("*.yaml"))
+    names = [as_installed(f"configs/{path.name}") for path in paths]
+    width = max(map(len, names), default=0)
+    for name, path in zip(names, paths, strict=True):
+        first = as_installed(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+        lines.append(f"  {name:{width}}  {first}")
+    recipe = as_installed("configs/quickstart.yaml")
     lines += [
         "",
         "next:",
-        f"  {command} configs/quickstart.yaml            # learns to add on a laptop, in minutes",
-        f"  {command} configs/quickstart.yaml --explain  # its algorithm in words and formulas",
-        f"  {command} --help kl                          # the fields with a word in them",
+        f"  {command} {recipe:{len(recipe) + 12}}# learns to add on a laptop, in minutes",
+        f"  {command} {recipe} --explain  # its algorithm in words and formulas",
+        f"  {command} {'--help kl':{len(recipe) + 12}}# the fields with a word in them",
     ]
     return "\n".join(lines)
 

@@ -13,7 +13,8 @@ from train.config.adapter import with_adapter
 from train.config.checks import cross_field_problems, cross_field_warnings
 from train.config.errors import ConfigError, Note
 from train.config.fields import known_fields
-from train.config.messages import Location, dotted, field_problems, show, unknown_field
+from train.config.installation import RECIPES, recipe_path
+from train.config.messages import Location, did_you_mean, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
 from train.config.plan import Plan, divides_by_length
 from train.config.presets import OWNED, drop_replaced, leaves, preset_fields, with_preset
@@ -40,13 +41,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config of a file with overrides on top; of two equal keys the last counts.
 
     Args:
-      path: a YAML file with one mapping.
+      path: a YAML file with one mapping; a text may be the name of a shipped recipe too.
       overrides: `a.b=c`, where c is YAML; a section is replaced by `a={b: c}`.
 
     Raises:
       ConfigError: everything that is wrong, one line per problem.
     """
-    source = Path(path)
+    source = recipe_path(path) if isinstance(path, str) else path
     raw, problems = _read(source)
     replaced = drop_replaced(raw, overrides)
     written = set(_paths(raw))
@@ -135,7 +136,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         elif not path.strip():
             problems.append(f"{show(override)}: got no field before '=', expected an override of the form key=value")
         elif path not in known_fields():
-            problems.append(unknown_field(path))
+            problems.append(unknown_field(path, text))
         elif inside := known_fields()[path].list_path:
             name = path.removeprefix(f"{inside}.")
             problems.append(f"{path}: a field of the entries of a list; set {inside}=[{{type: ..., {name}: ...}}]")
@@ -171,6 +172,9 @@ def _read(source: Path) -> tuple[dict[str, Any], list[str]]:
     """The mapping of a file, and its repeated keys."""
     try:
         text = source.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        hint = did_you_mean(source.stem, [path.stem for path in RECIPES.glob("*.yaml")])
+        raise ConfigError(str(source), [f"no file or recipe of this name{hint}"]) from None
     except OSError as error:
         raise ConfigError(str(source), [f"cannot read the config: {error.strerror}"]) from None
     except UnicodeDecodeError as error:

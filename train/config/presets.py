@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from train.config.fields import known_fields
+from train.config.installation import RECIPES
 from train.config.messages import did_you_mean, show
 from train.config.yaml_text import parse_yaml
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "presets"
+DIRECTORY = RECIPES / "presets"
 Fields = dict[str, Any]
 # The sections that make an algorithm. `preset=` on the command line replaces those of the file.
 OWNED = ("advantage", "loss", "kl", "correction")

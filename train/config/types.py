@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -29,6 +30,7 @@ RECORDING = "recording"
 """The task of recorded completions: their prompts and rewards, and nothing to evaluate on."""
 TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl", RECORDING)
 Judge = Literal["math_verify", "strict"]
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 LONGEST_NAME = 255
 """Bytes of the longest name of a file or folder that Linux and macOS take."""
 
@@ -40,10 +42,12 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _expanded_path(text: str) -> str:
+    if ADDRESS.match(text):
+        raise ValueError("an address: mount the bucket, and name a folder of the mount")
     path = os.path.expanduser(text)
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     if longest > LONGEST_NAME:
-        raise ValueError(f"a name of {longest} bytes, expected at most {LONGEST_NAME}")
+        raise ValueError(f"a name of {longest} bytes, more than {LONGEST_NAME}")
     return path
 
 
@@ -74,7 +78,7 @@ Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_expanded_path)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_expanded_path), "a path of the file system"]
 CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),

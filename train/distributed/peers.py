@@ -1,5 +1,7 @@
 """Joining and leaving the other processes, and how many there are."""
 
+import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,14 @@ HEARTBEAT_SECONDS = 10
 LAST_SECONDS = 86_400
 """A process that has come to its end waits this long for the others, which may still write files; a lost one is noticed
 by its silence."""
-CLUSTERS = ("gcetpu", "gketpu", "slurm", "ompi")
+VARIABLES = {
+    "--coordinator": "JAX_COORDINATOR_ADDRESS",
+    "--process": "JAX_PROCESS_ID",
+    "--processes": "JAX_NUM_PROCESSES",
+}
+"""The variables of the environment that stand for the flags, as launchers on Kubernetes set them."""
+POD_INDEX = "JOB_COMPLETION_INDEX"
+"""The number of a pod of an Indexed Job or a JobSet."""
 
 
 class Peers(NamedTuple):
@@ -23,32 +32,76 @@ class Peers(NamedTuple):
     processes: int
 
 
-def peers_of(coordinator: str | None, process: int | None, processes: int | None) -> Peers | None:
-    """Checks the flags of the command line; returns None if there are none.
+def peers_of(
+    coordinator: str | None,
+    process: int | None,
+    processes: int | None,
+    environment: Mapping[str, str] = os.environ,
+) -> Peers | None:
+    """Checks the flags of the command line, or else the variables of the environment that stand for them.
+
+    Returns:
+      None if nothing names the other processes: JAX may still detect a cluster.
 
     Raises:
       UserError: some flags are missing, or a number is out of range.
     """
     flags = {"--coordinator": coordinator, "--process": process, "--processes": processes}
+    if processes == 1 and coordinator is None and process is None:
+        return Peers("", 0, 1)
     missing = [name for name, value in flags.items() if value is None]
     if len(missing) == len(flags):
-        return None
+        return _peers_of_variables(environment)
     if coordinator is None or process is None or processes is None:
         raise UserError(f"{', '.join(missing)}: missing; set all of {', '.join(flags)}, or none")
-    host, _, port = coordinator.rpartition(":")
+    return _checked(Peers(coordinator, process, processes), {name: name for name in flags})
+
+
+def _peers_of_variables(environment: Mapping[str, str]) -> Peers | None:
+    """Reads the variables; where JAX has to find the count of processes, returns None."""
+    address, count = (environment.get(VARIABLES[flag]) for flag in ("--coordinator", "--processes"))
+    if count == "1":
+        return Peers("", 0, 1)
+    if address is None or count is None:
+        return None
+    named_by = VARIABLES["--process"] if VARIABLES["--process"] in environment else POD_INDEX
+    if named_by not in environment:
+        raise UserError(
+            f"{VARIABLES['--process']}: missing beside {VARIABLES['--coordinator']} and {VARIABLES['--processes']}; "
+            f"set it to the number of the process, from 0 (in an Indexed Job {POD_INDEX} is enough)"
+        )
+    numbers = {}
+    for name in (named_by, VARIABLES["--processes"]):
+        if not environment[name].isdigit():
+            raise UserError(f"{name}: got {environment[name]!r}, expected a number")
+        numbers[name] = int(environment[name])
+    peers = Peers(address, numbers[named_by], numbers[VARIABLES["--processes"]])
+    return _checked(peers, {**VARIABLES, "--process": named_by})
+
+
+def _checked(peers: Peers, names: Mapping[str, str]) -> Peers:
+    """Returns the peers if their values are possible; `names` are those that an error has for the flags."""
+    host, _, port = peers.coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UserError(f"--coordinator: got {coordinator!r}, expected HOST:PORT, such as 10.0.0.1:8476")
-    if processes < 1:
-        raise UserError(f"--processes: got {processes}, expected at least 1")
-    if not 0 <= process < processes:
-        raise UserError(f"--process: got {process}, expected 0 to {processes - 1}, as --processes is {processes}")
-    return Peers(coordinator, process, processes)
+        raise UserError(
+            f"{names['--coordinator']}: got {peers.coordinator!r}, expected HOST:PORT, such as 10.0.0.1:8476"
+        )
+    count = names["--processes"]
+    if peers.processes < 1:
+        raise UserError(f"{count}: got {peers.processes}, expected at least 1")
+    if not 0 <= peers.process < peers.processes:
+        raise UserError(
+            f"{names['--process']}: got {peers.process}, expected 0 to {peers.processes - 1}, as {count} is "
+            f"{peers.processes}"
+        )
+    return peers
 
 
 def start(peers: Peers | None, *, join_seconds: float) -> None:
     """Joins the other processes; call it before the first use of a device.
 
-    Without flags, a TPU pod, SLURM and Open MPI are detected; anywhere else, and for one process, it is a no-op.
+    Without flags and variables JAX detects the cluster: a TPU pod, SLURM, Open MPI, or Kubernetes with `jax[k8s]`.
+    Anywhere else, and for one process, it is a no-op.
 
     Args:
       peers: from `peers_of`.
@@ -56,8 +109,10 @@ def start(peers: Peers | None, *, join_seconds: float) -> None:
 
     Raises:
       LostProcessError: the other processes cannot be reached.
+      UserError: the environment has variables of other processes, but does not tell how to join them.
     """
     if peers is None and _cluster_processes() < 2:
+        _check_alone(os.environ)
         return
     if peers is not None and peers.processes == 1:
         return
@@ -116,9 +171,30 @@ def coordination() -> Any:
 
 
 def _cluster_processes() -> int:
-    """Counts the processes that the environment of a TPU pod, SLURM or Open MPI names; 1 anywhere else."""
+    """Counts the processes of the cluster that JAX detects; 1 without one.
+
+    A pod that no Indexed Job numbers is alone, which the detection of JAX takes for an error.
+    """
     from jax._src.clusters import ClusterEnv
 
-    environments = (env for env in ClusterEnv._cluster_types if env.name in CLUSTERS and env.is_env_present())
-    environment = next(environments, None)
+    detected = (
+        env
+        for env in ClusterEnv._cluster_types
+        if not env.opt_in_only_method
+        and (env.__name__ != "K8sCluster" or POD_INDEX in os.environ)
+        and env.is_env_present()
+    )
+    environment = next(detected, None)
     return 1 if environment is None else environment.get_process_count()
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Raises `UserError` if the environment names other processes, which this one would not join."""
+    named = [name for name in (*VARIABLES.values(), POD_INDEX) if name in environment]
+    if named:
+        missing = [name for name in VARIABLES.values() if name not in environment]
+        raise UserError(
+            f"{', '.join(named)}: set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not, and JAX "
+            "detects no cluster, so this process would train alone; set all three (or give jax[k8s] the right to read "
+            "pods), or --processes 1 to train alone"
+        )

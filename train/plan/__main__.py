@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         EPILOG,
     )
     add = command.add_argument
-    add("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    add("config", metavar="CONFIG", help="YAML file, or the name of a recipe")
     add("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     add("--topology", metavar="NAME", required=True, help=EXAMPLES)
     add("--slices", metavar="N", type=int, default=1, help="equal slices, connected by a network")

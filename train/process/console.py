@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
 from train.config.fields import known_fields
+from train.config.installation import as_installed
 from train.config.load import LoadedConfig
-from train.config.usual_names import USUAL_NAMES
+from train.config.usual_names import usual_field
 from train.process.disk_problem import handle_thread_errors
 from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
@@ -62,9 +63,9 @@ def show_warnings(loaded: LoadedConfig) -> None:
 def make_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Makes the parser of `python -m MODULE`, with `--version`; the lines of the epilog are kept."""
     command = FieldParser(
-        prog=f"python -m {module}",
+        prog=as_installed(f"python -m {module}"),
         description=description,
-        epilog=epilog.replace("%", "%%"),
+        epilog=as_installed(epilog).replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -80,8 +81,8 @@ class FieldParser(argparse.ArgumentParser):
         flag = re.match(r"unrecognized arguments: --([\w.-]+)[= ]?(\S*)", message)
         if flag is not None:
             name = flag[1].replace("-", "_")
-            path = USUAL_NAMES.get(name.casefold(), name)
-            if path in known_fields():
+            path = name if name in known_fields() else usual_field(name)
+            if path is not None:
                 message += f"; a field is set without dashes: {path}={flag[2] or 'VALUE'}"
         # parse_intermixed_args counts the arguments that may be left out among the required ones.
         super().error(re.sub(r"(are required: .*), key=value$", r"\1", message))
@@ -89,7 +90,9 @@ class FieldParser(argparse.ArgumentParser):
 
 def add_process_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags of a run in several processes, which `join_processes` reads."""
-    group = command.add_argument_group("several processes (docs/pods.md); a TPU pod, SLURM and Open MPI need none")
+    group = command.add_argument_group(
+        "several processes (docs/pods.md); TPU pods, SLURM, Open MPI and launchers on Kubernetes need none"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same in every process")
     group.add_argument("--process", metavar="I", type=int, help="number of this process, from 0")
     group.add_argument("--processes", metavar="N", type=int, help="number of processes")

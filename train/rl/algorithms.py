@@ -51,17 +51,28 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
     return load_function(signature.target)(**supplied, **fixed, **section.options())
 
 
-def estimate_advantages(plan: Plan, section: Advantage, token_rewards: Array, batch: Batch) -> Advantages:
+def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Array | None = None) -> Advantages:
     """Computes the advantages [B, T] of a rollout batch, and the returns that values are fitted to, if there are any.
 
-    Per-row estimators see the summed rewards of each row; their advantages are given to all tokens of the row.
+    Per-row estimators see the reward of each row, also of a row without a trained token, which then counts in its group
+    as any other; their advantages are given to all tokens of the row. Estimators of tokens see the reward at the last
+    trained token.
+
+    Args:
+      plan: has the signature of the estimator.
+      section: has its options.
+      batch: has the rewards of the rows.
+      shaped: token rewards [B, T] with the KL subtracted; None without a KL in the reward.
     """
-    mask = batch.completion_mask
-    arrays: dict[str, Callable[[], Array]] = {
-        "mask": lambda: mask,
-        "rewards": lambda: kljax.masked_sum(token_rewards, mask, axis=-1),
-        "token_rewards": lambda: token_rewards,
-    }
+    mask, rewards = batch.completion_mask, required(batch.rewards)
+    arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
+    if shaped is None:
+        arrays["rewards"] = lambda: rewards
+        arrays["token_rewards"] = lambda: kljax.place_rewards(rewards, mask)
+    else:
+        # A row without a token has no KL.
+        arrays["rewards"] = lambda: jnp.where(mask.any(-1), kljax.masked_sum(shaped, mask, axis=-1), rewards)
+        arrays["token_rewards"] = lambda: shaped
     arrays |= {
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }

@@ -145,16 +145,16 @@ def make_preparation(plan: Plan) -> Preparation:
             steered = controllers[name].update(states[name], kl, mask.any(-1).sum())
             following[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
 
-        token_rewards = kljax.place_rewards(required(batch.rewards), mask)
+        shaped = None
         if "reward" in controllers:
             coef = states["reward"].coef
-            token_rewards, kl = _kl_shaped(plan, section.reward, batch, coef)
+            shaped, kl = _kl_shaped(plan, section.reward, batch, coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
         if plan.advantage is None:
             return batch, following, metrics
-        advantages, returns = algorithms.estimate_advantages(plan, options, token_rewards, batch)
+        advantages, returns = algorithms.estimate_advantages(plan, options, batch, shaped)
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
         if options.scale_by_mean:

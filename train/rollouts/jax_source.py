@@ -185,9 +185,9 @@ def completions_of(context: RunContext, samples: Samples, examples: Sequence[Exa
     """
 
     def finish() -> dict[str, Any]:
-        arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
-        tokens, mask, finished = (rows.select_own(array) for array in arrays)
-        return {"finished": finished, "texts": decode_completions(tokens, mask, context.tokenizer)}
+        arrays = to_host_rows((samples.tokens, samples.token_mask, samples.completion_mask, samples.finished))
+        tokens, token_mask, mask, finished = (rows.select_own(array) for array in arrays)
+        return {"finished": finished, "texts": decode_completions(tokens, token_mask, mask, context.tokenizer)}
 
     return Completions(
         examples=[examples[row * len(examples) // rows.count] for row in rows.own],

@@ -2,20 +2,25 @@
 
 import json
 import math
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from train.config.interpreter import python_command
+from train.config.accelerator import idle_accelerator
+from train.config.errors import warn
+from train.config.installation import shell_command
 from train.distributed.peers import is_leader
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.weights.files import write_text_atomic
@@ -49,6 +54,17 @@ ROWS = (
     (KL_EXACT, "exact KL(policy || reference) (nats/token)", ".4g"),
     ("rollout_kl", "rollout KL (nats/token)", ".2e"),
 )
+
+
+def print_devices(console: Console) -> None:
+    """Prints the devices of all processes and the release of JAX; warns if an accelerator of this machine is idle."""
+    kinds = Counter(device.device_kind for device in jax.devices())
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    console.print(f"devices: {listed}; JAX {jax.__version__}", markup=False, highlight=False)
+    if jax.default_backend() == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        warning = idle_accelerator()
+        if warning is not None:
+            warn(warning)
 
 
 def default_console() -> Console:
@@ -159,11 +175,11 @@ def print_comparison(console: Console, before: Mapping[str, float | None], after
 def print_next_commands(console: Console, root: Path, *, evaluates: bool = True) -> None:
     """Prints where a finished run lies, its picture, and commands that take it further; `evaluates`: train.eval too."""
     commands = {
-        f"{python_command()} -m train.{arguments}": purpose
-        for arguments, purpose in (
-            (f"report {root} --open", "curves, rollouts and tokens on one page"),
-            *([(f"eval {root}", "the policy on the held-out prompts")] if evaluates else []),
-            (f"export {root} --to exports/{root.name}", "weights for transformers and vLLM"),
+        f"{shell_command(f'train.{module}')} {arguments}": purpose
+        for module, arguments, purpose in (
+            ("report", f"{root} --open", "curves, rollouts and tokens on one page"),
+            *([("eval", f"{root}", "the policy on the held-out prompts")] if evaluates else []),
+            ("export", f"{root} --to exports/{root.name}", "weights for transformers and vLLM"),
         )
     }
     width = max(map(len, commands))

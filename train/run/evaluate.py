@@ -38,17 +38,17 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
 
     The sampler of this process draws the completions, wherever rollouts come from: it runs the policy that is trained,
     not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
-    not counted, so that every batch runs the same program.
+    neither judged nor counted, so that every batch runs the same program.
     """
     examples, size = context.held_out, context.config.eval.batch_size
-    rows = RowSplit.of(batch_sharding(context.mesh), size)
+    filled_rows = RowSplit.of(batch_sharding(context.mesh), size)
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
 
     def begin(start: int) -> Completions:
-        filled = (examples[start : start + size] * size)[:size]
-        samples = begin_samples(context, sampler, policy, filled, jax.random.fold_in(key, start))
-        return completions_of(context, samples, filled, rows)
+        chunk = examples[start : start + size]
+        samples = begin_samples(context, sampler, policy, (chunk * size)[:size], jax.random.fold_in(key, start))
+        return completions_of(context, samples, chunk, filled_rows.first(len(chunk)))
 
     begun = begin(0)
     for start in range(0, len(examples), size):
@@ -58,12 +58,13 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
             jax.block_until_ready(completions.tokens)
             begun = begin(start + size)
         completions = completions.completed()
+        chunk = examples[start : start + size]
+        rows = filled_rows.first(len(chunk))
         lengths = rows.select_own(completions.completion_mask).sum(-1)
         answers = completions.examples, completions.texts, completions.finished
         score = functools.partial(judge, context.task, *answers)
         _, judged = judge_together(context, "evaluation", score, lengths=lengths, rows=rows)
-        chunk = examples[start : start + size]
-        scores.append({name: values[: len(chunk)] for name, values in judged.items()})
+        scores.append(judged)
         if len(shown) < SHOWN:
             shown += _shown(context.tokenizer, chunk[: SHOWN - len(shown)], completions, rows, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}

@@ -14,7 +14,7 @@ import numpy as np
 from kljax.checkpoint import named_leaves
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenizer, decode_continuation
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
 from train.rl.batch import Batch, present_arrays
@@ -257,12 +257,13 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) ->
     row, column = int(token.row), int(token.column)
     arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
-    prompt = ids[: np.argmax(drawn)][real[: np.argmax(drawn)]].tolist()
+    first = int(np.argmax(drawn))
+    prompt, before = (ids[:end][real[:end]].tolist() for end in (first, column))
     number, text = int(drawn[: column + 1].sum()), f"id {ids[column]}"
     location = f"row {row}"
     if tokenizer is not None:
         end = ids[column] in tokenizer.eos_ids
-        text += " (end)" if end else f" ({_quoted(tokenizer.decode([int(ids[column])]))})"
+        text += " (end)" if end else f" ({_quoted(decode_continuation(tokenizer, before, [int(ids[column])]))})"
         location += f", {_quoted(tokenizer.decode(prompt))}"
     known = [(token.log_prob, "the policy"), (token.ref_log_prob, "the reference")]
     log_probs = ", ".join(f"{number:.4g} under {who}" for number, who in known if not np.isnan(number))

@@ -15,6 +15,7 @@ from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.tokenizers import Tokenizer
+from train.data.tokenizers.continuation import decode_after
 from train.distributed.exchange import run_together, send_to_leader
 from train.distributed.global_arrays import place_whole
 from train.distributed.peers import is_leader
@@ -155,12 +156,14 @@ class RolloutRecorder:
 def token_texts(tokenizer: Tokenizer) -> TokenTexts:
     """Returns the texts of tokens, special ones as the model sees them.
 
-    Those of a decoder that is not supported are the texts of ids alone.
+    Those of a decoder that is not supported are the texts that they add to a word.
     """
     try:
         pieces = list(tokenizer.token_bytes())
     except UserError:
-        pieces = [tokenizer.decode([token]).encode() for token in range(tokenizer.vocab_size)]
+        ids = range(tokenizer.vocab_size)
+        word = next(([token] for token in ids if tokenizer.decode([token]).isalnum()), [])
+        pieces = [decode_after(tokenizer.decode, word, [token]).encode() for token in ids]
     for special in (tokenizer.bos_id, tokenizer.pad_id, *tokenizer.eos_ids):
         if special is not None:
             pieces[special] = tokenizer.decode_all([special]).encode()

@@ -26,7 +26,15 @@ from train.rollouts.server import AheadSource
 from train.rollouts.source import Source
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
-from train.run.display import Start, default_console, print_comparison, print_next_commands, progress, write_summary
+from train.run.display import (
+    Start,
+    default_console,
+    print_comparison,
+    print_devices,
+    print_next_commands,
+    progress,
+    write_summary,
+)
 from train.run.guard import StepGuard
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
@@ -56,6 +64,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     began, console = time.perf_counter(), default_console()
     config, resume = _start_of_leader(loaded.config, resume)
+    print_devices(console)
     config = with_local_model(config)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError
-from train.config.interpreter import python_command
+from train.config.installation import shell_command
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
@@ -75,7 +75,7 @@ def _import_beside(path: str) -> str:
     except OSError as error:
         raise UserError(
             f"model.path: cannot import {path} beside it: {error.strerror or error}; "
-            f"run {python_command()} -m train.import {path} --to FOLDER, and set model.path to the folder"
+            f"run {shell_command('train.import')} {path} --to FOLDER, and set model.path to the folder"
         ) from error
 
 

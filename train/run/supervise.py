@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from train.config.errors import LostProcessError, warn
+from train.config.installation import child_environment
 from train.process.interrupt import INTERRUPTED, handled
 from train.run.paths import RunPaths
 
@@ -86,7 +87,7 @@ class Supervisor:
 
     def _start(self, command: Sequence[str]) -> int:
         # Ctrl-C in a terminal comes to the whole process group: the command must get it once.
-        environment = os.environ | {VARIABLE: str(self._file)}
+        environment = child_environment() | {VARIABLE: str(self._file)}
         self._child = subprocess.Popen(command, env=environment, process_group=0)
         try:
             if self._early is not None:
@@ -122,7 +123,7 @@ def _continued(command: Sequence[str], directory: RunPaths) -> tuple[str, ...]:
 
 def supervise(arguments: Sequence[str], *, restarts: int) -> int:
     """Runs `python -m train` with these arguments, which have no `--supervise`, under a supervisor."""
-    command = [sys.executable, "-m", "train", *arguments]
+    command = [sys.executable, "-P", "-m", "train", *arguments]
     with tempfile.TemporaryDirectory() as directory:
         supervisor = Supervisor(command, Path(directory) / "run", restarts=restarts)
         with handled(supervisor):

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from kljax.checkpoint import first_five, named_leaves
 from train.config.adapter import PARAMETERS, parameters_of
-from train.config.interpreter import python_command
+from train.config.installation import shell_command
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader
@@ -44,7 +44,7 @@ from train.weights.tensor_digests import check_tensors, write_tensor_digests
 
 Tree = Any
 
-_MERGE = f"export the merged weights (`{python_command()} -m train.export --merge`)"
+_MERGE = f"export the merged weights (`{shell_command('train.export')} --merge`)"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # The decoder inside a causal language model, or inside a multimodal Gemma 3.
 KEY = re.compile(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.config.adapter import PARAMETERS
 from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
 from train.data.workers.targets import FIELDS, is_targeted, layer_expression
 from train.weights.peft_experts import PAIR_KEY, has_pairs
@@ -79,7 +80,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / CONFIG_FILE
     try:
-        raw = parse_json(file.read_bytes())
+        raw = parse_json(read_regular(file))
     except FileNotFoundError:
         raise FileNotFoundError(f"no PEFT adapter at {path}: it has no {CONFIG_FILE}") from None
     except (OSError, ValueError) as error:

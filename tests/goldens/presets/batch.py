@@ -13,10 +13,10 @@ PROMPT_LENGTH, COMPLETION_LENGTH = 5, 7
 VOCABULARY, PAD, EOS = 32, 0, 1
 TEMPERATURE = 0.8
 EMPTY_ROW = 4
-"""The row without a trained token: a completion that was cut off, which every system masks. Its reward is 0."""
+"""The row without a trained token: a completion that was cut off, which every system masks. Its reward is a penalty."""
 PROMPT_LENGTHS = (5, 2, 4, 3)
 COMPLETION_LENGTHS = (7, 2, 4, 3, 7, 1, 5, 6, 2, 4, 7, 3)
-REWARDS = (1.0, 0.0, 0.5, 0.25, 0.0, 1.0, 0.75, 0.0, 1.0, 0.0, 0.5, 1.0)
+REWARDS = (1.0, 0.0, 0.5, 0.25, -1.25, 1.0, 0.75, 0.0, 1.0, 0.0, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Recorded:
 
     @property
     def token_rewards(self) -> np.ndarray:
-        """The reward of each row at its last trained token, [B, T]; that of the empty row, 0, at its first."""
+        """The reward of each row at its last trained token, [B, T]; that of the empty row at its first."""
         last = (self.mask.sum(1) - 1).clip(min=0)
         return np.where(np.arange(self.mask.shape[1]) == last[:, None], self.rewards[:, None], 0.0)
 

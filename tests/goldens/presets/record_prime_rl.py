@@ -1,9 +1,10 @@
 """prime-rl: advantages by its algorithms, samples and packing by its orchestrator, then the loop of its `train`.
 
-RELEASE is a checkout of commit 559b447: the trainer is not on PyPI. Needs msgspec, pydantic, jaxtyping and beartype;
-what else is not installed is replaced. The statements of `train` over the micro-batches of a step run as they stand, on
-"cpu" in place of "cuda", with a forward pass of transformers under the mask of packed sequences. Recorded are the
-log-probs of the sampler; the trace of the row without a token has none, as that of a failed rollout.
+RELEASE is a checkout of commit 559b447: the trainer is not on PyPI. Needs msgspec, pydantic, prime-pydantic-config,
+jaxtyping and beartype; what else is not installed is replaced. The statements of `train` over the micro-batches of a
+step run as they stand, on "cpu" in place of "cuda", with a forward pass of transformers under the mask of packed
+sequences. Recorded are the log-probs of the sampler; the trace of the row without a token has none, as that of a failed
+rollout.
 """
 
 import asyncio

@@ -243,7 +243,7 @@ def test_other_estimators_need_no_group():
         (NORM, "loss.max_length=6"),
         ("kl.loss.aggregation=seq_mean_token_sum_norm", "loss.max_length=6"),
         ("lora.rank=2", "reference={source: adapter, path: /}"),
-        ("reference={source: checkpoint, path: 'gs://bucket/run'}",),
+        ("reference={source: checkpoint, path: /}",),
         ("mesh={data: 2, fsdp: 2, tensor: 2}",),
         ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}"),
         ("log_probs.tile={tokens: 512, vocab: 4096}",),

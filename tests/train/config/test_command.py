@@ -70,7 +70,7 @@ def test_missing_file_through_the_real_command(tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: {tmp_path / 'none.yaml'}: 1 problem",
-        "  cannot read the config: No such file or directory",
+        "  no file or recipe of this name",
     ]
 
 

@@ -13,7 +13,7 @@ from train import eval as evaluation
 from train.__main__ import main
 from train.config.download import DOWNLOAD, OFFLINE, hub_program
 from train.config.fields import known_fields
-from train.config.interpreter import python_command
+from train.config.installation import python_command
 from train.config.load import load
 from train.config.usual_names import USUAL_NAMES
 

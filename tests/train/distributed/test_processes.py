@@ -23,8 +23,8 @@ HAS_TABLES = os.path.exists(joining.TABLES[0])
 
 @pytest.fixture(scope="module")
 def pair() -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of both processes."""
-    return peers.run("tests.train.distributed.peer", processes=2, devices=4, env=os.environ)
+    """Exit code, output and errors of both processes; flags name the first, variables of a pod the second."""
+    return peers.run("tests.train.distributed.peer", processes=2, devices=4, env=os.environ, variables=True)
 
 
 def test_two_processes_share_rows_values_and_errors(pair) -> None:
@@ -49,6 +49,58 @@ def test_mismatched_flags_are_refused(flags, text) -> None:
     with pytest.raises(UserError, match=r"^--") as caught:
         peers_of(*flags)
     assert text in str(caught.value)
+
+
+ADDRESS, COUNT, NUMBER, INDEX = (
+    *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    "JOB_COMPLETION_INDEX",
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({ADDRESS: "pod-0:8476", COUNT: "4", NUMBER: "3"}, ("pod-0:8476", 3, 4)),
+        ({ADDRESS: "pod-0:8476", COUNT: "4", INDEX: "2"}, ("pod-0:8476", 2, 4)),
+        ({ADDRESS: "pod-0:8476", COUNT: "4", NUMBER: "1", INDEX: "0"}, ("pod-0:8476", 1, 4)),
+        ({ADDRESS: "pod-0:8476", COUNT: "1"}, ("", 0, 1)),
+        ({ADDRESS: "pod-0:8476"}, None),  # JAX takes the count from its cluster
+    ],
+)
+def test_variables_name_the_processes(variables, expected) -> None:
+    assert peers_of(None, None, None, variables) == expected
+    if variables:
+        assert peers_of("host:1", 0, 2, variables) == ("host:1", 0, 2)
+        assert peers_of(None, None, 1, variables) == ("", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({ADDRESS: "pod-0:8476", COUNT: "4"}, f"{NUMBER}: missing beside {ADDRESS} and {COUNT}; "),
+        ({ADDRESS: "pod-0", COUNT: "4", INDEX: "0"}, f"{ADDRESS}: got 'pod-0', expected HOST:PORT"),
+        ({ADDRESS: "pod-0:1", COUNT: "four", INDEX: "0"}, f"{COUNT}: got 'four', expected a number"),
+        ({ADDRESS: "pod-0:1", COUNT: "4", INDEX: "4"}, f"{INDEX}: got 4, expected 0 to 3, as {COUNT} is 4"),
+        ({ADDRESS: "pod-0:1", COUNT: "0", NUMBER: "0"}, f"{COUNT}: got 0, expected at least 1"),
+    ],
+)
+def test_mismatched_variables_are_refused_by_name(variables, text) -> None:
+    with pytest.raises(UserError, match=r"^J") as caught:
+        peers_of(None, None, None, variables)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("variables", [{INDEX: "1"}, {COUNT: "2", NUMBER: "1"}, {ADDRESS: "pod-0:8476"}])
+def test_pod_that_cannot_join_does_not_train_alone(variables, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="this process would train alone") as caught:
+        start(peers_of(None, None, None), join_seconds=1)
+    named = ", ".join(name for name in (ADDRESS, NUMBER, COUNT, INDEX) if name in variables)
+    assert str(caught.value).startswith(f"{named}: set, but ")
+    start(peers_of(None, None, 1), join_seconds=1)
+    assert processes() == 1
 
 
 def test_one_process_needs_no_flags_and_no_network() -> None:

@@ -74,23 +74,19 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
     config = tiny.config_of(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
     batch = batch_of()
     mask, groups = batch.completion_mask, batch.group_ids
-    token_rewards = jnp.where(mask, batch.advantages, 0)
-
-    def rows() -> jax.Array:
-        return kljax.masked_sum(token_rewards, mask, axis=-1)
-
+    token_rewards = kljax.place_rewards(batch.rewards, mask)
     function, count = getattr(kljax, ADVANTAGES[name].rpartition(":")[2]), {"num_groups": 4}
     expected = {
         "gae": lambda: function(token_rewards, batch.values, mask)[0],
         "reinforce_plus_plus": lambda: function(token_rewards, mask),
-        "opo": lambda: kljax.broadcast_to_tokens(function(rows(), groups, mask, **count), mask),
+        "opo": lambda: kljax.broadcast_to_tokens(function(batch.rewards, groups, mask, **count), mask),
         "otb": lambda: function(token_rewards, batch.old_log_probs, batch.sum_squared_probs, mask, groups, **count)[0],
         "iw_opd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
         "topd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask, groups, **count),
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
-    }.get(name, lambda: kljax.broadcast_to_tokens(function(rows(), groups, **count), mask))
-    assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0], expected)
-    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[1])
+    }.get(name, lambda: kljax.broadcast_to_tokens(function(batch.rewards, groups, **count), mask))
+    assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[0], expected)
+    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[1])
     assert (returns is not None) == (name == "gae")
 
 
@@ -110,10 +106,10 @@ def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
     plan = Plan.of(config)
     assert (plan.rollout_log_probs, plan.entropies, plan.advantage) == (True, True, None)
     config = tiny.config_of(f"advantage={user_functions[1]}")
-    token_rewards = jnp.where(batch.completion_mask, batch.advantages, 0)
     mask = batch.completion_mask
-    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0])()
-    rows = 3 * np.asarray(token_rewards).sum(-1) + 4
+    shaped = jnp.where(mask, batch.advantages, 0)
+    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, batch, shaped)[0])()
+    rows = 3 * np.asarray(shaped).sum(-1) + 4
     np.testing.assert_allclose(advantages, np.where(mask, rows[:, None], 0), rtol=1e-5)
 
 

@@ -335,7 +335,7 @@ def test_every_advantage_estimator_equals_the_library(name):
     config, batch = tiny.config_of(f"advantage.type={name}", *options.get(name, [])), batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     lengths, rows = mask.sum(1), range(tiny.ROWS)
-    rewards = np.where(lengths > 0, x["rewards"], 0).astype(float)  # a row without a token has nowhere to put one
+    rewards = x["rewards"].astype(float)
     pairs = rewards.reshape(4, 2)
     other = pairs[:, ::-1].reshape(-1)
     mean = np.repeat(pairs.mean(1), 2)
@@ -403,15 +403,19 @@ def test_raw_kl_drives_the_controller_after_shaping():
         np.testing.assert_array_equal(getattr(result, name), getattr(batch, name), err_msg=name)
 
 
-def test_row_without_tokens_can_be_left_out():
-    options, batch = ("advantage.scale=none",), batch_of()
+@pytest.mark.parametrize("kl", [(), ("kl.reward={coef: 0.2}",)])
+def test_row_without_tokens_keeps_its_reward_or_is_left_out(kl):
+    options, batch = ("advantage.scale=none", *kl), batch_of()
     mask, rewards = np.asarray(batch.completion_mask), np.asarray(batch.rewards, float)
     (empty,) = np.flatnonzero(~mask.any(1))
     batch = dataclasses.replace(batch, rewards=batch.rewards.at[empty].set(7.0))
+    if kl:
+        log_ratios = np.asarray(batch.old_log_probs, float) - np.asarray(batch.ref_log_probs)
+        rewards = rewards - 0.2 * np.where(mask, log_ratios, 0).sum(1)
     alone = empty ^ 1  # pairs of rows share a prompt
     counted = prepared(tiny.config_of(*options), batch)[0].advantages
     dropped = prepared(tiny.config_of(*options, "advantage.empty_rows=drop"), batch)[0].advantages
-    np.testing.assert_allclose(counted[alone][mask[alone]], rewards[alone] / 2, rtol=1e-5)
+    np.testing.assert_allclose(counted[alone][mask[alone]], (rewards[alone] - 7) / 2, rtol=1e-5)
     np.testing.assert_array_equal(dropped[alone], 0, "it has no one to be compared with")
     others = np.setdiff1d(np.arange(tiny.ROWS), [empty, alone])
     np.testing.assert_array_equal(counted[others], dropped[others])

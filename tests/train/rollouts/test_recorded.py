@@ -1,5 +1,8 @@
 """Recorded completions: what a run writes is what it trained on, read back row for row; mistakes name file and line."""
 
+import codecs
+import dataclasses
+import gzip
 import json
 import logging
 
@@ -7,10 +10,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests import tiny
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.folder import FolderTokenizer
 from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
@@ -172,7 +177,7 @@ def test_a_bad_row_is_named(tmp_path, problem):
 def test_unusable_files_are_named(tmp_path):
     cases = {
         "a.jsonl": ("{\n", "line 1: not JSON"),
-        "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object"),
+        "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object a line"),
         "c.jsonl": ("\n", "line 1: got no row"),
         "d.csv": ("", "expected a file, or a directory of files, of .jsonl (JSON lines)"),
         "e.jsonl": (
@@ -193,6 +198,42 @@ def test_unusable_files_are_named(tmp_path):
     path = write(tmp_path / "f.jsonl", [row(0, sample, log_probs=None) for sample in range(2)])
     with pytest.raises(UserError, match="has no log_probs, which this config needs"):
         open_source(context_of(path, "kl.rollout.coef=0.1"))
+
+
+def test_text_without_tokens_is_named_with_its_line(tmp_path):
+    context = context_of(write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)]))
+    tokenizer = Tokenizer(models.BPE({"1": 0, "<end>": 1}, []))
+    few = FolderTokenizer(tokenizer, special={}, eos_ids=[1])
+    write(tmp_path / "a.jsonl", [{"prompt": "1", "completion": text, "reward": 1.0} for text in ("1", "2")])
+    with pytest.raises(UserError) as caught:
+        open_source(dataclasses.replace(context, tokenizer=few))
+    message = (
+        f"rollout.source.path: {tmp_path / 'a.jsonl'}, line 2: model.path: the tokenizer cannot spell '2' of the text"
+    )
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("encode", "problem"),
+    [
+        (gzip.compress, "compressed by gzip, expected text; decompress it: gunzip FILE"),
+        (lambda content: content.decode().encode("utf-16"), "UTF-16, expected UTF-8"),
+        (lambda content: b"[" + content.replace(b"\n", b",") + b"]", "expected an object a line"),
+    ],
+)
+def test_recording_in_another_form_is_named(tmp_path, encode, problem):
+    path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
+    path.write_bytes(encode(path.read_bytes().strip()))
+    with pytest.raises(UserError) as caught:
+        open_source(context_of(path))
+    assert str(caught.value).startswith(f"rollout.source.path: {path}, line 1: ")
+    assert problem in str(caught.value)
+
+
+def test_recording_may_begin_with_a_mark(tmp_path):
+    path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert open_source(context_of(path)).row_count == 2
 
 
 def test_parquet_gives_the_same_rows(tmp_path):

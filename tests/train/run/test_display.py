@@ -6,7 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from train.config.interpreter import python_command
+from train.config.installation import python_command
 from train.run import display
 
 ESCAPE = "\x1b"

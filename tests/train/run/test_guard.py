@@ -13,6 +13,7 @@ import pytest
 from tests import tiny
 from tests.run_programs import shared_by_runs
 from tests.train.config.built import build, problems
+from tests.train.data.tokenizers_of_kinds import KINDS
 from train.__main__ import main
 from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
@@ -178,6 +179,14 @@ def test_token_without_tokenizer_is_named_by_its_id():
     text = describe_token(spiked_batch(), {"kl_reference_exact_max": token}, None)
     assert text.endswith("token 2 of the 4 sampled in row 3: id 53, log-prob -33.2 under the policy")
     assert describe_token(spiked_batch(), {}, None) == ""
+
+
+def test_token_of_pieces_shows_its_space():
+    tokenizer, batch = KINDS["prepend"](), spiked_batch()
+    word = [tokenizer._tokenizer.token_to_id("▁apples")]
+    batch = dataclasses.replace(batch, tokens=batch.tokens.at[ROW, COLUMN].set(word[0]))
+    assert tokenizer.decode(word) == "apples"
+    assert f": id {word[0]} (' apples')" in describe_token(batch, TOKENS, tokenizer)
 
 
 def test_rollback_restores_weights_and_continues_the_prompts(watch_of, capsys):

@@ -48,7 +48,8 @@ def _files(config: Config) -> Iterator[Problem]:
             if not path.removeprefix(HUB).split(":")[0]:
                 yield problem(f"got {path!r}, expected datasets:NAME, datasets:NAME:CONFIG or :SPLIT after it", name)
         elif not Path(path).is_file():
-            kind = "it is a directory" if Path(path).is_dir() else "there is no such file"
+            exists = "it is no regular file" if Path(path).exists() else "there is no such file"
+            kind = "it is a directory" if Path(path).is_dir() else exists
             yield problem(f"got {path!r}, expected a file of JSON lines, but {kind}", name, "task")
 
 

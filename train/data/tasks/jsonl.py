@@ -24,8 +24,8 @@ def _messages(value: Any, record: Record, field: str) -> tuple[tuple[str, str], 
 
 
 def _optional(record: Record, name: str) -> str:
-    value = record.fields.get(name, "")
-    return value if isinstance(value, str) else str(value)
+    value = record.fields.get(name)
+    return "" if value is None else str(value)
 
 
 def read_examples(path: str | Path | None, field: str, *, prompt: str, answer: str, solution: str) -> list[Example]:

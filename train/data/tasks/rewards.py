@@ -114,7 +114,10 @@ def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarra
     if weights is None:
         if "reward" not in scores:
             names = ", ".join(sorted(scores))
-            raise UserError(f"rewards.weights: missing; the task has no total, only {names}")
+            raise UserError(
+                f"rewards.weights: missing; the task has no total, only {names}; return a `reward` as well, or set "
+                f"rewards.weights={{{min(scores)}: 1}}"
+            )
         return np.asarray(scores["reward"], np.float32)
     check_names(weights, tuple(scores))
     zero = np.zeros(np.shape(next(iter(scores.values()))), np.float32)

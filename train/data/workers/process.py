@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -11,10 +10,10 @@ import weakref
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[3]
+from train.config.installation import child_environment
+
 START_SECONDS = 120.0
 # Longest wait for an answer whose limit is CPU time: a busy machine gives a process little of it.
 BUSY_SECONDS = 600.0
@@ -33,7 +32,6 @@ class WorkerProcess:
 
     def __init__(self, module: str, *arguments: str, output: bool = False, environment: Mapping[str, str]) -> None:
         """Starts the process; with `output`, what it prints is shown on standard error."""
-        path = os.pathsep.join([str(ROOT), *(folder or os.getcwd() for folder in sys.path)])
         self._pipe, child_end = Pipe()
         with child_end:
             self._process = subprocess.Popen(
@@ -42,7 +40,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2 if output else subprocess.DEVNULL,
                 stderr=2 if output else subprocess.DEVNULL,
-                env={**os.environ, **environment, "PYTHONPATH": path},
+                env=child_environment() | dict(environment),
             )
         self.close = weakref.finalize(self, _end, self._process, self._pipe)
 

@@ -183,7 +183,7 @@ class FileSource:
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
                         f"{', '.join(sorted(scan.rewards or ())) or 'none'}"
                     )
-            except ValueError as error:
+            except (ValueError, UserError) as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             scan.rewards = names
             scan.rows += 1

@@ -236,16 +236,17 @@ class ServerSource:
     def completions(self, request: Request, received: Received) -> Completions:
         """Decodes the rows that this process judges."""
         arrays, config, select_own = received.arrays, self._context.config, request.rows.select_own
-        tokens, mask = arrays["tokens"], arrays["completion_mask"]
+        sequences = arrays["tokens"], arrays["token_mask"], arrays["completion_mask"]
+        tokens, token_mask, mask = (select_own(array) for array in sequences)
         return Completions(
             examples=[request.examples[row // request.samples] for row in request.rows.own],
-            tokens=tokens,
+            tokens=arrays["tokens"],
             token_mask=arrays["token_mask"],
-            completion_mask=mask,
+            completion_mask=arrays["completion_mask"],
             fields={name: arrays[name] for name in field_sizes(self._context)},
             finished=select_own(arrays["finished"]),
             lags=select_own(arrays["lags"]) if config.rollout.ahead else None,
-            texts=decode_completions(select_own(tokens), select_own(mask), self._context.tokenizer),
+            texts=decode_completions(tokens, token_mask, mask, self._context.tokenizer),
             timings=received.timings,
         )
 

@@ -102,7 +102,7 @@ def read_header(path: str | Path) -> Header:
             raise cursor.error(f"general.alignment: got {alignment!r}, expected a power of two")
         start = math.ceil(cursor.position / alignment) * alignment
         tensors = {name: _tensor(path, entry, start, alignment, len(data)) for name, entry in entries.items()}
-    _check_apart(path, list(tensors.values()))
+        _check_covered(path, list(tensors.values()), start, alignment, len(data))
     return Header(path, keys, tensors)
 
 
@@ -245,9 +245,19 @@ def _tensor(path: Path, entry: _Entry, start: int, alignment: int, file_bytes: i
     return GgufTensor(path, entry.name, kind, entry.sizes[::-1], start + entry.offset, nbytes)
 
 
-def _check_apart(path: Path, tensors: list[GgufTensor]) -> None:
-    """Raises ValueError if two tensors share bytes."""
+def _check_covered(path: Path, tensors: list[GgufTensor], start: int, alignment: int, file_bytes: int) -> None:
+    """Raises ValueError if two tensors share bytes, or bytes belong to none: then a type or a shape is damaged.
+
+    A tensor is followed by less than an alignment of padding.
+    """
     ordered = sorted(tensors, key=lambda tensor: tensor.offset)
     for first, second in itertools.pairwise(ordered):
         if first.offset + first.nbytes > second.offset:
             raise ValueError(f"{path}: the tensors {first.name!r} and {second.name!r} overlap")
+    ends = [
+        (start, "the header"),
+        *((tensor.offset + tensor.nbytes, f"the tensor {tensor.name!r}") for tensor in ordered),
+    ]
+    for (end, what), following in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
+        if following - end >= alignment:
+            raise ValueError(f"{path}: {following - end:,} bytes after {what} belong to no tensor; the file is damaged")

@@ -103,7 +103,7 @@ def read_values(tensor: GgufTensor) -> np.ndarray:
     data = tensor.data()
     out = np.empty((data.shape[0], tensor.shape[-1]), np.float32)
     step = max(1, PIECE_BYTES // (4 * tensor.shape[-1]))
-    # Blocks of a damaged file may have scales that are infinite or no number; loading the folder refuses the values.
+    # Blocks of a damaged file may have scales that are infinite or no number; the import refuses the values.
     with np.errstate(all="ignore"):
         for start in range(0, len(out), step):
             out[start : start + step] = dequantize(np.array(data[start : start + step]), tensor.kind)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
 from train.models.config import (
     AttentionKind,
     ClampedSwiglu,
@@ -198,7 +199,11 @@ def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw = parse_json(path.read_bytes())
+        raw = parse_json(read_regular(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):

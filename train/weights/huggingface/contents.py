@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kljax.checkpoint import first_five
-from train.config.interpreter import python_command
+from train.config.installation import shell_command
 from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
@@ -79,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
         advice = (
             "save the model again with transformers' save_pretrained, which writes safetensors"
             if others
-            else f"import the file with {python_command()} -m train.import {folder / models[0]} --to FOLDER"
+            else f"import the file with {shell_command('train.import')} {folder / models[0]} --to FOLDER"
         )
         got = _summary(others or models)
         raise FileNotFoundError(f"{folder}: got {got}, expected {SINGLE} or {INDEX}; {advice}")

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, init_params
 from train.weights.huggingface import load_params, save, save_folder
 from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.save import missing_ends
 from train.weights.peft import load_adapter, read_peft_config
 
 GOLDENS = Path(__file__).parents[3] / "goldens" / "models"
@@ -140,6 +143,37 @@ def test_model_without_folder_gets_a_complete_config(tmp_path):
     assert (config["eos_token_id"],) == ByteTokenizer().eos_ids
     assert decoder_config(tmp_path / "out") == model.config
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "out", model, make_mesh()), policy.params)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 2, "top_p": 0.9}, {}, {"eos_token_id": [2, 7, 5], "top_p": 0.9}),
+        ({"eos_token_id": [5, 2]}, {}, {"eos_token_id": [5, 2, 7]}),
+        ({"eos_token_id": [5, 7, 9]}, {}, {"eos_token_id": [5, 7, 9]}),
+        ({"top_k": 3}, {"eos_token_id": 7}, {"top_k": 3, "eos_token_id": [7, 5]}),
+        (
+            None,
+            {"eos_token_id": 5, "bos_token_id": 1},
+            {"bos_token_id": 1, "eos_token_id": [5, 7], "pad_token_id": 0},
+        ),
+        (None, {"eos_token_id": [5, 7]}, None),
+    ],
+)
+def test_export_ends_where_training_did(tmp_path, generation, config, expected):
+    model, policy = loaded("qwen3")
+    source = tmp_path / "source"
+    shutil.copytree(GOLDENS / "qwen3", source)
+    source_config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(source_config | {"pad_token_id": 0} | config))
+    (source / "generation_config.json").unlink()
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    ends = SimpleNamespace(eos_ids=(7, 5))
+    save_folder(tmp_path / "out", model, policy, source=source, tokenizer=ends)
+    written = tmp_path / "out" / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.exists() else None) == expected
+    assert missing_ends(tmp_path / "out", ends.eos_ids) == []
 
 
 def test_failed_folder_is_removed_and_nothing_overwritten(tmp_path, monkeypatch):
