@@ -1,5 +1,6 @@
 """Names the cause of each difference of a dump: the one choice or number under which its field agrees."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -263,6 +264,13 @@ class Search:
         names, later = [name], [field for field in self._after(name, skipped) if number.stage in ORDER[field]]
         if self.replay.arrays[name].size == 1 and later and not self._unmoved(number, later, recipe):
             names = later
+        cause = self._solve(number, names, recipe)
+        if cause is None or cause.limits is None or names == [name] or self._agrees(name, cause.apply(recipe)):
+            return cause
+        # Of the thresholds that the arrays leave open, the scalar decides.
+        return self._solve(dataclasses.replace(number, grid=cause.limits), [name, *names], recipe)
+
+    def _solve(self, number: UnknownNumber, names: Sequence[str], recipe: Recipe) -> Cause | None:
         before = self._residual(names, recipe)
         if before is None or before.agrees:
             return None

@@ -69,6 +69,17 @@ def test_ratio_of_one_in_both_terms_is_named(tmp_path: pathlib.Path) -> None:
     assert keys(report) == ["ratio: log_probs as the old policy"]
 
 
+def test_clip_between_the_ratios_of_the_gradient_is_decided_by_the_loss(tmp_path: pathlib.Path) -> None:
+    # No ratio lies between 1.13 and 1.24, so that the gradient leaves the clip of 0.2 open.
+    ratio = np.array([[0.9, 1.05, 1.13, 1.24], [1.5, 0.95, 1.27, 1.02]])
+    ones, old = np.ones(ratio.shape), -np.ones(ratio.shape)
+    arrays = {"log_probs": old + np.log(ratio), "old_log_probs": old, "mask": ones, "advantages": ones}
+    arrays |= {"loss": -np.minimum(ratio, 1.2).mean(), "grad_log_probs": np.where(ratio < 1.2, -ratio, 0) / 8}
+    header = TRL | {"loss": {"name": "dapo", "clip_high": 0.28}}
+    report = report_of(tmp_path, header, {name: np.float32(array) for name, array in arrays.items()})
+    assert keys(report) == ["loss: clip_high 0.2"]
+
+
 @pytest.mark.parametrize("detail", ["full", "loss"])
 def test_two_causes_together_raise_nothing(detail: str, tmp_path: pathlib.Path) -> None:
     for name in ("verl-clean-token-mean", "trl-clean", "art-clean"):
