@@ -14,7 +14,9 @@ WORKERS ?= 2
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 # Training uses the accelerator of this machine, with the extra that brings JAX for it: cpu, cuda12, cuda13 or tpu.
-ACCELERATOR ?= $(shell $(PYTHON) -m train.config.accelerator)
+ACCELERATOR ?= $(shell $(PYTHON) -c "from train.config.accelerator import find_accelerator; print(find_accelerator())")
+# Files and folders in ARGS take the place of the tests of a target, which are $(1); options are added.
+tests = $(if $(wildcard $(foreach word,$(ARGS),$(firstword $(subst ::, ,$(word))))),,$(1))
 # Tests run on CPUs.
 ifeq ($(origin JAX_PLATFORMS),undefined)
   export JAX_PLATFORMS := cpu
@@ -84,7 +86,7 @@ define run-on-another-cpu
 endef
 # The core on one device, with a pool of $(1) threads; eight devices always have eight threads or more.
 define run-with-threads
-	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
+	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
 .PHONY: help train real test test-wheel test-real test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python check lint format types docs lock clean
@@ -118,7 +120,7 @@ test-wheel: $(VENV)/.ready ## the built wheel in empty environments, outside of 
 
 test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "not thorough" \
-	  $(addprefix --deselect=,$(RUN_AGAIN) $(AOT)) $(SENSITIVE) $(ARGS)
+	  $(addprefix --deselect=,$(RUN_AGAIN) $(AOT)) $(call tests,$(SENSITIVE)) $(ARGS)
 
 test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other inputs and in another order; for hours
 	$(call run-on-another-cpu,--xla_cpu_max_isa=SSE4_2,1,8)
@@ -132,16 +134,16 @@ test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other
 	$(call run-with-threads,16)
 
 test-quick: $(VENV)/.ready ## the core of the library and one run of the trainer, in less than two minutes
-	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(QUICK) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(call tests,$(QUICK)) $(ARGS)
 
 test-thorough: $(VENV)/.ready ## the others: the same statements in more settings
 	$(BIN)/python $(PYTEST) -m thorough $(ARGS)
 
 test-library: $(VENV)/.ready ## the tests of kljax alone
-	$(BIN)/python $(PYTEST) tests/kljax kljax $(ARGS)
+	$(BIN)/python $(PYTEST) $(call tests,tests/kljax kljax) $(ARGS)
 
 test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names
-	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/,kljax/test_house.py train/test_house.py) $(ARGS)
+	$(BIN)/python -m pytest -q -n 0 $(call tests,$(addprefix tests/,kljax/test_house.py train/test_house.py)) $(ARGS)
 
 check: lint types test ## lint, types and test: the first commands of CI
 
@@ -178,19 +180,19 @@ test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	@echo "left out here, as one release of JAX is enough for them: the tests marked one_jax or thorough (pyproject.toml), counted as deselected"
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not one_jax and not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) \
-	  tests/kljax kljax $(TRAINER) $(ARGS)
+	  $(call tests,tests/kljax kljax $(TRAINER)) $(ARGS)
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
-	$(BIN)/python $(PYTEST) -m "not thorough" $(AOT) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(AOT)) $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.
 test-accelerator: ## the recorded results, the attention kernel and a run of the trainer, on the device of this machine
 	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m accelerator -W default \
-	  tests/kljax/test_goldens_narrow.py tests/train/test_accelerator.py $(ARGS)
+	  $(call tests,tests/kljax/test_goldens_narrow.py tests/train/test_accelerator.py) $(ARGS)
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:

@@ -21,6 +21,7 @@ from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from kljax.tools.parity.fields import FIELDS
 from train.config import help as train_help
+from train.config.installation import RECIPES
 from train.config.messages import show
 from train.config.systems import with_meanings
 from train.run.glossary import GLOSSARY
@@ -146,7 +147,7 @@ def system(key: str) -> str:
 def presets(key: str) -> str:
     """The presets of a system, with the setting that each stands for, and the fields that take its names."""
     lines = ["| preset | of |", "|---|---|"]
-    for path in sorted((train_help.CONFIGS / "presets" / key).glob("*.yaml")):
+    for path in sorted((RECIPES / "presets" / key).glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"| `preset: {key}/{path.stem}` | {_escaped(first)} |")
     return "\n".join(lines)

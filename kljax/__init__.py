@@ -84,6 +84,8 @@ from kljax.log_probs import (
     kl_from_hidden,
     log_probs_from_hidden,
     renormalized_log_probs,
+    token_jsd,
+    token_kl,
     token_log_probs,
     token_loss_from_hidden,
 )
@@ -341,6 +343,8 @@ __all__ = [
     "shift_right",
     "sppo_loss",
     "subtract_kl",
+    "token_jsd",
+    "token_kl",
     "token_log_probs",
     "token_loss_from_hidden",
     "token_ratios",

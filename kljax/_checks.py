@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,28 @@ from jax.typing import DTypeLike
 from kljax._typing import Array, ArrayLike, Mask, Scalar
 from kljax.batches import Groups, Segments, has_known_values
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 # Fewer tokens that all lie between 0 and 1 may be made-up numbers; so many are probabilities.
 MIN_PROBABILITIES = 16
 # Each returns the end of a message for the argument and its unknown value, or nothing; the package adds the names of
 # other systems, whose table is above this module.
 CHOICE_HINTS: list[Callable[[str, object], str]] = []
+
+
+def refuses(**arguments: str) -> Callable[[Function], Function]:
+    """Makes a decorator for a function without these arguments, which says what to pass in place of each."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name, text in arguments.items():
+                if name in kwargs:
+                    raise TypeError(f"{name}: {text}")
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:

@@ -145,6 +145,8 @@ def export(
         return
     what = "weights" if merge or policy.adapter is None else "adapter"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
+    if form == "hf" and source is None and config.data.tokenizer is not None:
+        print(f"The folder has no tokenizer: its ids are those of data.tokenizer, {config.data.tokenizer}.")
     if merge and config.model.quantization is not None:
         quantization = config.model.quantization
         print(

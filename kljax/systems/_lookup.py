@@ -17,6 +17,10 @@ FUNCTIONS = {"kl": "estimate_kl", "reduction": "token_weights"}
 HINTED = {"mode": "reduction", "estimator": "kl"}
 # Names that an error lists.
 SHOWN, SHOWN_IN_HINTS = 6, 3
+EXACT = (
+    "the exact KL over the vocabulary comes from hidden states: kljax.token_kl, kljax.kl_from_hidden, or the kl of "
+    "kljax.token_log_probs(..., reference=(ref_hidden, ref_head))"
+)
 
 
 def entries(*, system: str | None = None, kind: str | None = None, name: str | None = None) -> tuple[Entry, ...]:
@@ -231,6 +235,8 @@ def _functions(entry: Entry) -> list[str]:
 
 def hint_for_choice(argument: str, value: object) -> str:
     """Writes what a reduction or estimator is here that the systems have by this name; nothing for other arguments."""
+    if argument == "estimator" and value in ("exact", "full", "full_kl", "exact_kl"):
+        return f"; {EXACT}"
     kind = HINTED.get(argument)
     meanings: dict[str, str] = {}
     for entry in ENTRIES:
@@ -242,6 +248,8 @@ def hint_for_choice(argument: str, value: object) -> str:
 
 def hint_for_attribute(name: str, public: Iterable[str]) -> str:
     """Writes which names of the systems have this function or name, and which public name is spelled almost like it."""
+    if name in ("exact_kl", "full_kl", "kl_exact", "kl_full"):
+        return f"; did you mean kljax.token_kl? {EXACT}"
     stem = name.removesuffix("_loss").removesuffix("_advantages")
     keys = [entry.key for entry in [*find_by_function(name), *(find(stem) if stem else ())]]
     # What a system calls exactly so is no misspelling.

@@ -26,8 +26,8 @@ from kljax.tools.parity.dump import DumpError, open_dump
 from tests import tiny
 from train.config.errors import ConfigError, UserError
 from train.config.fields import known_fields
+from train.config.float32 import fits_float32
 from train.config.load import dump_yaml, load, parse
-from train.config.types import fits_float32
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate

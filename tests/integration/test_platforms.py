@@ -114,6 +114,39 @@ def test_make_without_a_target_prints_the_targets():
     assert "train              the main job: warm start, RL, before and after" in alone.stdout.splitlines()
 
 
+OF_TESTS = ("test", "test-isa", "test-quick", "test-library", "test-house")
+
+
+@pytest.mark.parametrize("target", OF_TESTS)
+def test_files_in_args_replace_tests_of_a_target(target):
+    """Options are added to the tests of the target."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+
+    def paths(arguments: str) -> list[str]:
+        command = ["make", "-n", target, f"ARGS={arguments}"]
+        text = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+        words = text.partition("-m pytest")[2].replace("\\\n", " ").split()
+        return [word for word in words if word.startswith(("tests/", "kljax"))]
+
+    assert paths("tests/kljax/test_kl.py::test_a -n 0") == ["tests/kljax/test_kl.py::test_a"]
+    assert paths("tests/kljax tests/train -k kl") == ["tests/kljax", "tests/train"]
+    assert paths("-k kl -p tests.cpu_times") == paths("")
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "train.eval", "train.export", "train.import", "train.report", "train.plan"]
+)
+def test_python_without_packages_names_the_command(module):
+    command = [sys.executable, "-S", "-m", module, "x"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: .* has no package pydantic, which the trainer needs; run \.venv/bin/python -m .*", line
+    )
+
+
 # Stands for Python: tells its version, has ensurepip or not, and writes down how it was called last.
 PYTHON = """#!/bin/sh
 case "$2" in

@@ -121,9 +121,10 @@ class StandIn(NamedTuple):
 
 
 GIVEN = StandIn()
+MASKS = ("mask", "hidden_mask")
 TYPES = {
     **{"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates},
-    **{"mask": kljax.Segments, "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
+    **{**dict.fromkeys(MASKS, kljax.Segments), "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
 }
 CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
 HEAD = StandIn("DV", (("bias", StandIn("V")), *CAPPED))
@@ -191,8 +192,14 @@ VARIANTS: dict[str, list[Options]] = {
         {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
         {"head": NAIVE},
     ],
-    "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
-    "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
+    **{
+        name: [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}]
+        for name in ("kl_from_hidden", "token_kl")
+    },
+    **{
+        name: [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}]
+        for name in ("jsd_from_hidden", "token_jsd")
+    },
     "token_loss_from_hidden": [
         {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
@@ -204,7 +211,10 @@ VARIANTS: dict[str, list[Options]] = {
 TOGETHER: dict[str, Options] = {
     **{
         name: {"temperature": GIVEN, "head": HEAD}
-        for name in ("log_probs_from_hidden", "renormalized_log_probs", "kl_from_hidden", "jsd_from_hidden")
+        for name in (
+            *("log_probs_from_hidden", "renormalized_log_probs"),
+            *("kl_from_hidden", "token_kl", "jsd_from_hidden", "token_jsd"),
+        )
     },
     "token_log_probs": {"temperature": GIVEN, "head": HEAD, "entropy": GIVEN, "sum_squared_probs": True},
     "token_loss_from_hidden": {
@@ -373,7 +383,7 @@ def _plain_options(name: str) -> Options:
     extra = ["upper"] if {"lower", "upper"} <= set(known) and known["upper"].default is None else []
     return {
         **required,
-        **{parameter: GIVEN for parameter in (*extra, "mask", *_number_of_groups(name)) if parameter in known},
+        **{parameter: GIVEN for parameter in (*extra, *MASKS, *_number_of_groups(name)) if parameter in known},
     }
 
 
@@ -445,7 +455,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
             value = SAMPLES[parameter]
         kinds["scalars" if _is_scalar(about) and isinstance(value, (int, float)) else "static"][parameter] = value
     unusual = {k: v for kind in ("scalars", "static") for k, v in kinds[kind].items() if v != known[k].default}
-    inputs = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
+    inputs = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k not in MASKS]
     fields = [
         f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
         for parameter, value in options.items()
@@ -528,9 +538,19 @@ SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", 
 TREES = ("tree", "params", "reference", "policy", "average", "initial")
 
 
+def masked_functions() -> list[str]:
+    """The functions that take a mask of tokens or of hidden states."""
+    return [name for name in callable_functions() if mask_name(name) is not None]
+
+
+def mask_name(name: str) -> str | None:
+    """The parameter of the mask of a function; None if it has none."""
+    return next((parameter for parameter in MASKS if parameter in parameters(name)), None)
+
+
 def mask_of(call: FunctionCall) -> np.ndarray:
     """The mask of a call, of packed rows without the padding."""
-    return np.asarray(check_mask(call.data["mask"]))
+    return np.asarray(check_mask(call.data[mask_name(call.of)]))
 
 
 def mask(seed: int) -> jax.Array:

@@ -17,7 +17,7 @@ from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
 # Loops over tiles, which hold nearly all of their operations.
 WITH_HEAD = (
     *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
-    *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
+    *("renormalized_log_probs", "token_jsd", "token_kl", "token_log_probs", "token_loss_from_hidden"),
 )
 EACH_KIND = (
     *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens

@@ -156,7 +156,8 @@ def check_output(option: str, path: Path) -> None:
 def run_command(command: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code or 0, 130 for a signal.
 
-    An error that the user can fix gives its own code: 2, or another of its class, such as 3 of the guard.
+    An error that the user can fix gives its own code: 2, or another of its class, such as 3 of the guard. So does
+    SystemExit, whatever its code: 0 means that the command came to its end.
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     hook = handle_thread_errors()
@@ -169,7 +170,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             if hook.problem is not None:
                 warn(hook.problem)
             return code
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             known = known_ending(error)
             if known is None:
                 raise

@@ -23,6 +23,7 @@ from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.signatures import Signature, load_function
 from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics
+from train.rl.user_functions import call_user, check_result
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
@@ -37,10 +38,11 @@ CLIPS_NO_RATIO = ("gmpo_loss", "dppo_loss", "rec_loss")
 LEVELS = get_args(kljax.typing.Level)
 
 
-def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:
+def call_by_name(field: str, signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:
     """Calls a function with the arrays and the options that its parameters name.
 
     Args:
+      field: of the config, for errors of a function of the user.
       signature: the signature of the function.
       section: the section of the config with its options.
       arrays: array by name, made when it is needed.
@@ -48,7 +50,7 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
     """
     supplied = {name: arrays[array]() for name, array in arrays_of(signature, arrays).items()}
     fixed = {name: value for name, value in others.items() if name in signature}
-    return load_function(signature.target)(**supplied, **fixed, **section.options())
+    return call_user(field, section, lambda: load_function(signature.target)(**supplied, **fixed, **section.options()))
 
 
 def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Array | None = None) -> Advantages:
@@ -79,8 +81,11 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
     if section.empty_rows == "drop":
         arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
     assert plan.advantage is not None  # the loss reads advantages
-    result = call_by_name(plan.advantage, section, arrays, num_groups=plan.num_groups)
-    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    result = call_by_name("advantage.type", plan.advantage, section, arrays, num_groups=plan.num_groups)
+    advantages, returns = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    check_result("advantage.type", section, advantages, (mask.shape[:1], mask.shape))
+    if returns is not None:
+        check_result("advantage.type", section, returns, (mask.shape,), name="returns")
     if advantages.ndim == 1:
         advantages = kljax.broadcast_to_tokens(advantages, mask)
     return advantages, returns if plan.value_head else None
@@ -100,7 +105,9 @@ def policy_loss(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
         if name not in computed
     }
     assert plan.loss is not None
-    return call_by_name(plan.loss, section, arrays, num_groups=plan.num_groups)
+    losses: Array = call_by_name("loss.type", plan.loss, section, arrays, num_groups=plan.num_groups)
+    check_result("loss.type", section, losses, (batch.completion_mask.shape,))
+    return losses
 
 
 def _field(batch: Batch, name: str) -> Array:

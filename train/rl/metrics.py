@@ -15,6 +15,12 @@ SHARE = "updates_beyond_limit"
 """The metric of `guard.action: skip`: the share of a step's updates that were skipped beyond a limit."""
 
 
+SLOPE = "policy_slope"
+"""The size of the gradient of a loss of the user to its arrays; `WITHOUT_GRADIENT` is made of it for an update."""
+WITHOUT_GRADIENT = "updates_without_gradient"
+"""The metric of a loss of the user: the share of a step's updates that it gave no gradient."""
+
+
 class Metric(Protocol):
     """A metric of a part of a batch, such as `kljax.WeightedSum` (a mean) or `kljax.Extremes` (a largest value)."""
 

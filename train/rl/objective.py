@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
+from train.config.algorithms import UserFunction
 from train.config.kl import KL, LossKL, RewardKL
 from train.config.loss import Loss
 from train.config.plan import Plan
@@ -24,7 +25,7 @@ from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
-from train.rl.metrics import LargestToken, Metrics, single
+from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
 from train.rl.state import keep_unless, policy_of
@@ -62,8 +63,13 @@ class LossMetrics(NamedTuple):
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
-        parts = {name: single(value) for name, value in self.parts.items()}
-        return {**parts, **self.tokens}
+        metrics: Metrics = {name: single(value) for name, value in self.parts.items()}
+        for name, metric in self.tokens.items():
+            if name == SLOPE and isinstance(metric, kljax.WeightedSum):
+                metrics[WITHOUT_GRADIENT] = single(1.0 * ((metric.weight > 0) & (metric.sum == 0)))
+            else:
+                metrics[name] = metric
+        return metrics
 
 
 def tile(section: LogProbs) -> kljax.Tile | None:
@@ -271,6 +277,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         metrics = _token_metrics(section, kl.loss, terms.stats, scored)
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
+        if isinstance(section, UserFunction) and plan.advantage is not None:
+            metrics[SLOPE] = _policy_slope(plan, section, terms.stats, masked, coefs.get("key"))
         if routed is not None:
             losses = router_losses(config.routing, routed, replayed, totals)
             loss, reduced = loss + sum(coefs[name] * value for name, value in losses.items()), reduced | losses
@@ -283,6 +291,23 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token), choices)
 
     return objective
+
+
+def _policy_slope(
+    plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch, key: Array | None
+) -> kljax.WeightedSum:
+    """Sums the derivatives of the policy loss to log-probs and entropies, beside the tokens with an advantage."""
+    kept_mask = _kept(batch)
+
+    def total(log_prob: Array, entropy: Array) -> Array:
+        moved = dataclasses.replace(stats, log_prob=log_prob, entropy=entropy)
+        return kljax.masked(algorithms.policy_loss(plan, section, moved, batch, key), kept_mask).sum()
+
+    constants = jax.lax.stop_gradient((stats.log_prob, required(stats.entropy)))
+    slopes = jax.grad(total, argnums=(0, 1))(*constants)
+    size = sum(jnp.abs(slope).sum() for slope in slopes)
+    count = (kept_mask & (required(batch.advantages) != 0)).sum()
+    return kljax.WeightedSum(jnp.asarray(size, float), count.astype(float))
 
 
 class _Terms(NamedTuple):

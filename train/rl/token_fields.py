@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from train.config.types import fits_float32
+from train.config.float32 import fits_float32
 
 TokenFields: TypeAlias = dict[str, Any]
 """Arrays by the names of `TOKEN_FIELDS`, `[B, T, ...]`. Position t belongs to token t."""

@@ -45,6 +45,8 @@ MAY_CHANGE = (
     "report",
     "mesh",
     "optim.host_memory",
+    "rewards.workers",
+    "rewards.timeout",
     "rollout.record",
     "rollout.mesh",
     "rollout.in_place",

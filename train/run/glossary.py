@@ -388,6 +388,13 @@ GLOSSARY = (
     ),
     MetricEntry(
         "guard",
+        "updates_without_gradient",
+        "share of updates to which a policy loss of your own gave no gradient, although advantages were not 0",
+        "0",
+        "1: `loss` does not depend on the log-probs; between: every token is clipped, lower `optim.learning_rate`",
+    ),
+    MetricEntry(
+        "guard",
         "updates_beyond_limit",
         "share of updates that `guard.action: skip` skipped beyond a limit",
         "0",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax.checkpoint import named_leaves
+from train.config.algorithms import UserFunction
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, decode_continuation
@@ -19,7 +20,7 @@ from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
 from train.rl.batch import Batch, present_arrays
 from train.rl.kl_metrics import KL_ESTIMATE, KL_METRICS, largest_of
-from train.rl.metrics import SHARE, LargestToken, limits
+from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import RunCheckpoints
 
@@ -103,6 +104,8 @@ class StepGuard:
         self._cause = ""
         self._name_token: Callable[[], str] = str
         self._warnings = Warnings()
+        self._loss = config.loss.function if isinstance(config.loss, UserFunction) else config.loss.type
+        self._told_of_gradient = False
 
     def inspect(self, batch: Batch, state: TrainState, values: Mapping[str, float], tokens: Tokens) -> None:
         """Reports a step with updates that were not finite, and keeps the batch for `check`, which follows.
@@ -119,7 +122,9 @@ class StepGuard:
     def _keep(self, batch: Batch, state: TrainState) -> None:
         """Names the first array that was not finite, and writes the batch."""
         step = int(state.step)
-        self._cause = f"{self._name(batch, state)} is not finite"
+        name = self._name(batch, state)
+        hint = ": a weight of correction is NaN, infinite or below 0" if name == "correction_weights" else ""
+        self._cause = f"{name} is not finite{hint}"
         text = f"step {step}: an update was skipped, because {self._cause}"
         arrays = dict(_arrays(batch))
 
@@ -156,6 +161,12 @@ class StepGuard:
         action, beyond = self._guard.action, self._beyond_limit(values)
         if beyond is not None and action in ("warn", "skip"):
             self._report(int(state.step), beyond, name_token)
+        if values.get(WITHOUT_GRADIENT) and not self._told_of_gradient:
+            self._told_of_gradient = True
+            warn(
+                f"loss.type: {self._loss}: an update of step {int(state.step)} had no gradient from it, although "
+                "advantages are not 0: it trains nothing; let it depend on log_probs, without stop_gradient"
+            )
         if values["skipped_updates"] > 0 and int(state.guard.skipped) >= self._guard.max_skipped:
             self._stop_skipping(state)
         if beyond is None or action in ("warn", "skip"):

@@ -12,7 +12,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import STEERED
 from train.context import RunContext
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.distributed.exchange import any_of, of_leader, run_together
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt
@@ -221,7 +221,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
     if context.config.eval.greedy:
         metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
     writer.write("eval", step, metrics)
-    writer.samples(step, sampled.samples)
+    writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
 
 def train(

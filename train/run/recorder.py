@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from train.rl.batch import Batch
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
+from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions
 from train.weights.files import usable_directory
 
@@ -122,6 +123,7 @@ class RolloutRecorder:
         self._config, self._tokenizer, self._mesh = config, context.tokenizer, context.mesh
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
+        self._told_of_holes = False
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
@@ -137,15 +139,30 @@ class RolloutRecorder:
         if self._files is None or not self._files.wants(step):
             return
         described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
+        shown = self._without_holes(selected) if self._config.rollout.source.type == "custom" else np.arange(len(rows))
+        if not len(shown):
+            return
 
         def write(path: Path) -> int:
-            arrays = dict(jax.device_get(selected))
+            arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
             rewards = arrays.pop("rewards")
-            records = [described[row] | {"reward": float(rewards[i])} for i, row in enumerate(rows)]
+            records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
 
         self._files.write(step, write)
+
+    def _without_holes(self, selected: Mapping[str, jax.Array]) -> np.ndarray:
+        """Lists the rows with one prompt and one completion; warns of the first others, which the page cannot show."""
+        masks = jax.device_get((selected["token_mask"], selected["completion_mask"]))
+        holes = has_holes(*masks)
+        if holes.any() and not self._told_of_holes:
+            self._told_of_holes = True
+            warn(
+                "report.rollouts: rows with tokens between their completions, as the observations of an episode, are "
+                "left out, because the page of a run shows one prompt and one completion; they are trained all the same"
+            )
+        return np.flatnonzero(~holes)
 
     def close(self) -> None:
         """Waits for the last file."""

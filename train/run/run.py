@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import kljax
+from train.config.errors import Note, warn
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.context import RunContext
@@ -52,12 +53,17 @@ from train.run.setup import (
 )
 from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
+from train.run.user_functions import check_user_functions
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
 Tree = Any
 ACCURACIES = ("accuracy", "accuracy_greedy")
 KLS = (*KL_METRICS, "rollout_kl")
+UNMEASURED_KL = (
+    "kl: no term has a coefficient, so this run measures no KL to its reference; reference.monitor=true does, with a "
+    "pass of the reference over each batch"
+)
 
 
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
@@ -137,6 +143,9 @@ def _prepare(
     config = context.config
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
+    check_user_functions(context.plan)
+    if not context.plan.reference:
+        warn(Note(UNMEASURED_KL))
     steps = [] if continued is None else continued.steps()
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)

@@ -16,7 +16,8 @@ from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import Example, Task, load_task
-from train.data.tasks.rewards import compose, judge
+from train.data.tasks.rewards import compose, judge, warn_of_unweighted
+from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
@@ -153,6 +154,8 @@ def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
     if judged := (examples or context.held_out)[:1]:
         scores = judge(context.task, judged, [""], np.array([True]))
         compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
+    if isinstance(context.task.score, UserScore):
+        warn_of_unweighted(config.rewards.weights, context.task.score.names or ())
     if before_warm_start and config.warm_start.trains():
         check_solutions(examples, context.tokenizer, config.data.max_completion_length)
 

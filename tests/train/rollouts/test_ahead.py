@@ -15,7 +15,7 @@ from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rollouts.open import open_source

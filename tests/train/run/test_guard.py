@@ -256,3 +256,14 @@ def test_diverging_run_stops_with_its_exit_code(tmp_path, capsys):
         # It counts anew: two batches of two updates.
         assert main([*config, "--resume"]) == 3
         assert "updates in a row were skipped" in capsys.readouterr().err
+
+
+def test_loss_without_a_gradient_is_told_once(watch_of, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def loss(log_probs, advantages, mask):\n    return 0 * log_probs\n")
+    watch, state = watch_of(f"loss={tmp_path / 'mine.py'}:loss")
+    watch.check(at(state, 1), VALUES | {"updates_without_gradient": 0.0})
+    assert not capsys.readouterr().err
+    for step in (2, 3):
+        watch.check(at(state, step), VALUES | {"updates_without_gradient": 0.5})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning: loss\.type: .*mine\.py:loss: an update of step 2 had no gradient from it, .*", line)

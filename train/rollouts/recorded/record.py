@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.types import fits_float32
+from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation

@@ -16,7 +16,7 @@ from train.config.rollout import FileSourceSection
 from train.config.types import RECORDING
 from train.context import RunContext
 from train.data.padding import pad_rows
-from train.data.tasks.rewards import check_names
+from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
@@ -211,6 +211,8 @@ class FileSource:
         warn_of_pad(trained_pad(config), scan.padded, scan.rows, "recorded rows")
         if scan.rewards:
             check_names(config.rewards.weights, tuple(scan.rewards))
+            # Every row has a total, which weights replace.
+            warn_of_unweighted(config.rewards.weights, tuple(scan.rewards - {"reward"}))
         elif config.task == RECORDING:
             raise UserError(f"rollout.source.path: the rows of {self._path} have no rewards; add them, or set a task")
         if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
+from train.data.tokenizers.byte import ByteTokenizer
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader, processes
 from train.models.decoder import Decoder
@@ -78,7 +79,8 @@ def save_folder(
       model: the decoder.
       policy: its parameters and adapter.
       source: original folder of the parameters; its tokenizer and other keys of `config.json` are copied.
-      tokenizer: its `eos_ids` are added to `generation_config.json`; without `source`, its ids are in `config.json`.
+      tokenizer: its `eos_ids` are added to `generation_config.json`; without `source`, its ids are in `config.json`,
+        and bytes bring their files.
       dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
       drop_router_bias: whether to leave out biases of the choice of experts, which no family here has in a file.
       max_file_bytes: maximum size of a file with several tensors.
@@ -110,6 +112,9 @@ def save_folder(
             with new_directory(target) as folder:
                 if source is not None:
                     _copy_others(Path(source), folder)
+                elif isinstance(tokenizer, ByteTokenizer):
+                    for name, text in tokenizer.files().items():
+                        write_text_atomic(folder / name, text)
                 config = _config(model, source, tokenizer, stored)
                 write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
                 if tokenizer is not None:

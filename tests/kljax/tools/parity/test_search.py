@@ -75,7 +75,7 @@ def test_clip_between_the_ratios_of_the_gradient_is_decided_by_the_loss(tmp_path
     ones, old = np.ones(ratio.shape), -np.ones(ratio.shape)
     arrays = {"log_probs": old + np.log(ratio), "old_log_probs": old, "mask": ones, "advantages": ones}
     arrays |= {"loss": -np.minimum(ratio, 1.2).mean(), "grad_log_probs": np.where(ratio < 1.2, -ratio, 0) / 8}
-    header = TRL | {"loss": {"name": "dapo", "clip_high": 0.28}}
+    header = TRL | {"loss": {"name": "dapo", "clip_low": 0.1, "clip_high": 0.28}}
     report = report_of(tmp_path, header, {name: np.float32(array) for name, array in arrays.items()})
     assert keys(report) == ["loss: clip_high 0.2"]
 

@@ -15,7 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import kljax
+from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.files import load_folder
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, init_params
@@ -174,6 +176,31 @@ def test_export_ends_where_training_did(tmp_path, generation, config, expected):
     written = tmp_path / "out" / "generation_config.json"
     assert (json.loads(written.read_text()) if written.exists() else None) == expected
     assert missing_ends(tmp_path / "out", ends.eos_ids) == []
+def test_export_of_bytes_has_an_equal_tokenizer(tmp_path):
+    """The ids of the run; texts of the special tokens are the tokens in a folder, and bytes in a run."""
+    tokenizer, shape = (
+        ByteTokenizer(),
+        {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp_width": 8},
+    )
+    model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **shape))
+    policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
+    save_folder(tmp_path / "out", model, policy, tokenizer=tokenizer)
+    read = load_folder(str(tmp_path / "out"), chat=None, system=None, template=None, arguments={})
+    rng = np.random.default_rng(0)
+    texts = [
+        "",
+        "1+2=",
+        "h\u00e9 \u2603\n\t  x , .",
+        "\x00\x7f\xa0\xad\xff",
+        "".join(map(chr, rng.integers(1, 0xD7FF, 300))),
+    ]
+    for text in texts:
+        example = Example(text, "", text)
+        assert read.prompt_ids(example) == tokenizer.prompt_ids(example)
+        assert read.solution_ids(example) == tokenizer.solution_ids(example)
+        assert read.decode(tokenizer.solution_ids(example)) == text
+    assert (read.bos_id, read.eos_ids, read.pad_id) == (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id)
+    assert read.token_bytes()[:256] == tokenizer.token_bytes()[:256]
 
 
 def test_failed_folder_is_removed_and_nothing_overwritten(tmp_path, monkeypatch):
