@@ -1,6 +1,6 @@
 """Runs the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, and kljax on what they left.
 
-    python -m tests.recorders --torch-env ENV   # `make test-recorders`
+    python -m tests.recorders --torch-env ENV   # `make test-recorders`; with --mistakes, what the mistakes are called
 
 The environment has torch, the newest trl, and verl without its dependencies. Each package makes a dump with its
 defaults, and one of the second update of a batch, in which ratios have to differ from 1; and a recording, whose replay
@@ -18,7 +18,7 @@ import numpy as np
 
 from kljax.tools.parity.command import compare
 from kljax.tools.parity.report import as_text
-from tests.recorders import replay
+from tests.recorders import replay, score
 
 SIDES = ("trl_side", "trl_replay", "verl_side", "verl_replay")
 # A ratio this far from 1 in the second update of a batch; in the first one all are 1.
@@ -47,16 +47,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-env", type=pathlib.Path, required=True, help="an environment with torch, trl and verl")
     parser.add_argument("--only", default="", help="sides that start so, as trl or verl_side; all by default")
+    parser.add_argument("--mistakes", action="store_true", help="judge runs with a mistake in TRL's source; 10 minutes")
     options = parser.parse_args()
     problems = []
     with tempfile.TemporaryDirectory() as folder:
-        for side in (side for side in SIDES if side.startswith(options.only)):
+        sides = ("trl_mistakes",) if options.mistakes else [side for side in SIDES if side.startswith(options.only)]
+        for side in sides:
             command = [options.torch_env / "bin/python", "-m", f"tests.recorders.{side}", folder]
             if subprocess.run(command, check=False).returncode:
                 problems.append(f"{side}: the recorder failed")
         dumps, recordings = (sorted(pathlib.Path(folder).glob(pattern)) for pattern in ("*.npz", "replay-*"))
-        problems += [problem for path in dumps for problem in problems_of(path)]
-        problems += replay.problems_of(pathlib.Path(folder))
+        if options.mistakes:
+            problems += score.problems_of(pathlib.Path(folder))
+        else:
+            problems += [problem for path in dumps for problem in problems_of(path)]
+            problems += replay.problems_of(pathlib.Path(folder))
     print("\n".join([*problems, f"{len(dumps)} dumps, {len(recordings)} recordings, {len(problems)} problems"]))
     return 1 if problems or not dumps + recordings else 0
 
