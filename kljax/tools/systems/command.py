@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from kljax.systems._lookup import did_you_mean, entries, find_by_function
 from kljax.systems._table import SYSTEMS
 from kljax.tools.systems import text
 from kljax.tools.systems.compare import compare, comparison_as_json, find_by_name
+from kljax.tools.systems.migration import FILES, OPTIONS, as_yaml, read_config, translate
 from kljax.tools.systems.options import find_option
 
 
@@ -30,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compare", metavar="NAME", help="compare the meanings of this name, with numbers")
     parser.add_argument("--json", action="store_true", help="print entries as JSON")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        nargs=2,
+        metavar=("SYSTEM", "CONFIG"),
+        help=f"print the config of this trainer for that of {', '.join(OPTIONS)}; options without a field are comments",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,12 +51,28 @@ def run(args: argparse.Namespace) -> int:
       The exit code: 0, or 2 for a request that no entry answers, with the error on stderr.
     """
     try:
-        lines = list(_compare_lines(args) if args.compare is not None else _entry_lines(args))
+        if args.source is not None:
+            lines = list(_config_lines(args))
+        else:
+            lines = list(_compare_lines(args) if args.compare is not None else _entry_lines(args))
     except UsageError as error:
         print(f"kljax systems: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0
+
+
+def _config_lines(args: argparse.Namespace) -> Iterable[str]:
+    system, path = args.source
+    if args.name is not None or args.compare is not None or args.json:
+        raise UsageError("give --from SYSTEM CONFIG alone")
+    if system not in OPTIONS:
+        raise UsageError(f"--from: got {system!r}, expected one of {', '.join(OPTIONS)}{did_you_mean(system, OPTIONS)}")
+    try:
+        config = read_config(pathlib.Path(path))
+        return as_yaml(system, translate(system, config))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--from: {error}; expected {FILES[system]}") from error
 
 
 def _compare_lines(args: argparse.Namespace) -> Iterable[str]:
