@@ -34,7 +34,7 @@ TRL = (
     *("steps=3", "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8", "optim.epochs=2"),
     *("optim.learning_rate=1e-3", *MEASURED, *TINY),
 )
-SGD = ("optim.optimizer=sgd", "optim.learning_rate=0.1")
+SGD = ("optim.optimizer=sgd", "optim.learning_rate=0.02")
 VERL = ("preset=verl/grpo", "steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=3", *TINY)
 
 
