@@ -76,8 +76,9 @@ real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems:
 	@$(MAKE) --silent $(VENV)/.ready-$(ACCELERATOR)
 	$(ON_DEVICE)$(BIN)/python -m train.real $(ARGS)
 
+# All tests of the files in ARGS, or those with the marks $(1).
 define run-tests
-	$(BIN)/python $(PYTEST) -m "$(1)" $(addprefix --deselect=,$(ELSEWHERE)) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "$(if $(call tests,all),$(1),not thorough)" $(addprefix --deselect=,$(ELSEWHERE)) $(ARGS)
 endef
 
 test: $(VENV)/.ready ## every function, loss, layout, reader and command once, in five minutes
@@ -102,5 +103,6 @@ types: $(VENV)/.ready ## mypy over kljax, train and benchmarks
 
 docs: $(VENV)/.ready ## the documentation, into docs/_build/; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo docs/_build/index.html
 
 include .ci/more.mk

@@ -80,9 +80,10 @@ NEWEST_PYTHON ?= $(shell $(MAKE) --silent find-newest-python)
 $(NEWEST_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(NEWEST_PYTHON),$(NEWEST_VENV),NEWEST_PYTHON,3.12|3.13)
 
-test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer, on Python 3.12 and the newest JAX
+test-newest: $(NEWEST_VENV)/.ready ## types, the library and three runs of the trainer, on Python 3.12 and the newest JAX
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	@echo "left out here, as one release of JAX is enough for them: the tests that are not '$(MARKS) and not one_jax' (marks of pyproject.toml), counted as deselected"
+	$(NEWEST_VENV)/bin/mypy
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m "$(MARKS) and not one_jax" \
 	  $(call tests,tests/kljax kljax $(TRAINER)) $(ARGS)
 

@@ -197,7 +197,8 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
 
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes the table, means over seeds but for the largest error."""
-    size, seeds = RoutingSizes(**fields["work"]), fields["seeds"]
+    size = RoutingSizes(**fields["work"])
+    seeds = fields["seeds"]
     rows, layers = [], []
     for name, title in ROWS.items():
         of_seeds = [seed[name] for seed in seeds]

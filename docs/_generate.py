@@ -45,6 +45,10 @@ FIRST_FUNCTIONS = (
 """The functions of a first loop, in the order in which it meets them; each also opens its topic."""
 
 
+NOTE = "> `make docs` fills this page's tables, and writes it to `docs/_build`."
+"""What a page with generated parts says in the repository."""
+
+
 def fill(text: str) -> str:
     """The text of a page with each `<!-- KIND ARGUMENTS -->` replaced by what it names; a colon makes a comment."""
 
@@ -52,7 +56,7 @@ def fill(text: str) -> str:
         kind, *arguments = match.group(1).split()
         return GENERATORS[kind](*arguments)
 
-    return re.sub(r"^<!-- ([^:\n]+) -->$", replace, text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- ([^:\n]+) -->$", replace, text.replace(f"{NOTE}\n\n", ""), flags=re.MULTILINE)
 
 
 def topics() -> dict[str, list[str]]:

@@ -144,7 +144,9 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
                 "static_argnames"
             )
         check_at_least("num_groups", num_groups, 1)
-        groups, name, limit = Groups(group_ids, num_groups), "group_ids", "num_groups"
+        groups = Groups(group_ids, num_groups)
+        name = "group_ids"
+        limit = "num_groups"
     ids = as_array(groups.ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {ids.dtype}, expected an integer type")

@@ -31,9 +31,8 @@ def clip_b_mask(
 
     Args:
       advantages: `[..., T]`, per token.
-      log_probs: same shape, log-probs of the sampled tokens, in nats.
-      entropies: same shape, entropy of the distribution at each position, in nats.
-      mask: same shape, boolean.
+      log_probs: log-probs of the sampled tokens, in nats.
+      entropies: entropy of the distribution at each position, in nats.
       mu: how many standard deviations below the mean are kept, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
@@ -80,11 +79,10 @@ def clip_v_mask(
 
     Args:
       advantages: `[..., T]`, per token.
-      log_probs: same shape, log-probs of the sampled tokens, in nats.
-      entropies: same shape, entropy of the distribution at each position, in nats.
-      expected_scores: same shape, the mean of `S` over the vocabulary at each position,
+      log_probs: log-probs of the sampled tokens, in nats.
+      entropies: entropy of the distribution at each position, in nats.
+      expected_scores: the mean of `S` over the vocabulary at each position,
         `sum_v p_v^2 (H + log p_v)`.
-      mask: same shape, boolean.
       mu: how many standard deviations below its expectation `S` may be, at least 0.
       max_fraction: bound of the share of tokens that are dropped, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
@@ -111,7 +109,8 @@ def clip_v_mask(
     )
     check_at_least("mu", mu, 0)
     check_at_least("max_fraction", max_fraction, 0)
-    keep, score = check_mask(mask), _score(log_probs, entropies, mask)
+    keep = check_mask(mask)
+    score = _score(log_probs, entropies, mask)
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)

@@ -307,7 +307,8 @@ def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
 
 def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:
     """Returns the weights of the policy and the number of tokens of its vocabulary."""
-    hidden, weights = jnp.asarray(hidden), jnp.asarray(head.weights)
+    hidden = jnp.asarray(hidden)
+    weights = jnp.asarray(head.weights)
     axis = embed_axis(head.layout)
     if weights.ndim != 2 or hidden.shape[-1:] != (weights.shape[axis],):
         raise ValueError(
@@ -328,7 +329,8 @@ def _layout_hint(weights: Array, layout: HeadLayout, width: tuple[int, ...]) -> 
 def _bias(name: str, head: Head, weights: Array) -> Array | None:
     if head.bias is None:
         return None
-    bias, columns = jnp.asarray(head.bias), weights.shape[1 - embed_axis(head.layout)]
+    bias = jnp.asarray(head.bias)
+    columns = weights.shape[1 - embed_axis(head.layout)]
     if bias.shape != (columns,):
         raise ValueError(f"{name}: got shape {list(bias.shape)}, expected [{columns}], one per column")
     return bias
@@ -377,7 +379,8 @@ def _with_reference(
             f"{hidden_name}: got shape {list(hidden.shape)}, expected [..., D] with the D of {head_name} "
             f"{list(ref_weights.shape)} {SHAPES[ref.layout]}{hint}"
         )
-    bias, tokens = _bias(f"{head_name}.bias", ref, ref_weights), _vocab_size(head_name, ref, ref_weights)
+    bias = _bias(f"{head_name}.bias", ref, ref_weights)
+    tokens = _vocab_size(head_name, ref, ref_weights)
     if tokens != vocab_size:
         raise ValueError(
             f"{head_name}: got {tokens} tokens, expected the {vocab_size} of head; where the weights are padded, set "
@@ -462,7 +465,8 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
 def _resharded(call: CheckedCall, per_token: tuple[Array, ...]) -> tuple[Any, ...]:
     """Returns the arrays resharded to `sharding`, which a mesh with explicit axes does not do by itself."""
     assert call.spec.sharding is not None
-    mesh, specs = call.spec.sharding.resolved_mesh(), call.spec.specs()
+    mesh = call.spec.sharding.resolved_mesh()
+    specs = call.spec.specs()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
         return call.weights, call.constants, *per_token
 

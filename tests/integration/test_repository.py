@@ -27,7 +27,7 @@ def make_targets(script: str) -> set[str]:
 
 def test_ci_script_calls_existing_targets():
     targets = make_targets((ROOT / ".ci/run").read_text())
-    assert {"lint", "types", "test", "test-more", "test-aot", "test-isa", "test-newest", "find-newest-python"} <= targets
+    assert {"lint", "types", "test", "test-more", "test-aot", "test-isa", "test-newest"} <= targets
     assert targets <= TARGETS
 
 

@@ -26,7 +26,9 @@ STEPS = 2
 TRAIN_METRICS = {
     *("reward", "correct", "kl_reference", "rollout_kl", "entropy", "loss", "policy_loss", "kl_loss"),
     *("rollout_kl_loss", "clip_fraction", "ppo_kl", "grad_norm", "completion_length", "finished"),
-    *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates", "kl_reference_max"),
+    *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates", "kl_reference_max", "rollout_kl_max"),
+    *("reward_std", "groups_with_spread", "repeated_completions", "copied_groups", "learning_rate"),
+    *("sampling_bias", "sampling_bias_z"),
 }
 TIMES = ("rollout", "rewards", "update", "record", "rollout_tokens_per_second")
 EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
@@ -166,7 +166,12 @@ def test_every_argument_is_documented() -> None:
     for name in public_functions():
         function = thing_of(name)
         documented = documented_arguments(inspect.getdoc(function) or "")
-        assert documented == list(inspect.signature(function).parameters), name
+        assert documented == to_document(inspect.signature(function).parameters, documented), name
+
+
+def to_document(arguments: Iterable[str], documented: Sequence[str]) -> list[str]:
+    """Returns the arguments without a mask of which the annotation says all."""
+    return [argument for argument in arguments if argument != "mask" or argument in documented]
 
 
 def documented_arguments(text: str) -> list[str]:
@@ -189,7 +194,8 @@ def check_sections(name: str, function: ast.FunctionDef) -> None:
     assert text, f"{name} has no docstring"
     if is_property(function):
         return
-    assert documented_arguments(text) == parameters(function), name
+    documented = documented_arguments(text)
+    assert documented == to_document(parameters(function), documented), name
     returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
     assert returns_none or re.search("^Returns:$", text, re.MULTILINE), f"{name} has no Returns"
 

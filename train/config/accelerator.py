@@ -59,4 +59,3 @@ def idle_accelerator(root: Path = Path("/")) -> str | None:
         f"this machine has {device}, but JAX uses its CPUs; run {run} (JAX_PLATFORMS=cpu chooses CPUs without this "
         "warning)"
     )
-

@@ -40,7 +40,8 @@ LENGTHS = {
 
 def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
     """Computes the lengths of the longest problem and answer, wrong answers included."""
-    operand, operations = data.get("max_operand", 99), str(data.get("operations", "+"))
+    operand = data.get("max_operand", 99)
+    operations = str(data.get("operations", "+"))
     if not isinstance(operand, int):
         return {}
     digits = len(str(operand))

@@ -38,7 +38,8 @@ GRADIENTS: Mapping[str, str] = {
 
 def explain(loaded: LoadedConfig) -> str:
     """Explains advantages, loss, reduction and the placements of the KL, one line for each field and its origin."""
-    config, plan = loaded.config, Plan.of(loaded.config)
+    config = loaded.config
+    plan = Plan.of(loaded.config)
     lines = [f"{loaded.source}" + (f" on the preset {config.preset}" if config.preset else "")]
     if plan.advantage is not None:
         lines += ["", f"advantages: {config.advantage.type}", f"  {advantage_signature(config).doc}"]

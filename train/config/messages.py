@@ -27,7 +27,8 @@ _SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 NEAR = 0.75
 """Names with more letters in common than this share are near."""
-PART, COMPOUND = NEAR, NEAR / 2
+PART = NEAR
+COMPOUND = NEAR / 2
 """The likeness of a name that has some of the other's words; and of one that has more."""
 MOST_HINTS = 4
 _WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -178,7 +179,8 @@ def _wrong_tag(path: str, item: dict[str, Any], tag: Known) -> str:
 
 def _wrong_variant(path: str, parent: Known, variant: str) -> str:
     field, section = path.rpartition(".")[2], path.rpartition(".")[0]
-    tag, having = f"{section}.{parent.tag}", known_fields()[f"{parent.path}.{field}"].variants
+    tag = f"{section}.{parent.tag}"
+    having = known_fields()[f"{parent.path}.{field}"].variants
     line = f"{path}: not a field when {tag} is {variant}; change {tag} ({', '.join(having)}), or "
     if parent.entries:
         return f"{line}remove the field"

@@ -89,9 +89,11 @@ def exact_number(text: str) -> ExactNumber | None:
     """
     if len(text) > MAX_LENGTH:
         return None
-    text, variable = _written_plainly(text), ""
+    text = _written_plainly(text)
+    variable = ""
     if assigned := _ASSIGNED.match(text):
-        variable, text = assigned[1], text[assigned.end() :]
+        variable = assigned[1]
+        text = text[assigned.end() :]
     without_percent = _PERCENT.sub("", text)
     try:
         value = _NumberParser(list(_tokens(without_percent))).parse()
@@ -204,7 +206,8 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    position, text = 0, text.strip()
+    position = 0
+    text = text.strip()
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:

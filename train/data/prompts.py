@@ -208,7 +208,8 @@ class Supervised:
         fitting = keep_prompts(examples, tokenizer, prompt_length)
         self.examples = keep_solutions(fitting, tokenizer, completion_length)
         self.dropped = len(examples) - len(self.examples)
-        self._tokenizer, self._lengths = tokenizer, (prompt_length, completion_length)
+        self._tokenizer = tokenizer
+        self._lengths = (prompt_length, completion_length)
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> SupervisedBatch:

@@ -70,7 +70,8 @@ def _alarm_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, armed = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    before = signal.getsignal(signal.SIGALRM)
+    armed = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     try:
         yield
     finally:

@@ -216,7 +216,8 @@ def _wrapper(
 ) -> Iterator[str]:
     """Yields the lines of a reward function that calls a function with its own arguments."""
     source, _, function = name.rpartition(":")
-    fits, several = signature.fits(), bool(signature.names & _PLURALS.keys()) if trainer is None else trainer.several
+    fits = signature.fits()
+    several = bool(signature.names & _PLURALS.keys()) if trainer is None else trainer.several
     arguments = list(ARGUMENTS) if fits else list(_arguments(signature, trainer, fields, several=several))
     imports = [] if source.endswith(".py") else [f"from {source} import {function}"]
     if any("SimpleNamespace" in argument for argument in arguments):
@@ -228,9 +229,11 @@ def _wrapper(
     if trainer is not None and trainer.name in MESSAGES and not fits:
         message = '[{"role": "assistant", "content": completion}]'
         yield f"    # a function that reads messages gets {message} in place of completion"
-    opening, closing = f"{function}(", ")"
+    opening = f"{function}("
+    closing = ")"
     if signature.kind == "async function":
-        opening, closing = f"asyncio.run({opening}", "))"
+        opening = f"asyncio.run({opening}"
+        closing = "))"
     yield f"    result = {opening}"
     yield from (f"        {argument}," for argument in arguments)
     yield f"    {closing}"
@@ -256,7 +259,8 @@ def _arguments(
 
 def _value(name: str, fields: RecordFields) -> str | None:
     """Returns the expression of the value for a parameter, of the arguments of a reward function; None without one."""
-    name, prompt = _PLURALS.get(name, name), f"record[{json.dumps(fields.prompt)}]"
+    name = _PLURALS.get(name, name)
+    prompt = f"record[{json.dumps(fields.prompt)}]"
     sample = f"prompt={prompt}, response=completion, label={fields.truth('label')}, metadata=record"
     values = {
         **dict.fromkeys((*_TEXT, *_OTHER_TEXTS), "completion"),

@@ -89,7 +89,8 @@ def splash_attention(
       sinks: [N], as `AttentionOptions` has them; None: there are none.
       interpret: runs without a TPU, slowly.
     """
-    length, first = query.shape[1], key.shape[1] - query.shape[1]
+    length = query.shape[1]
+    first = key.shape[1] - query.shape[1]
     lanes = LANES * axis_size("tokens")
 
     def padded(x: jax.Array) -> jax.Array:

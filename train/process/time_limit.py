@@ -52,7 +52,9 @@ def _interrupted_at(deadline: float) -> Iterator[None]:
     then the timer of the CPU time sends it. SIGALRM would be simpler, but math-verify and decorators for time limits
     take it, and switch off the alarm of others.
     """
-    running, over, main = True, threading.Event(), threading.get_ident()
+    running = True
+    over = threading.Event()
+    main = threading.get_ident()
 
     def ring(*_: Any) -> None:
         remaining = deadline - time.monotonic()

@@ -66,7 +66,8 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
       batch: has the rewards of the rows.
       shaped: token rewards [B, T] with the KL subtracted; None without a KL in the reward.
     """
-    mask, rewards = batch.completion_mask, required(batch.rewards)
+    mask = batch.completion_mask
+    rewards = required(batch.rewards)
     arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
     if shaped is None:
         arrays["rewards"] = lambda: rewards
@@ -118,7 +119,8 @@ def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
     """Measures the share of tokens that the loss clips, as `clip_fraction`; nothing if it clips no ratio of a level."""
     if plan.loss is None:
         return {}
-    options, function = section.options(), plan.loss.target.rpartition(":")[2]
+    options = section.options()
+    function = plan.loss.target.rpartition(":")[2]
     level = options.get("level", RATIO_LEVELS.get(function, "token"))
     bounds = {name: options[name] for name in ("clip_low", "clip_high") if name in options}
     known = plan.loss.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
@@ -199,3 +201,17 @@ def learning_rate(section: Optim) -> optax.ScalarOrSchedule:
         return highest if after is None else after
     rise = optax.linear_schedule(highest / (section.warmup_steps + 1), highest, section.warmup_steps)
     return rise if after is None else optax.join_schedules([rise, after], [section.warmup_steps])
+
+
+def next_learning_rate(section: Optim, opt_state: optax.OptState) -> Array:
+    """Returns the learning rate of the next update, which follows from the updates that were applied."""
+    rate = learning_rate(section)
+    if not callable(rate):
+        return jnp.asarray(rate, jnp.float32)
+
+    def is_schedule(state: Any) -> bool:
+        return isinstance(state, optax.ScaleByScheduleState)
+
+    # Parts of the weights may have optimizers of their own, which count alike.
+    states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return jnp.asarray(rate(next(filter(is_schedule, states)).count), jnp.float32)

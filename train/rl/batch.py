@@ -89,7 +89,8 @@ def required(field: Array | None) -> Array:
 
 def per_token_fields(batch: Batch) -> Batch:
     """Returns the batch with the fields that hold one number per token, for functions that treat tokens alone."""
-    shape, arrays = batch.tokens.shape, _own_arrays(batch)
+    shape = batch.tokens.shape
+    arrays = _own_arrays(batch)
     dropped: dict[str, Any] = dict.fromkeys(name for name, x in arrays.items() if x.shape != shape)
     fields = {name: x for name, x in batch.fields.items() if x.shape == shape}
     return dataclasses.replace(batch, **dropped, fields=fields)

@@ -1,10 +1,18 @@
-"""The names of the two measurements of KL(policy || reference); no JAX, for reports and plots."""
+"""The names of metrics that several modules read; no JAX, for reports and plots."""
 
 KL_ESTIMATE = "kl_reference"
 """The mean of k3 over the sampled tokens. It jumps at a token that the policy has nearly dropped."""
 KL_EXACT = "kl_reference_exact"
 """The mean over the prefixes of the KL over the whole vocabulary."""
 KL_METRICS = (KL_ESTIMATE, KL_EXACT)
+"""The two measurements of KL(policy || reference)."""
+ROLLOUT_KL_MAX = "rollout_kl_max"
+"""The largest k3 of KL(sampler || policy) at one token, with `kl.rollout`."""
+SAMPLING_BIAS, SAMPLING_BIAS_Z = "sampling_bias", "sampling_bias_z"
+"""The mean of log-prob + entropy of sampled tokens, and its sum in standard deviations.
+
+Only the first update on a batch has them: later ones have another policy than the one that sampled.
+"""
 
 
 def largest_of(name: str) -> str:

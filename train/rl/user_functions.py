@@ -45,6 +45,7 @@ def check_result(
     if is_right_kind and shape in shapes:
         return
     got = type(result).__name__ if dtype is None or shape is None else f"{dtype}{list(shape)}"
-    kinds, listed = "floats or booleans" if booleans else "floats", " or ".join(str(list(shape)) for shape in shapes)
+    kinds = "floats or booleans" if booleans else "floats"
+    listed = " or ".join(str(list(shape)) for shape in shapes)
     part = f" {name}:" if name else ""
     raise UserError(f"{field}: {section.function} returned{part} {got}, expected {kinds} {listed}")

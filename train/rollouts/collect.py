@@ -19,6 +19,7 @@ from train.rl.batch import Batch
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
+from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
 from train.rollouts.source import Completions, Request, Source
 
 
@@ -31,7 +32,8 @@ class Rollout:
         them, `rewards` once it is judged.
       completions: output of the source.
       rows: the rows that this process holds and judges.
-      metrics: means over the completions of every named reward, the length and `finished`; and metrics of the source.
+      metrics: means over the completions of every named reward, the length and `finished`; the spread of the rewards;
+        repeated completions and missing log-probs; and metrics of the source.
       scores: named rewards, each [B], before weights and penalties.
       lag: RL steps between the policy that sampled the rows and the one that trains on them; None without a lag, or if
         rows have different ones.
@@ -107,16 +109,19 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
         check_routes(context, completions, split)
 
     run_together("rollout", check)
+    mask = completions.completion_mask
+    fields = dict(completions.fields)
+    log_probs = fields.pop("log_probs", None)
+    recorded = section.record_log_probs and log_probs is not None
+    if recorded:
+        mask, log_probs = without_floors(mask, log_probs)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
-        "completion_mask": completions.completion_mask,
+        "completion_mask": mask,
         "group_ids": (split.held // section.samples_per_prompt).astype(np.int32),
+        **({"rollout_log_probs": log_probs} if recorded else {}),
     }
-    fields = dict(completions.fields)
-    log_probs = fields.pop("log_probs", None)
-    if section.record_log_probs and log_probs is not None:
-        rows["rollout_log_probs"] = log_probs
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in (rows | fields).items()})
     batch = Batch(**shard_rows(rows, context.mesh), fields=shard_rows(fields, context.mesh))
@@ -128,9 +133,13 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
 
     Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
     run in one process.
+
+    Raises:
+      SourceError: all completions of every group are copies, or too many tokens have no log-prob.
     """
     completions = run_together("rollout", drawn.completions.completed)
-    arrived, split = time.perf_counter(), drawn.rows
+    arrived = time.perf_counter()
+    split = drawn.rows
     lengths = split.select_own(completions.completion_mask).sum(-1)
 
     def score() -> Scores:
@@ -143,9 +152,12 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     if completions.lags is not None:
         measured["rollout_lag"] = completions.lags
     measured = gather_rows("completions", measured, split.own, split.count)
+    statistics = gather_rows("statistics", measure_rows(context.config, completions, split), split.own, split.count)
     lags = np.unique(measured.get("rollout_lag", ()))
     rewards = shard_rows(scores["reward"][split.held], context.mesh)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
+    metrics["reward_std"] = float(scores["reward"].std(dtype=np.float64))
+    metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
     return dataclasses.replace(
         drawn,
         batch=dataclasses.replace(drawn.batch, rewards=rewards),

@@ -51,10 +51,16 @@ def check_values(
         f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
         "completion tokens that the token mask leaves out": completion_mask & ~token_mask,
         f"completion tokens in the {prompt_length} columns of the prompts": completion_mask & (columns < prompt_length),
-        **{f"{name} that are not finite": ~np.isfinite(x[completion_mask]) for name, x in fields.items()},
+        **{f"{name} that are not finite": _not_finite(name, x[completion_mask]) for name, x in fields.items()},
     }
     if "log_probs" in fields:
         problems["log_probs above 0"] = fields["log_probs"][completion_mask] > MAX_LOG_PROB
     for problem, wrong in problems.items():
         if wrong.any():
             raise SourceError(f"rollout: the completions have {int(wrong.sum())} {problem}")
+
+
+def _not_finite(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns where values are no numbers of their field."""
+    null = TOKEN_FIELDS[name].null
+    return ~np.isfinite(values) & (True if null is None else values != null)

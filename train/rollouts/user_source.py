@@ -15,8 +15,10 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.distributed.global_arrays import to_host_rows
 from train.process.waiting import waiting_for
+from train.rl.token_fields import LEAST_LOG_PROB
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
+from train.rollouts.row_statistics import has_log_prob
 from train.rollouts.source import Completions, Request, Source, SourceError
 
 
@@ -25,7 +27,9 @@ class UserSource:
 
     def __init__(self, context: RunContext, name: str, source: Source) -> None:
         """Takes the name of the function that made the source."""
-        self._context, self._source, self._label = context, source, f"rollout.source: {name}"
+        self._context = context
+        self._source = source
+        self._label = f"rollout.source: {name}"
 
     @contextmanager
     def _calling(self, method: str) -> Iterator[None]:
@@ -71,7 +75,8 @@ class UserSource:
         """Checks types and shapes, which need no values."""
         if not isinstance(completions, Completions):
             raise SourceError(f"{self._label}: sample returned {type(completions).__name__}, expected Completions")
-        data, rows = self._context.config.data, request.rows
+        data = self._context.config.data
+        rows = request.rows
         width = data.max_prompt_length + data.max_completion_length
         kinds = {"tokens": ("i", "integers"), "token_mask": ("b", "booleans"), "completion_mask": ("b", "booleans")}
         for name, (kind, text) in kinds.items():
@@ -99,6 +104,12 @@ class UserSource:
         length = self._context.config.data.max_prompt_length
         vocab_size = self._context.model.config.vocab_size
         check_values(tokens, token_mask, completion_mask, arrays, vocab_size=vocab_size, prompt_length=length)
+        log_probs = completions.fields.get("log_probs")
+        if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["log_probs"][completion_mask]).all():
+            raise SourceError(
+                f"{self._label}: log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without one, in "
+                "an array on the devices; return a NumPy array, from which such tokens are left out"
+            )
         if not completion_mask.any():
             raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
         check_routes(

@@ -40,7 +40,8 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
     neither judged nor counted, so that every batch runs the same program.
     """
-    examples, size = context.held_out, context.config.eval.batch_size
+    examples = context.held_out
+    size = context.config.eval.batch_size
     filled_rows = RowSplit.of(batch_sharding(context.mesh), size)
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
@@ -79,7 +80,8 @@ def _shown(
     judged: dict[str, np.ndarray],
 ) -> list[dict[str, Any]]:
     """Lists the first examples with their completions and rewards, and the text of all tokens of the row."""
-    tokens, masks = rows.select_own(completions.tokens), rows.select_own(completions.token_mask)
+    tokens = rows.select_own(completions.tokens)
+    masks = rows.select_own(completions.token_mask)
     every = zip(rows.own.tolist(), completions.texts, completions.finished.tolist(), tokens, masks, strict=True)
     local_entries = [
         (row, text, flag, tokenizer.decode_all(ids[mask].tolist()))

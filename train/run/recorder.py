@@ -86,7 +86,8 @@ class RolloutFiles:
 
     def wait(self) -> None:
         """Waits for the file that is being written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             if pending is not None:
                 pending.result()
@@ -120,7 +121,9 @@ class RolloutRecorder:
             max_bytes = config.report.max_mib * 2**20
             return RolloutFiles(directory, max_bytes=max_bytes, done=done) if is_leader() else None
 
-        self._config, self._tokenizer, self._mesh = config, context.tokenizer, context.mesh
+        self._config = config
+        self._tokenizer = context.tokenizer
+        self._mesh = context.mesh
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
         self._told_of_holes = False
@@ -146,6 +149,7 @@ class RolloutRecorder:
         def write(path: Path) -> int:
             arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
             rewards = arrays.pop("rewards")
+            arrays = whole_completions(arrays, self._config.data.max_prompt_length)
             records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
@@ -168,6 +172,18 @@ class RolloutRecorder:
         """Waits for the last file."""
         if self._files is not None:
             self._files.close()
+
+
+def whole_completions(arrays: Mapping[str, np.ndarray], prompt_length: int) -> dict[str, np.ndarray]:
+    """Returns rows whose completions have their tokens without a log-prob too, with NaN for what was not computed."""
+    completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompt_length)
+    left_out = completions & ~arrays["completion_mask"]
+    numbers = {
+        name: np.where(left_out, np.nan, x).astype(x.dtype)
+        for name, x in arrays.items()
+        if x.dtype.kind == "f" and x.shape == left_out.shape
+    }
+    return {**arrays, **numbers, "completion_mask": completions}
 
 
 def token_texts(tokenizer: Tokenizer) -> TokenTexts:
@@ -197,7 +213,8 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
-    completions, described = rollout.completions, {}
+    completions = rollout.completions
+    described = {}
     for index, row in enumerate(rollout.rows.own.tolist()):
         if row not in rows:
             continue

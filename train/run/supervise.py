@@ -65,7 +65,8 @@ class Supervisor:
     def __init__(self, command: Sequence[str], file: Path, *, restarts: int = RESTARTS, wait: float = 1.0) -> None:
         """Takes the command without `--resume`, the file for the run directory, and the first wait in seconds."""
         self.stopped = threading.Event()
-        self._command, self._file = tuple(command), file
+        self._command = tuple(command)
+        self._file = file
         self._restarts, self._first_wait = restarts, wait
         self._child: subprocess.Popen[bytes] | None = None
         self._early: int | None = None
@@ -81,7 +82,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code of the last start; a signal that ended it counts 128 and its number."""
-        restarts, best, arguments = 0, (False, -1), self._command
+        restarts = 0
+        best = (False, -1)
+        arguments = self._command
         while True:
             code = self._start(arguments)
             is_loss = code == LostProcessError.code or -code in CRASHES

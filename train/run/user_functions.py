@@ -21,7 +21,8 @@ def check_user_functions(plan: Plan) -> None:
       UserError: one fails or returns another type or shape; names the field and the function.
     """
     config = plan.config
-    rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
+    rows = config.rows_per_batch()
+    length = config.data.max_prompt_length + config.data.max_completion_length
     batch, token_rewards = _abstract_batch(rows, length), _array(rows, length)
     if plan.advantage is not None and isinstance(config.advantage, UserFunction):
         jax.eval_shape(functools.partial(estimate_advantages, plan, config.advantage), token_rewards, batch)

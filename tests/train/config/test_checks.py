@@ -407,10 +407,6 @@ FILE = "rollout.source={type: file, path: tests}"
             "rollout.source.url: got 'http://***@host', but it has a user name or password, which logs would show",
         ),
         (
-            (OPENAI, "rollout.top_p=0.9", "temperature=0.7"),
-            "rollout.top_p: got 0.9, but a server has log-probs of all tokens only at temperature 1, not at 0.7",
-        ),
-        (
             ("rollout.source={type: openai, url: 'host:1', model: m}",),
             "rollout.source.url: got 'host:1', expected text that starts with http:// or https://",
         ),

@@ -164,9 +164,15 @@ def test_loss_is_the_sum_of_its_terms():
     assert (int(largest.row), int(largest.column)) == at
     np.testing.assert_allclose(values["kl_reference_max"], estimates.max(), rtol=2e-5)
     np.testing.assert_allclose(largest.log_prob, mine["log_prob"][at], rtol=2e-6)
-    assert largest.ref_log_prob == x["ref_log_probs"][at]
-    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
-    assert values.keys() == {*terms, *means, "rollout_log_prob_error", "kl_reference_max"}
+    assert largest.other_log_prob == x["ref_log_probs"][at]
+    np.testing.assert_allclose(
+        values["rollout_kl_max"], oracles.k3(reverse)[np.asarray(batch.completion_mask)].max(), rtol=2e-5
+    )
+    surplus = np.minimum(np.exp(-reverse), 5) * (mine["log_prob"] + mine["entropy"])
+    np.testing.assert_allclose(values["sampling_bias"], total(batch, surplus), rtol=1e-5)
+    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction", "sampling_bias"}
+    largest_of = {"rollout_log_prob_error", "kl_reference_max", "rollout_kl_max"}
+    assert values.keys() == {*terms, *means, *largest_of, "sampling_bias_z"}
 
 
 @pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.type=gspo"])
@@ -361,7 +367,8 @@ def test_every_advantage_estimator_equals_the_library(name):
             expected[row, t] = later
     result, _, metrics = prepared(config, batch)
     np.testing.assert_allclose(result.advantages, expected, rtol=2e-5, atol=1e-6)
-    assert metrics == {}
+    spread = (rewards[::2] != rewards[1::2]).mean()
+    assert {key: float(metric.value()) for key, metric in metrics.items()} == {"groups_with_spread": spread}
     if name == "gae":
         np.testing.assert_allclose(result.returns, np.where(mask, expected + x["values"], 0), rtol=2e-5, atol=1e-6)
     else:

@@ -20,8 +20,9 @@ from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.open import open_source
-from train.rollouts.recorded import write_rows
+from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.recorded.files import JsonLinesFile
+from train.rollouts.source import SourceError
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id
@@ -67,7 +68,7 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
         assert again.completions.texts == rollout.completions.texts
-        assert again.metrics | rollout.completions.metrics == rollout.metrics
+        assert again.metrics | rollout.completions.metrics == rollout.metrics | {"log_probs_missing": 0.0}
         same = ("token_mask", "completion_mask", "rewards", "group_ids", "rollout_log_probs")
         for name in same:
             np.testing.assert_array_equal(getattr(again.batch, name), getattr(rollout.batch, name), err_msg=name)
@@ -139,6 +140,31 @@ def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
     assert "1 of 3 groups are longer than data.max_prompt_length = 5" in caplog.text
     np.testing.assert_array_equal(collect(context, source, 0).batch.rewards, [0, 1, 2, 3])
     np.testing.assert_array_equal(collect(context, source, 0).batch.group_ids, [0, 0, 1, 1])
+
+
+def test_tokens_with_floors_have_no_log_prob(tmp_path):
+    """Floors of vLLM, and null of SGLang: the tokens stay in their rows, and out of the loss."""
+    rows = [row(7, sample) for sample in range(128)]
+    rows[3]["log_probs"][1], rows[5]["log_probs"][0] = None, -9999.0
+    context = context_of(write(tmp_path / "a.jsonl", rows), "rollout.samples_per_prompt=64", shuffle=False)
+    rollout = collect(context, open_source(context), 0)
+    mask = np.asarray(rollout.batch.completion_mask)
+    assert [tuple(indices) for indices in np.argwhere(rollout.completions.completion_mask & ~mask)] == [
+        (3, tiny.PROMPT + 1),
+        (5, tiny.PROMPT),
+    ]
+    assert rollout.metrics["log_probs_missing"] == 2 / (128 * 3)
+    # Another recording of the rows has null where this one has it.
+    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 64)
+    assert [written[index]["log_probs"] for index in (3, 5)] == [[-7.0, None, 0.0], [-9999.0, -0.5, 0.0]]
+    assert "null" in json.dumps(written[3])
+
+
+def test_recording_full_of_floors_is_refused(tmp_path):
+    rows = [row(7, sample, log_probs=[-9999.0, -1.0, -1.0]) for sample in range(4)]
+    context = context_of(write(tmp_path / "a.jsonl", rows))
+    with pytest.raises(SourceError, match=r"rollout: 4 of the 12 sampled tokens have no log-prob of the sampler"):
+        collect(context, open_source(context), 0)
 
 
 BAD = {

@@ -88,6 +88,26 @@ def in_flight(rows: Completions) -> Completions:
 PLACES = {"host": lambda rows: rows, "devices": on_devices, "in flight": in_flight}
 
 
+def without_log_prob(rows: Completions, floor: float) -> Completions:
+    log_probs = np.array(rows.fields["log_probs"])
+    log_probs[0, tiny.PROMPT] = floor
+    return dataclasses.replace(rows, fields={"log_probs": log_probs})
+
+
+@pytest.mark.parametrize("floor", [-np.inf, -9999.0])
+def test_token_without_log_prob_is_left_out_of_the_batch(floor):
+    drawn = collect.draw(CONTEXT, opened(lambda rows: without_log_prob(rows, floor)), 0)
+    mask = np.asarray(drawn.batch.completion_mask)
+    assert not mask[0, tiny.PROMPT]
+    assert mask.sum() == 2 * ROWS - 1
+
+
+@pytest.mark.parametrize("floor", [-np.inf, -9999.0])
+def test_token_without_log_prob_on_devices_is_refused(floor):
+    with pytest.raises(SourceError, match=r"mine\.py:make: log_probs: got some below -50.*return a NumPy array"):
+        collected(lambda rows: on_devices(without_log_prob(rows, floor)))
+
+
 def edited(name: str, at: Any, value: Any) -> Any:
     """Makes a change of one value of an array."""
 

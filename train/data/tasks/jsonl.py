@@ -70,7 +70,8 @@ def load(
     if reward is None:
         raise UserError("data.reward: missing; task jsonl needs a reward function: set data.reward=module:function")
     names = {"prompt": prompt, "answer": answer, "solution": solution}
-    to_train, to_eval = read_examples(train, "data.train", **names), read_examples(held_out, "data.eval", **names)
+    to_train = read_examples(train, "data.train", **names)
+    to_eval = read_examples(held_out, "data.eval", **names)
     first = next((example.record for example in (*to_train[:1], *to_eval[:1])), {})
     return Task(
         "jsonl",

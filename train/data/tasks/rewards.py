@@ -14,6 +14,8 @@ RESERVED = (
     *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
     "updates_without_gradient",
     *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
+    *("reward_std", "groups_with_spread", "repeated_completions", "copied_groups", "log_probs_missing"),
+    *("learning_rate", "sampling_bias", "sampling_bias_z"),
     *("prompt", "completion", "answer", "conversation", "decoding"),
 )
 """Names of metrics of the trainer, and of fields of its samples, which a reward would replace or be replaced by."""

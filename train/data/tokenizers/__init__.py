@@ -29,7 +29,8 @@ def load_tokenizer(config: "Config") -> Tokenizer:
       UserError: the function of the user fails, or the folder has no usable tokenizer, or lacks the chat template that
         `data` requires.
     """
-    path, data = config.model.path, config.data
+    path = config.model.path
+    data = config.data
     if data.tokenizer is not None:
         made: Tokenizer = make_with("data.tokenizer", data.tokenizer, Tokenizer, **data.tokenizer_arguments)
         _check_ids(data.tokenizer, made)

@@ -33,7 +33,8 @@ class ChatTemplate:
         taken = sorted(RESERVED & variables.keys())
         if taken:
             raise ValueError(f"data.template_arguments: got {', '.join(taken)}, which the conversation sets")
-        self._source, self._variables = source, dict(variables)
+        self._source = source
+        self._variables = dict(variables)
         checked = self._ask(None)
         if "syntax" in checked:
             raise ValueError(f"the chat template is not valid jinja2: {checked['syntax']}")

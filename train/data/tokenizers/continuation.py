@@ -32,7 +32,8 @@ def encode_continuation(tokenizer: Tokenizer, prompt_ids: Sequence[int], text: s
         >>> encode_continuation(ByteTokenizer(), [49, 61], "42")
         [52, 50]
     """
-    context, candidates = _context(tokenizer, prompt_ids), []
+    context = _context(tokenizer, prompt_ids)
+    candidates = []
     # A normalizer may change the text, and an end does not show.
     stripped = text.lstrip(" ")
     spelled = text[: len(text) - len(stripped)] + tokenizer.decode(tokenizer.encode(text)).lstrip(" ")
@@ -93,7 +94,8 @@ def _encode_after(tokenizer: Tokenizer, context: Sequence[int], text: str) -> It
     if context:
         letters = itertools.islice(dict.fromkeys(text.replace(" ", "")), MAX_ANCHORS)
         for before in (*(anchor_text for _, anchor_text in _anchors(context, tokenizer.decode_all)), *letters):
-            prefix, ids = tokenizer.encode(before), tokenizer.encode(before + text)
+            prefix = tokenizer.encode(before)
+            ids = tokenizer.encode(before + text)
             if ids[: len(prefix)] == prefix:
                 yield ids[len(prefix) :]
     yield tokenizer.encode(text)

@@ -67,7 +67,8 @@ class FolderTokenizer:
 
     def _first_ids(self, add_bos: bool | None) -> list[int]:
         """Finds the special ids before the text of a prompt without a template."""
-        processed, plain = self._tokenizer.encode("a").ids, self._encode("a")
+        processed = self._tokenizer.encode("a").ids
+        plain = self._encode("a")
         starts = (i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)
         start = next(starts, None)
         if start is None:
@@ -96,7 +97,8 @@ class FolderTokenizer:
 
     def _lost(self, text: str, ids: list[int]) -> list[str]:
         """Lists the characters of a text that its tokens do not spell, in any form that a normalizer gives them."""
-        normalizer, decoded = self._tokenizer.normalizer, self.decode_all(ids)
+        normalizer = self._tokenizer.normalizer
+        decoded = self.decode_all(ids)
         spelled = {*decoded.casefold(), *unicodedata.normalize("NFKD", decoded).casefold()}
 
         def is_lost(letter: str) -> bool:
@@ -214,7 +216,8 @@ class FolderTokenizer:
 
         With a chat template, the solution is the reply as the template writes it.
         """
-        head, solution = self.prompt_ids(example), example.solution
+        head = self.prompt_ids(example)
+        solution = example.solution
         if self._template is not None:
             solution = solution.strip()
             start = self._render(self._template, example, answer=None)

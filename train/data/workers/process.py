@@ -112,7 +112,9 @@ class WorkerPool:
     ) -> None:
         """Describes the processes, which answer their first question within `start_seconds`; see `WorkerProcess`."""
         self.workers, self._start_seconds = workers, start_seconds
-        self._command, self._output, self._environment = (module, *arguments), output, dict(environment or {})
+        self._command = (module, *arguments)
+        self._output = output
+        self._environment = dict(environment or {})
         self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(workers):
             self._free.put(None)

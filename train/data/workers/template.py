@@ -55,7 +55,8 @@ def _compile(source: str) -> jinja2.Template:
 
 def _render(template: jinja2.Template, variables: dict[str, Any], now: str | None) -> str:
     """Renders piece by piece, up to `MAX_CHARACTERS`; the clock of the template stands at `now`, if that is a time."""
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     for piece in template.generate({"strftime_now": _clock(now).strftime, **variables}):
         size += len(piece)
         if size > MAX_CHARACTERS:

@@ -51,7 +51,9 @@ class JsonLinesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset, line, counter = 0, 0, RowCounter()
+        offset = 0
+        line = 0
+        counter = RowCounter()
         with self.path.open("rb") as file:
             with _errors(self.path, 1):
                 check_encoding(file.read(8))
@@ -96,7 +98,8 @@ class ParquetFile:
         self._table = read_table(path, "rollout.source.path")
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset, counter = 0, RowCounter()
+        offset = 0
+        counter = RowCounter()
         for part in self._table.to_batches(max_chunksize=1024):
             for record in map(drop_empty, part.to_pylist()):
                 with _errors(self.path, offset + 1):
@@ -119,7 +122,8 @@ def count_file(directory: Path, step: int) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    path, files = directory / COUNT, step + 1
+    path = directory / COUNT
+    files = step + 1
     if path.is_file():
         with suppress(UserError):  # a damaged count is written again
             files = max(files, read_record(path, "")["files"])

@@ -87,7 +87,8 @@ class FileSource:
           UserError: a row is malformed (names file, line and field), no group fits, or the rows have no log-probs and
             the objective needs them.
         """
-        self._context, self._path = context, Path(section.path)
+        self._context = context
+        self._path = Path(section.path)
         self._files = open_files(self._path)
         scan = self._scan()
         self._check(scan)
@@ -148,7 +149,8 @@ class FileSource:
             ) from error
 
     def _scan(self) -> _Scan:
-        scan, samples = _Scan(), self._context.config.rollout.samples_per_prompt
+        scan = _Scan()
+        samples = self._context.config.rollout.samples_per_prompt
         data = self._context.config.data
         for index, file in enumerate(self._files):
             for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=_group_key):
@@ -193,7 +195,8 @@ class FileSource:
             yield RowPosition(index, offset, line), row
 
     def _check(self, scan: _Scan) -> None:
-        config, data = self._context.config, self._context.config.data
+        config = self._context.config
+        data = self._context.config.data
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"

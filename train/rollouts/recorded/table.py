@@ -109,7 +109,10 @@ def _values_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _lists(values: np.ndarray, mask: np.ndarray, fill: float | None = None) -> "pyarrow.Array":
-    """Makes the lists of `values[K, T, ...]` where the mask is true; `fill` is left out of a ragged last axis."""
+    """Makes the lists of `values[K, T, ...]` where the mask is true; `fill` is left out of a ragged last axis.
+
+    NaN, of a token without a number, is null.
+    """
     import pyarrow
 
     chosen = values[mask]
@@ -118,7 +121,7 @@ def _lists(values: np.ndarray, mask: np.ndarray, fill: float | None = None) -> "
     if fill is not None:
         is_value = chosen != fill
         chosen, lengths[-1] = chosen[is_value], is_value.sum(-1).reshape(-1)
-    lists = pyarrow.array(chosen.reshape(-1))
+    lists = pyarrow.array(chosen.reshape(-1), from_pandas=chosen.dtype.kind == "f")
     for sizes in reversed(lengths):
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         lists = pyarrow.ListArray.from_arrays(offsets, lists)

@@ -165,7 +165,8 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         raise cursor.error("it is big-endian; convert it to little-endian")
     if version not in VERSIONS:
         raise cursor.error(f"it has version {version}, expected {' or '.join(map(str, VERSIONS))}")
-    tensors, keys = cursor.unsigned(8, "the number of tensors"), cursor.unsigned(8, "the number of keys")
+    tensors = cursor.unsigned(8, "the number of tensors")
+    keys = cursor.unsigned(8, "the number of keys")
     for count, size, what in ((tensors, ENTRY_BYTES, "tensors"), (keys, KEY_BYTES, "keys")):
         if count * size > cursor.remaining:
             raise cursor.error(f"{count:,} {what} need more than the {cursor.remaining:,} bytes that follow")
@@ -178,7 +179,8 @@ def _value(cursor: _Cursor, name: str) -> Any:
         return cursor.text(name)
     if kind != GGUFValueType.ARRAY:
         return _numbers(cursor, name, kind, 1)[0].item()
-    inner, count = _value_type(cursor, name), cursor.unsigned(8, name)
+    inner = _value_type(cursor, name)
+    count = cursor.unsigned(8, name)
     if inner == GGUFValueType.ARRAY:
         raise cursor.error(f"{name}: got an array of arrays, expected numbers or strings")
     if inner != GGUFValueType.STRING:
@@ -258,6 +260,8 @@ def _check_covered(path: Path, tensors: list[GgufTensor], start: int, alignment:
         (start, "the header"),
         *((tensor.offset + tensor.nbytes, f"the tensor {tensor.name!r}") for tensor in ordered),
     ]
-    for (end, what), following in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
-        if following - end >= alignment:
-            raise ValueError(f"{path}: {following - end:,} bytes after {what} belong to no tensor; the file is damaged")
+    for (end, what), next_offset in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
+        if next_offset - end >= alignment:
+            raise ValueError(
+                f"{path}: {next_offset - end:,} bytes after {what} belong to no tensor; the file is damaged"
+            )

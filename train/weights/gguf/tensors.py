@@ -120,7 +120,8 @@ def hf_arrays(tensors: Mapping[str, GgufTensor], config: DecoderConfig, *, inter
     """
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}
     for name, tensor in tensors.items():
-        values, module = read_values(tensor), name.split(".")[-2]
+        values = read_values(tensor)
+        module = name.split(".")[-2]
         if interleaved and module in heads:
             yield _deinterleaved(values, heads[module])
         elif config.norm_offset and module.endswith("norm"):

@@ -176,6 +176,8 @@ def test_export_ends_where_training_did(tmp_path, generation, config, expected):
     written = tmp_path / "out" / "generation_config.json"
     assert (json.loads(written.read_text()) if written.exists() else None) == expected
     assert missing_ends(tmp_path / "out", ends.eos_ids) == []
+
+
 def test_export_of_bytes_has_an_equal_tokenizer(tmp_path):
     """The ids of the run; texts of the special tokens are the tokens in a folder, and bytes in a run."""
     tokenizer, shape = (
