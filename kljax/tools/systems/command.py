@@ -67,7 +67,9 @@ def _config_lines(args: argparse.Namespace) -> Iterable[str]:
     if args.name is not None or args.compare is not None or args.json:
         raise UsageError("give --from SYSTEM CONFIG alone")
     if system not in OPTIONS:
-        raise UsageError(f"--from: got {system!r}, expected one of {', '.join(OPTIONS)}{did_you_mean(system, OPTIONS)}")
+        raise UsageError(
+            f"--from: got {system!r}, expected one of {', '.join(OPTIONS)}{did_you_mean(system, [*OPTIONS])}"
+        )
     try:
         config = read_config(pathlib.Path(path))
         return as_yaml(system, translate(system, config))

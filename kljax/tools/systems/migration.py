@@ -21,7 +21,7 @@ class NotExpressed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class ForeignOption:
     """An option of another trainer.
 
     Attributes:
@@ -54,14 +54,14 @@ class Translation:
     unknown: tuple[str, ...]
 
 
-def same(name: str, field: str, default: Any = None, note: str = "") -> Option:
+def same(name: str, field: str, default: Any = None, note: str = "") -> ForeignOption:
     """An option whose value is that of a field; None sets nothing."""
-    return Option(name, (field,), default, note, lambda value, _: {} if value is None else {field: value})
+    return ForeignOption(name, (field,), default, note, lambda value, _: {} if value is None else {field: value})
 
 
-def missing(name: str, default: Any, note: str) -> Option:
+def missing(name: str, default: Any, note: str) -> ForeignOption:
     """An option without a field, which other values than the default need."""
-    return Option(name, (), default, note)
+    return ForeignOption(name, (), default, note)
 
 
 def _unless(off: Any, field: str) -> Convert:
@@ -71,6 +71,11 @@ def _unless(off: Any, field: str) -> Convert:
 
 # The critics of the systems are models of their own; here it is a value head.
 VALUE_HEAD = {"loss.value_coef": 0.5}
+
+
+def _where(option: str, choices: tuple[str, ...], field: str) -> Convert:
+    """The value of a field that some choices of another option have."""
+    return lambda value, values: {field: value} if values[option] in choices else {}
 
 
 def _decay(value: Any, _: Values) -> Mapping[str, Any]:
@@ -185,10 +190,6 @@ def _trl_max_ratio(value: Any, values: Values) -> Mapping[str, Any]:
     return {} if value is None or values["loss_type"] in ("cispo", *TRL_WITHOUT_CLIPS) else {"loss.max_ratio": value}
 
 
-def _trl_of(loss: str, field: str) -> Convert:
-    return lambda value, values: {field: value} if values["loss_type"] == loss else {}
-
-
 def _trl_steps(value: Any, values: Values) -> Mapping[str, Any]:
     updates = values["num_iterations"] * max(
         (values["steps_per_generation"] or values["gradient_accumulation_steps"])
@@ -201,62 +202,80 @@ def _trl_steps(value: Any, values: Values) -> Mapping[str, Any]:
 
 
 TRL = (
-    Option("loss_type", ("loss.type", "loss.aggregation"), "dapo", "a name of the table of systems", _trl_loss),
-    Option("importance_sampling_level", ("loss.type",), "token", "`sequence` is GSPO's ratio", lambda *_: {}),
-    Option("epsilon", ("loss.clip_low",), 0.2, "", _trl_clip("clip_low")),
-    Option("epsilon_high", ("loss.clip_high",), None, "`epsilon` if unset; of `cispo` less 1", _trl_clip("clip_high")),
-    Option("delta", ("loss.max_ratio",), None, "", _trl_max_ratio),
+    ForeignOption("loss_type", ("loss.type", "loss.aggregation"), "dapo", "a name of the table of systems", _trl_loss),
+    ForeignOption("importance_sampling_level", ("loss.type",), "token", "`sequence` is GSPO's ratio", lambda *_: {}),
+    ForeignOption("epsilon", ("loss.clip_low",), 0.2, "", _trl_clip("clip_low")),
+    ForeignOption(
+        "epsilon_high", ("loss.clip_high",), None, "`epsilon` if unset; of `cispo` less 1", _trl_clip("clip_high")
+    ),
+    ForeignOption("delta", ("loss.max_ratio",), None, "", _trl_max_ratio),
     *(
-        Option(f"sapo_temperature_{side[:3]}", (f"loss.tau_{side}",), at, "", _trl_of("sapo", f"loss.tau_{side}"))
+        ForeignOption(
+            f"sapo_temperature_{side[:3]}",
+            (f"loss.tau_{side}",),
+            at,
+            "",
+            _where("loss_type", ("sapo",), f"loss.tau_{side}"),
+        )
         for side, at in (("positive", 1.0), ("negative", 1.05))
     ),
     *(
-        Option(f"vespo_{name}_{side[:3]}", (f"loss.{name}_{side}",), at, "", _trl_of("vespo", f"loss.{name}_{side}"))
+        ForeignOption(
+            f"vespo_{name}_{side[:3]}",
+            (f"loss.{name}_{side}",),
+            at,
+            "",
+            _where("loss_type", ("vespo",), f"loss.{name}_{side}"),
+        )
         for name, side, at in (
             *(("k", "positive", 2.0), ("lambda", "positive", 3.0)),
             *(("k", "negative", 3.0), ("lambda", "negative", 2.0)),
         )
     ),
-    Option("beta", ("kl.loss.coef",), 0.0, "", _trl_kl),
-    Option("use_bias_correction_kl", ("kl.loss.importance_corrected",), True, "", lambda *_: {}),
-    Option("scale_rewards", ("advantage.type",), "group", "", _trl_scale),
-    Option("entropy_coef", ("loss.entropy_coef",), 0.0, "where the loss is a mean over tokens", _trl_entropy),
-    Option("use_adaptive_entropy", ("loss.entropy_controller",), False, "", _trl_adaptive),
-    Option("vllm_importance_sampling_correction", ("correction",), True, "with `use_vllm`", _trl_correction),
+    ForeignOption("beta", ("kl.loss.coef",), 0.0, "", _trl_kl),
+    ForeignOption("use_bias_correction_kl", ("kl.loss.importance_corrected",), True, "", lambda *_: {}),
+    ForeignOption("scale_rewards", ("advantage.type",), "group", "", _trl_scale),
+    ForeignOption("entropy_coef", ("loss.entropy_coef",), 0.0, "where the loss is a mean over tokens", _trl_entropy),
+    ForeignOption("use_adaptive_entropy", ("loss.entropy_controller",), False, "", _trl_adaptive),
+    ForeignOption("vllm_importance_sampling_correction", ("correction",), True, "with `use_vllm`", _trl_correction),
     same("num_generations", "rollout.samples_per_prompt", 8),
-    Option(
+    ForeignOption(
         "steps_per_generation",
         ("rollout.prompts_per_step", "optim.updates_per_batch"),
         None,
         "`generation_batch_size` / `num_generations`; rows are split in another order",
         _trl_prompts,
     ),
-    Option("gradient_accumulation_steps", ("optim.micro_batches",), 1, "", _trl_bnpo),
+    ForeignOption("gradient_accumulation_steps", ("optim.micro_batches",), 1, "", _trl_bnpo),
     same("num_iterations", "optim.epochs", 1),
-    Option("max_steps", ("steps",), -1, "RL steps, each of the updates of a generation batch", _trl_steps),
+    ForeignOption("max_steps", ("steps",), -1, "RL steps, each of the updates of a generation batch", _trl_steps),
     same("learning_rate", "optim.learning_rate", 1e-6),
-    Option(
+    ForeignOption(
         "lr_scheduler_type",
         ("optim.schedule",),
         "linear",
         "falls to 0 over `max_steps` updates",
         lambda kind, values: _schedule(kind, values["max_steps"], values["warmup_steps"]),
     ),
-    Option("warmup_steps", ("optim.warmup_steps",), 0, "", _unless(0, "optim.warmup_steps")),
+    ForeignOption("warmup_steps", ("optim.warmup_steps",), 0, "", _unless(0, "optim.warmup_steps")),
     same("max_grad_norm", "optim.max_grad_norm", 1.0),
     same("adam_beta1", "optim.optimizer.b1", 0.9),
     same("adam_beta2", "optim.optimizer.b2", 0.999),
     same("adam_epsilon", "optim.optimizer.eps", 1e-8),
-    Option("weight_decay", ("optim.optimizer.weight_decay",), 0.0, "here of norms and biases, too", _decay),
+    ForeignOption("weight_decay", ("optim.optimizer.weight_decay",), 0.0, "here of norms and biases, too", _decay),
     same("max_completion_length", "data.max_completion_length", 512),
     same("temperature", "temperature", 1.0),
-    Option("top_p", ("rollout.top_p",), 1.0, "", _unless(1.0, "rollout.top_p")),
-    Option("top_k", ("rollout.top_k",), 0, "", _unless(0, "rollout.top_k")),
-    Option("min_p", ("rollout.min_p",), None, "", _unless(0.0, "rollout.min_p")),
+    ForeignOption("top_p", ("rollout.top_p",), 1.0, "", _unless(1.0, "rollout.top_p")),
+    ForeignOption("top_k", ("rollout.top_k",), 0, "", _unless(0, "rollout.top_k")),
+    ForeignOption("min_p", ("rollout.min_p",), None, "", _unless(0.0, "rollout.min_p")),
     same("seed", "seed", 42),
-    Option("bf16", ("model.dtype",), True, "", lambda value, _: {"model.dtype": "bfloat16" if value else "float32"}),
-    Option("gradient_checkpointing", ("model.remat",), True, "", lambda on, _: {"model.remat": "full"} if on else {}),
-    Option("run_name", ("name",), None, "", lambda value, _: {"name": value} if value else {}),
+    ForeignOption(
+        "bf16", ("model.dtype",), True, "", lambda value, _: {"model.dtype": "bfloat16" if value else "float32"}
+    ),
+    ForeignOption(
+        "gradient_checkpointing", ("model.remat",), True, "", lambda on, _: {"model.remat": "full"} if on else {}
+    ),
+    ForeignOption("run_name", ("name",), None, "", lambda value, _: {"name": value} if value else {}),
     missing("mask_truncated_completions", False, "rows cut at the limit are trained; a reward may punish them"),
     missing("top_entropy_quantile", 1.0, "kljax.high_entropy_mask in a loss of your own (`loss.type: custom`)"),
     missing("multi_objective_aggregation", "sum_then_normalize", "rewards are summed first (`rewards.weights`)"),
@@ -281,13 +300,13 @@ def _verl_advantage(value: Any, values: Values) -> Mapping[str, Any]:
     return {"advantage.type": name, **(VALUE_HEAD if value == "gae" else {})}
 
 
-def _verl_clip(name: str, field: str, losses: tuple[str, ...]) -> Option:
-    return Option(
+def _verl_clip(name: str, field: str, losses: tuple[str, ...]) -> ForeignOption:
+    return ForeignOption(
         f"{_ACTOR}.{name}",
         (f"loss.{field}",),
         {"clip_ratio_c": 3.0}.get(name, 0.2),
         "of " + ", ".join(f"`{loss}`" for loss in losses),
-        lambda value, values: {f"loss.{field}": value} if values[f"{_ACTOR}.policy_loss.loss_mode"] in losses else {},
+        _where(f"{_ACTOR}.policy_loss.loss_mode", losses, f"loss.{field}"),
     )
 
 
@@ -325,16 +344,18 @@ def _verl_correction(value: Any, values: Values) -> Mapping[str, Any]:
 
 VERL_CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov")
 VERL = (
-    Option("algorithm.adv_estimator", ("advantage.type",), "gae", "a name of the table of systems", _verl_advantage),
-    Option("algorithm.norm_adv_by_std_in_grpo", ("advantage.scale",), True, "", lambda *_: {}),
-    Option(
+    ForeignOption(
+        "algorithm.adv_estimator", ("advantage.type",), "gae", "a name of the table of systems", _verl_advantage
+    ),
+    ForeignOption("algorithm.norm_adv_by_std_in_grpo", ("advantage.scale",), True, "", lambda *_: {}),
+    ForeignOption(
         f"{_ACTOR}.policy_loss.loss_mode",
         ("loss.type",),
         "vanilla",
         "a name of the table of systems",
         lambda value, _: {"loss.type": f"verl/{value}"},
     ),
-    Option(
+    ForeignOption(
         f"{_ACTOR}.loss_agg_mode",
         ("loss.aggregation",),
         "token-mean",
@@ -344,44 +365,48 @@ VERL = (
     _verl_clip("clip_ratio_low", "clip_low", VERL_CLIPPED),
     _verl_clip("clip_ratio_high", "clip_high", VERL_CLIPPED),
     _verl_clip("clip_ratio_c", "dual_clip", ("vanilla",)),
-    Option(f"{_ACTOR}.entropy_coeff", ("loss.entropy_coef",), 0, "", _unless(0, "loss.entropy_coef")),
-    Option(f"{_ACTOR}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), False, "", _verl_kl_loss),
-    Option(f"{_ACTOR}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
-    Option(f"{_ACTOR}.kl_loss_type", ("kl.loss.estimator",), "low_var_kl", "", lambda *_: {}),
-    Option("algorithm.use_kl_in_reward", ("kl.reward.coef", "kl.reward.estimator"), False, "", _verl_kl_reward),
-    Option("algorithm.kl_ctrl.kl_coef", ("kl.reward.coef",), 0.001, "", lambda *_: {}),
-    Option("algorithm.kl_ctrl.type", ("kl.reward.controller",), "fixed", "", lambda *_: {}),
-    Option("algorithm.kl_penalty", ("kl.reward.estimator",), "kl", "", lambda *_: {}),
+    ForeignOption(f"{_ACTOR}.entropy_coeff", ("loss.entropy_coef",), 0, "", _unless(0, "loss.entropy_coef")),
+    ForeignOption(f"{_ACTOR}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), False, "", _verl_kl_loss),
+    ForeignOption(f"{_ACTOR}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
+    ForeignOption(f"{_ACTOR}.kl_loss_type", ("kl.loss.estimator",), "low_var_kl", "", lambda *_: {}),
+    ForeignOption("algorithm.use_kl_in_reward", ("kl.reward.coef", "kl.reward.estimator"), False, "", _verl_kl_reward),
+    ForeignOption("algorithm.kl_ctrl.kl_coef", ("kl.reward.coef",), 0.001, "", lambda *_: {}),
+    ForeignOption("algorithm.kl_ctrl.type", ("kl.reward.controller",), "fixed", "", lambda *_: {}),
+    ForeignOption("algorithm.kl_penalty", ("kl.reward.estimator",), "kl", "", lambda *_: {}),
     *(
-        Option(
+        ForeignOption(
             f"algorithm.{name}",
             (f"advantage.{name}",),
             1.0,
             "of `gae`",
-            lambda value, values, name=name: (
-                {f"advantage.{name}": value} if values["algorithm.adv_estimator"] == "gae" else {}
-            ),
+            _where("algorithm.adv_estimator", ("gae",), f"advantage.{name}"),
         )
         for name in ("gamma", "lam")
     ),
-    Option("algorithm.rollout_correction.rollout_is", ("correction",), None, "", _verl_correction),
-    Option("algorithm.rollout_correction.rollout_is_threshold", ("correction.max_weight",), 2.0, "", lambda *_: {}),
-    Option("algorithm.rollout_correction.rollout_is_batch_normalize", ("correction.type",), False, "", lambda *_: {}),
+    ForeignOption("algorithm.rollout_correction.rollout_is", ("correction",), None, "", _verl_correction),
+    ForeignOption(
+        "algorithm.rollout_correction.rollout_is_threshold", ("correction.max_weight",), 2.0, "", lambda *_: {}
+    ),
+    ForeignOption(
+        "algorithm.rollout_correction.rollout_is_batch_normalize", ("correction.type",), False, "", lambda *_: {}
+    ),
     same("data.train_batch_size", "rollout.prompts_per_step", 1024),
-    Option(f"{_ACTOR}.ppo_mini_batch_size", ("optim.updates_per_batch",), 256, "", _verl_updates),
+    ForeignOption(f"{_ACTOR}.ppo_mini_batch_size", ("optim.updates_per_batch",), 256, "", _verl_updates),
     same(f"{_ACTOR}.ppo_epochs", "optim.epochs", 1),
     same(f"{_ROLLOUT}.n", "rollout.samples_per_prompt", 1),
     same(f"{_ACTOR}.optim.lr", "optim.learning_rate", 1e-6),
-    Option(
+    ForeignOption(
         f"{_ACTOR}.optim.betas",
         ("optim.optimizer.b1", "optim.optimizer.b2"),
         (0.9, 0.999),
         "",
         lambda value, _: {"optim.optimizer.b1": value[0], "optim.optimizer.b2": value[1]},
     ),
-    Option(f"{_ACTOR}.optim.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
-    Option(f"{_ACTOR}.optim.lr_warmup_steps", ("optim.warmup_steps",), -1, "", _unless(-1, "optim.warmup_steps")),
-    Option(
+    ForeignOption(f"{_ACTOR}.optim.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
+    ForeignOption(
+        f"{_ACTOR}.optim.lr_warmup_steps", ("optim.warmup_steps",), -1, "", _unless(-1, "optim.warmup_steps")
+    ),
+    ForeignOption(
         f"{_ACTOR}.optim.lr_scheduler_type",
         ("optim.schedule",),
         "constant",
@@ -392,11 +417,11 @@ VERL = (
     same("data.max_prompt_length", "data.max_prompt_length", 512),
     same("data.max_response_length", "data.max_completion_length", 512),
     same(f"{_ROLLOUT}.temperature", "temperature", 1.0),
-    Option(f"{_ROLLOUT}.top_p", ("rollout.top_p",), 1, "", _unless(1, "rollout.top_p")),
-    Option(f"{_ROLLOUT}.top_k", ("rollout.top_k",), -1, "", _unless(-1, "rollout.top_k")),
+    ForeignOption(f"{_ROLLOUT}.top_p", ("rollout.top_p",), 1, "", _unless(1, "rollout.top_p")),
+    ForeignOption(f"{_ROLLOUT}.top_k", ("rollout.top_k",), -1, "", _unless(-1, "rollout.top_k")),
     same(f"{_MODEL}.path", "model.path"),
-    Option(f"{_MODEL}.lora_rank", ("lora.rank",), 0, "", _unless(0, "lora.rank")),
-    Option(
+    ForeignOption(f"{_MODEL}.lora_rank", ("lora.rank",), 0, "", _unless(0, "lora.rank")),
+    ForeignOption(
         f"{_MODEL}.lora_alpha",
         ("lora.alpha",),
         16,
@@ -404,8 +429,8 @@ VERL = (
         lambda value, values: {"lora.alpha": value} if values[f"{_MODEL}.lora_rank"] else {},
     ),
     same("trainer.total_training_steps", "steps", None),
-    Option("trainer.save_freq", ("checkpoint.every",), -1, "", _unless(-1, "checkpoint.every")),
-    Option("trainer.test_freq", ("eval.every",), -1, "", _unless(-1, "eval.every")),
+    ForeignOption("trainer.save_freq", ("checkpoint.every",), -1, "", _unless(-1, "checkpoint.every")),
+    ForeignOption("trainer.test_freq", ("eval.every",), -1, "", _unless(-1, "eval.every")),
     same("trainer.experiment_name", "name"),
     missing("trainer.total_epochs", 30, "set steps"),
     missing(f"{_ACTOR}.loss_scale_factor", None, "set loss.max_length to it"),
@@ -432,13 +457,13 @@ SKYRL_CLIPPED = ("regular", "dual_clip", "gspo")
 SKYRL_KL = {"kl.loss.aggregation": "seq_mean_token_mean", "kl.loss.empty_rows": "count"}
 
 
-def _skyrl_clip(name: str, field: str, default: float, losses: tuple[str, ...]) -> Option:
-    return Option(
+def _skyrl_clip(name: str, field: str, default: float, losses: tuple[str, ...]) -> ForeignOption:
+    return ForeignOption(
         f"{_ALGORITHM}.{name}",
         (f"loss.{field}",),
         default,
         "of " + ", ".join(f"`{loss}`" for loss in losses),
-        lambda value, values: {f"loss.{field}": value} if values[f"{_ALGORITHM}.policy_loss_type"] in losses else {},
+        _where(f"{_ALGORITHM}.policy_loss_type", losses, f"loss.{field}"),
     )
 
 
@@ -471,16 +496,18 @@ def _skyrl_correction(value: Any, values: Values) -> Mapping[str, Any]:
 
 
 SKYRL = (
-    Option(f"{_ALGORITHM}.advantage_estimator", ("advantage.type",), "grpo", "a name of the table", _skyrl_advantage),
-    Option(f"{_ALGORITHM}.grpo_norm_by_std", ("advantage.scale",), True, "", lambda *_: {}),
-    Option(
+    ForeignOption(
+        f"{_ALGORITHM}.advantage_estimator", ("advantage.type",), "grpo", "a name of the table", _skyrl_advantage
+    ),
+    ForeignOption(f"{_ALGORITHM}.grpo_norm_by_std", ("advantage.scale",), True, "", lambda *_: {}),
+    ForeignOption(
         f"{_ALGORITHM}.policy_loss_type",
         ("loss.type",),
         "regular",
         "a name of the table of systems",
         lambda value, _: {"loss.type": f"skyrl/{value}"},
     ),
-    Option(
+    ForeignOption(
         f"{_ALGORITHM}.loss_reduction",
         ("loss.aggregation",),
         "token_mean",
@@ -492,12 +519,12 @@ SKYRL = (
     _skyrl_clip("clip_ratio_c", "dual_clip", 3.0, ("dual_clip",)),
     _skyrl_clip("cispo.cispo_eps_clip_low", "clip_low", 0.0, ("cispo",)),
     _skyrl_clip("cispo.cispo_eps_clip_high", "clip_high", 5.0, ("cispo",)),
-    Option(f"{_ALGORITHM}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), True, "", _skyrl_kl),
-    Option(f"{_ALGORITHM}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
-    Option(f"{_ALGORITHM}.kl_estimator_type", ("kl.loss.estimator",), "k3", "", lambda *_: {}),
-    Option(f"{_ALGORITHM}.off_policy_correction.tis_ratio_type", ("correction",), None, "", _skyrl_correction),
+    ForeignOption(f"{_ALGORITHM}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), True, "", _skyrl_kl),
+    ForeignOption(f"{_ALGORITHM}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
+    ForeignOption(f"{_ALGORITHM}.kl_estimator_type", ("kl.loss.estimator",), "k3", "", lambda *_: {}),
+    ForeignOption(f"{_ALGORITHM}.off_policy_correction.tis_ratio_type", ("correction",), None, "", _skyrl_correction),
     *(
-        Option(
+        ForeignOption(
             f"{_ALGORITHM}.off_policy_correction.{level}_tis_ratio_clip_high",
             ("correction.max_weight",),
             cap,
@@ -506,42 +533,40 @@ SKYRL = (
         )
         for level, cap in (("token", 2.0), ("sequence", 5.0))
     ),
-    Option(
+    ForeignOption(
         f"{_ALGORITHM}.use_entropy_loss",
         ("loss.entropy_coef",),
         False,
         "",
         lambda on, values: {"loss.entropy_coef": values[f"{_ALGORITHM}.entropy_loss_coef"]} if on else {},
     ),
-    Option(f"{_ALGORITHM}.entropy_loss_coef", ("loss.entropy_coef",), 0.01, "", lambda *_: {}),
+    ForeignOption(f"{_ALGORITHM}.entropy_loss_coef", ("loss.entropy_coef",), 0.01, "", lambda *_: {}),
     *(
-        Option(
+        ForeignOption(
             f"{_ALGORITHM}.{name}",
             (f"advantage.{field}",),
             1.0,
             "of `gae`",
-            lambda value, values, field=field: (
-                {f"advantage.{field}": value} if values[f"{_ALGORITHM}.advantage_estimator"] == "gae" else {}
-            ),
+            _where(f"{_ALGORITHM}.advantage_estimator", ("gae",), f"advantage.{field}"),
         )
         for name, field in (("gamma", "gamma"), ("lambd", "lam"))
     ),
     same("trainer.train_batch_size", "rollout.prompts_per_step", 1024),
-    Option("trainer.policy_mini_batch_size", ("optim.updates_per_batch",), 256, "", _skyrl_updates),
+    ForeignOption("trainer.policy_mini_batch_size", ("optim.updates_per_batch",), 256, "", _skyrl_updates),
     same("trainer.update_epochs_per_batch", "optim.epochs", 1),
     same("generator.n_samples_per_prompt", "rollout.samples_per_prompt", 5),
     same(f"{_OPTIMIZER}.lr", "optim.learning_rate", 1e-6),
-    Option(
+    ForeignOption(
         f"{_OPTIMIZER}.adam_betas",
         ("optim.optimizer.b1", "optim.optimizer.b2"),
         (0.9, 0.999),
         "",
         lambda value, _: {"optim.optimizer.b1": value[0], "optim.optimizer.b2": value[1]},
     ),
-    Option(f"{_OPTIMIZER}.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
+    ForeignOption(f"{_OPTIMIZER}.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
     same(f"{_OPTIMIZER}.max_grad_norm", "optim.max_grad_norm", 1.0),
-    Option(f"{_OPTIMIZER}.num_warmup_steps", ("optim.warmup_steps",), 0, "", _unless(0, "optim.warmup_steps")),
-    Option(
+    ForeignOption(f"{_OPTIMIZER}.num_warmup_steps", ("optim.warmup_steps",), 0, "", _unless(0, "optim.warmup_steps")),
+    ForeignOption(
         f"{_OPTIMIZER}.scheduler",
         ("optim.schedule",),
         "constant_with_warmup",
@@ -553,20 +578,20 @@ SKYRL = (
     same("trainer.max_prompt_length", "data.max_prompt_length", 512),
     same(f"{_SAMPLING}.max_generate_length", "data.max_completion_length", 1024),
     same(f"{_SAMPLING}.temperature", "temperature", 1.0),
-    Option(f"{_SAMPLING}.top_p", ("rollout.top_p",), 1.0, "", _unless(1.0, "rollout.top_p")),
-    Option(f"{_SAMPLING}.top_k", ("rollout.top_k",), -1, "", _unless(-1, "rollout.top_k")),
-    Option(f"{_SAMPLING}.min_p", ("rollout.min_p",), 0.0, "", _unless(0.0, "rollout.min_p")),
+    ForeignOption(f"{_SAMPLING}.top_p", ("rollout.top_p",), 1.0, "", _unless(1.0, "rollout.top_p")),
+    ForeignOption(f"{_SAMPLING}.top_k", ("rollout.top_k",), -1, "", _unless(-1, "rollout.top_k")),
+    ForeignOption(f"{_SAMPLING}.min_p", ("rollout.min_p",), 0.0, "", _unless(0.0, "rollout.min_p")),
     same("trainer.policy.model.path", "model.path"),
     same("trainer.max_training_steps", "steps"),
     same("trainer.seed", "seed", 42),
-    Option(
+    ForeignOption(
         "trainer.gradient_checkpointing",
         ("model.remat",),
         True,
         "",
         lambda on, _: {"model.remat": "full"} if on else {},
     ),
-    Option("trainer.ckpt_interval", ("checkpoint.every",), 10, "", _unless(-1, "checkpoint.every")),
+    ForeignOption("trainer.ckpt_interval", ("checkpoint.every",), 10, "", _unless(-1, "checkpoint.every")),
     same("trainer.run_name", "name"),
     missing("trainer.epochs", 1, "set steps"),
     missing(f"{_ALGORITHM}.use_kl_in_reward", False, "set kl.reward.coef and kl.reward.estimator"),
@@ -614,12 +639,12 @@ def _prime_prompts(value: Any, values: Values) -> Mapping[str, Any]:
 
 _PRIME_OPTIMIZER = "trainer.optim"
 PRIME_RL = (
-    Option("orchestrator.algo.type", ("advantage.type",), "grpo", "", _prime_advantage),
-    Option("trainer.loss.type", ("loss.type",), "default", "", _prime_loss),
-    Option("trainer.loss.dppo_mask_low", ("loss.clip_low",), 0.2, "", lambda *_: {}),
-    Option("trainer.loss.dppo_mask_high", ("loss.clip_high",), 0.2, "", lambda *_: {}),
-    Option("trainer.loss.ipo_threshold", ("loss.clip_low", "loss.clip_high"), 0.1, "", lambda *_: {}),
-    Option(
+    ForeignOption("orchestrator.algo.type", ("advantage.type",), "grpo", "", _prime_advantage),
+    ForeignOption("trainer.loss.type", ("loss.type",), "default", "", _prime_loss),
+    ForeignOption("trainer.loss.dppo_mask_low", ("loss.clip_low",), 0.2, "", lambda *_: {}),
+    ForeignOption("trainer.loss.dppo_mask_high", ("loss.clip_high",), 0.2, "", lambda *_: {}),
+    ForeignOption("trainer.loss.ipo_threshold", ("loss.clip_low", "loss.clip_high"), 0.1, "", lambda *_: {}),
+    ForeignOption(
         "trainer.loss.kl_tau",
         ("kl.rollout.coef",),
         1e-3,
@@ -628,10 +653,10 @@ PRIME_RL = (
     ),
     missing("trainer.loss.adv_tau", 1.0, "the advantages have no factor"),
     same("orchestrator.group_size", "rollout.samples_per_prompt", 1),
-    Option(
+    ForeignOption(
         "orchestrator.batch_size", ("rollout.prompts_per_step",), None, "`batch_size` / `group_size`", _prime_prompts
     ),
-    Option(
+    ForeignOption(
         f"{_PRIME_OPTIMIZER}.type",
         ("optim.optimizer.type",),
         "adamw",
@@ -639,23 +664,23 @@ PRIME_RL = (
         lambda value, _: {"optim.optimizer.type": value},
     ),
     same(f"{_PRIME_OPTIMIZER}.lr", "optim.learning_rate", 1e-6),
-    Option(f"{_PRIME_OPTIMIZER}.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
+    ForeignOption(f"{_PRIME_OPTIMIZER}.weight_decay", ("optim.optimizer.weight_decay",), 0.01, "", _decay),
     same(f"{_PRIME_OPTIMIZER}.max_norm", "optim.max_grad_norm", 1.0),
-    Option(
+    ForeignOption(
         "trainer.scheduler.type",
         ("optim.schedule",),
         "constant",
         "",
         lambda kind, values: _schedule(kind, values["max_steps"], values["trainer.scheduler.warmup_steps"]),
     ),
-    Option("trainer.scheduler.warmup_steps", ("optim.warmup_steps",), 10, "with a schedule", lambda *_: {}),
+    ForeignOption("trainer.scheduler.warmup_steps", ("optim.warmup_steps",), 10, "with a schedule", lambda *_: {}),
     same("max_steps", "steps"),
     same("model.name", "model.path"),
-    Option("ckpt.interval", ("checkpoint.every",), None, "", _unless(None, "checkpoint.every")),
+    ForeignOption("ckpt.interval", ("checkpoint.every",), None, "", _unless(None, "checkpoint.every")),
     missing("orchestrator.max_off_policy_steps", 8, "rollout.policy_lag is the lag of every row"),
 )
 
-OPTIONS: Mapping[str, tuple[Option, ...]] = {"trl": TRL, "verl": VERL, "skyrl": SKYRL, "prime-rl": PRIME_RL}
+OPTIONS: Mapping[str, tuple[ForeignOption, ...]] = {"trl": TRL, "verl": VERL, "skyrl": SKYRL, "prime-rl": PRIME_RL}
 FILES = {
     "trl": "the JSON of GRPOConfig.to_dict()",
     "verl": "its resolved configuration, YAML",
