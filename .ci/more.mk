@@ -19,7 +19,7 @@ MATMUL ?= ynn
 EIGEN := --xla_cpu_experimental_ynn_fusion_type=
 SENSITIVE := tests/test_rounding.py $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py \
   test_rewards.py test_k3_accuracy.py test_rows.py test_narrow.py test_reference.py test_split_invariance.py \
-  ratios losses advantages diagnostics log_probs audit) \
+  ratios losses advantages diagnostics log_probs tools/audit) \
   $(addprefix tests/train/,rl models rollouts) tests/integration/test_smoke_run.py
 # Of these, what needs no mesh.
 CORE := $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py test_rewards.py test_k3_accuracy.py \

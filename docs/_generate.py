@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from kljax.parity.fields import FIELDS
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
+from kljax.tools.parity.fields import FIELDS
+from kljax.tools.systems.migration import OPTIONS
 from train.config import help as train_help
 from train.config.installation import RECIPES
 from train.config.messages import show
@@ -154,6 +155,15 @@ def presets(key: str) -> str:
     for path in sorted((RECIPES / "presets" / key).glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"| `preset: {key}/{path.stem}` | {_escaped(first)} |")
+    return "\n".join(lines)
+
+
+def config(key: str) -> str:
+    """The options of a system's config, with the fields of the trainer."""
+    lines = ["| option | field | |", "|---|---|---|"]
+    for option in OPTIONS[key]:
+        fields = ", ".join(f"`{field}`" for field in option.fields) or "none"
+        lines.append(f"| `{option.name}` | {fields} | {_escaped(option.note)} |")
     return "\n".join(lines)
 
 
@@ -368,6 +378,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         system,
         names,
         presets,
+        config,
         counts,
         dump_fields,
         algorithms,

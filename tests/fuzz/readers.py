@@ -22,7 +22,7 @@ import pyarrow
 from pyarrow import parquet
 from safetensors.numpy import save
 
-from kljax.parity.dump import DumpError, open_dump
+from kljax.tools.parity.dump import DumpError, open_dump
 from tests import tiny
 from train.config.errors import ConfigError, UserError
 from train.config.fields import known_fields

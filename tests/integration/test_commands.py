@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kljax.__main__ import main as kljax_main
-from kljax.audit import report
+from kljax.tools.audit import report
 from tests import parity
 from train.__main__ import parser as train_parser
 from train.config.errors import ConfigError
@@ -78,7 +78,7 @@ def test_a_command_of_the_library_runs(
         shown = capsys.readouterr().out
         assert all(word in shown for word in words if word.startswith("--"))
         return
-    if "--out" in words:  # an audit; its pictures are drawn in tests/kljax/audit/test_command.py
+    if "--out" in words:  # an audit; its pictures are drawn in tests/kljax/tools/audit/test_command.py
         monkeypatch.setattr(report, "have_matplotlib", lambda: False)
     if words[0] == "audit":  # the numbers of a page are those of a large vocabulary; what runs is the same
         words = ["500" if word == "32000" else word for word in words] + [

@@ -21,7 +21,6 @@ import pytest
 
 import kljax
 from kljax._checks import check_mask
-from kljax.parity import interpreter
 from kljax.typing import ArrayLike, Mask
 from tests import oracles, programs
 
@@ -335,22 +334,9 @@ def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
     return jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
 
 
-def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the same results, traced once and run by NumPy: to compile it takes longer."""
-    structures = []
-
-    def of_leaves(*arguments: Any) -> tuple[Any, ...]:
-        leaves, structure = jax.tree.flatten(function(*arguments))
-        structures.append(structure)
-        return tuple(leaves)
-
-    run = interpreter.program(of_leaves)
-
-    def traced(*arguments: Any) -> Any:
-        leaves = jax.tree.leaves(run(*arguments))
-        return jax.tree.unflatten(structures[-1], leaves)
-
-    return traced
+def quick(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a program of the function, which runs a few times: its compilation is what costs."""
+    return jax.jit(function, compiler_options=known_options())
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -72,5 +72,5 @@ def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
     """The same function, run by NumPy unless it is one of `COMPILED`."""
     if name in COMPILED:
         return compiled_program(name)
-    scalars, run = numbers_of(name), calls.interpreted(each_traced_call(name))
+    scalars, run = numbers_of(name), calls.quick(each_traced_call(name))
     return lambda given: run(given, scalars)

@@ -78,7 +78,7 @@ def _replayed(paths: Sequence[Path]) -> list["ShownDump"]:
     """Replays dumps with `kljax.parity`, which names the cause of each difference."""
     import jax
 
-    from kljax.parity.command import compare
+    from kljax.tools.parity.command import compare
     from train.report.page import ShownDump
 
     try:
