@@ -157,10 +157,10 @@ def _filled(name: str, array: ArrayLike, mask: np.ndarray) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(f"{name}: {int((~np.isfinite(values)).sum())} unmasked numbers are not finite")
     if name != "kl" and values.max() > ROUNDING:
-        where = tuple(int(index) for index in np.unravel_index(values.argmax(), values.shape))
+        where = tuple(int(index) for index in np.unravel_index(np.argmax(values), values.shape))
         raise ValueError(f"{name}: got {values.max():.6g} at (row, token) {where}, expected log-probs of at most 0")
     if name == "kl" and values.min() < -ROUNDING:
-        where = tuple(int(index) for index in np.unravel_index(values.argmin(), values.shape))
+        where = tuple(int(index) for index in np.unravel_index(np.argmin(values), values.shape))
         raise ValueError(f"kl: got {values.min():.6g} at (row, token) {where}, expected an exact KL of at least 0")
     return values
 

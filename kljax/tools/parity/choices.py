@@ -385,7 +385,7 @@ def _reduction_options(batch: Replay, recipe: Recipe) -> Iterator[tuple[str, str
         padded = {**tokens, "denominator": float(mask.size)}
         yield "mean over the padded batch", f"is a mean over the {mask.size} positions of the padded batch", padded
     if "divisor" in batch.arrays and base.denominator is None:
-        counted = {**tokens, "denominator": float(max(mask.sum(), 1))}
+        counted = {**tokens, "denominator": float(max(int(mask.sum()), 1))}
         yield "token mean of its own", f"is a mean over the {mask.sum()} trained tokens, not over `divisor`", counted
     if "group_ids" in batch.arrays:
         yield "mean per prompt", "is a mean over prompts", {**plain, "mode": "prompt_mean", "groups": "group_ids"}

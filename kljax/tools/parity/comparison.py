@@ -194,7 +194,7 @@ def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
 def scalar(replay: Replay, name: str, recipe: Recipe) -> Prediction:
     """Recomputes a loss or a metric, a few rows at a time."""
     values, bounds, _ = zip(*(part.predict(name, recipe) for part in replay.parts()), strict=True)
-    return Prediction(np.sum(values), np.sum(bounds), np.asarray(True))
+    return Prediction(np.asarray(np.sum(values)), np.asarray(np.sum(bounds)), np.asarray(True))
 
 
 def _compare(name: str, recorded: np.ndarray, prediction: Prediction, rows: np.ndarray) -> Difference:

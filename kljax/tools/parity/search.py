@@ -97,7 +97,7 @@ def sample_of(batch: Replay, differences: Sequence[Difference]) -> np.ndarray:
         chosen += batch.dump.read("rows").tolist()
     if "advantages" in batch.arrays:
         values = np.where(batch.arrays["mask"], over_tokens(batch.arrays["advantages"], batch.shape), 0).sum(1)
-        chosen += [int(values.argmax()), int(values.argmin())]
+        chosen += [int(np.argmax(values)), int(np.argmin(values))]
     chosen += np.argsort(-lengths, kind="stable")[np.linspace(0, len(lengths) - 1, SAMPLE).astype(int)].tolist()
     size = max(SAMPLE, SMALL // batch.shape[1])
     return np.array(sorted([*dict.fromkeys(chosen)][:size]))

@@ -58,7 +58,7 @@ def _weights_of_rows(batch: Replay, mask: np.ndarray, reduction: ReductionRecipe
         numbers["max_length"] = float(mask.shape[1] if reduction.max_length is None else reduction.max_length)
     if reduction.mode == "prompt_mean":
         _, ids = np.unique(batch.arrays[reduction.groups][rows], return_inverse=True)
-        keywords["num_groups"] = int(ids.max()) + 1
+        keywords["num_groups"] = int(np.max(ids)) + 1
     denominator = reduction.denominator
     if denominator is None and reduction.mode == "token_mean" and "divisor" in batch.arrays and rows.all():
         denominator = max(float(batch.arrays["divisor"]) * reduction.share, 1.0)
