@@ -234,6 +234,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     kind = re.sub(r"\W+", "-", str(machine.get("device", machine["platform"]))).strip("-").lower()
     path = options.out / f"accelerator-{kind}{'-tiny' if tiny else ''}"
     options.json, options.markdown = (pathlib.Path(f"{path}.{suffix}") for suffix in ("json", "md"))
+    cli.prepare_output("--out", options.json)
+    cli.prepare_output("--out", options.markdown)
     return fields
 
 

@@ -277,7 +277,6 @@ def draw_fooled(output: pathlib.Path, case: SeedCase, path: pathlib.Path) -> Non
         f"kl.loss.coef = {KL_COEF}": read_records(output / case.directory("fooled-kl")),
         "kl.loss.coef = 0": read_records(output / case.directory("fooled-no-kl")),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, path, panels, dpi=80)
 
 
@@ -286,6 +285,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise cli.OptionError(f"--config: got {options.config} with --fooled, which runs {CONFIG}; set one of them")
     if lacking := instructions.lacking(options.isa):
         raise cli.OptionError(f"--isa: got {', '.join(lacking)}, which this CPU lacks")
+    cli.prepare_output("--curves", options.curves)
     cases = [SeedCase(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
     fields = machine.conditions("cpu") | {"jobs": options.jobs}
     fields["versions"]["flax"] = version("flax")

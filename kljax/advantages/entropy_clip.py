@@ -7,7 +7,7 @@ of it that much more: at a token of negative advantage the entropy falls where `
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._checks import as_float, as_real, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Real, Scalar
@@ -57,7 +57,7 @@ def clip_b_mask(
     std = jnp.sqrt(masked_var(score, mask, ddof=0, axis_name=axis_name))
     centered = score - masked_mean(score, mask, axis_name=axis_name)
     low = centered < -jnp.asarray(mu, score.dtype) * std
-    return check_mask(mask) & ~(low & (jnp.asarray(advantages) < 0))
+    return check_mask(mask) & ~(low & (as_real(advantages) < 0))
 
 
 @auto_sharded
@@ -113,7 +113,7 @@ def clip_v_mask(
     score = _score(log_probs, entropies, mask)
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
-    candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
+    candidates = keep & (as_real(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
     all_keep, below, candidates = all_rows((keep, below, candidates), axis_name)
     most = jnp.maximum(floor_share(max_fraction, all_keep.sum(), all_keep.size), 1)
     return keep & ~local_rows(highest(below, candidates, most), axis_name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kljax._checks import check_at_least, check_choice, check_mask, check_numbers, check_token_ids
+from kljax._checks import as_real, check_at_least, check_choice, check_mask, check_numbers, check_token_ids
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
@@ -307,8 +307,8 @@ def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
 
 def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:
     """Returns the weights of the policy and the number of tokens of its vocabulary."""
-    hidden = jnp.asarray(hidden)
-    weights = jnp.asarray(head.weights)
+    hidden = as_real(hidden)
+    weights = as_real(head.weights)
     axis = embed_axis(head.layout)
     if weights.ndim != 2 or hidden.shape[-1:] != (weights.shape[axis],):
         raise ValueError(
@@ -329,7 +329,7 @@ def _layout_hint(weights: Array, layout: HeadLayout, width: tuple[int, ...]) -> 
 def _bias(name: str, head: Head, weights: Array) -> Array | None:
     if head.bias is None:
         return None
-    bias = jnp.asarray(head.bias)
+    bias = as_real(head.bias)
     columns = weights.shape[1 - embed_axis(head.layout)]
     if bias.shape != (columns,):
         raise ValueError(f"{name}: got shape {list(bias.shape)}, expected [{columns}], one per column")
@@ -355,7 +355,7 @@ def _with_reference(
     if isinstance(reference.hidden, (tuple, Head, ReferenceStates)):
         got = "a pair" if isinstance(reference.hidden, tuple) else f"a {type(reference.hidden).__name__}"
         raise TypeError(f"{hidden_name}: got {got}, expected hidden states [..., D]; pass the head as {head_name}")
-    hidden = jnp.asarray(reference.hidden)
+    hidden = as_real(reference.hidden)
     if hidden.shape[:-1] != weights.hidden.shape[:-1]:
         raise ValueError(
             f"{hidden_name}: got shape {list(hidden.shape)}, expected the leading axes of hidden "
@@ -369,7 +369,7 @@ def _with_reference(
         ref = dataclasses.replace(head, bias=constant)
         if reference.head is not None:
             ref = dataclasses.replace(ref, weights=as_head(reference.head, head_name).weights)
-    ref_weights = jnp.asarray(ref.weights)
+    ref_weights = as_real(ref.weights)
     axis = embed_axis(ref.layout)
     if ref_weights.ndim != 2:
         raise ValueError(f"{head_name}: got shape {list(ref_weights.shape)}, expected {SHAPES[ref.layout]}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kljax._files import write_text_atomic
 from tests import peers
 from tests.integration.command import LORA, Run, assert_same_arrays, files, records, run_here, saved_arrays
 from tests.integration.commands_peer import NEXT
@@ -14,7 +15,6 @@ from tests.integration.test_eval import assert_as_written
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.data.tokenizers import ByteTokenizer
 from train.export import main as export
-from train.weights.files import write_text_atomic
 
 MESH = "mesh={fsdp: 2}"
 STEPS = 2

@@ -77,7 +77,8 @@ def test_output_is_progress_and_the_table_alone(smoke):
     assert "after" in table
     for row in ("held-out accuracy, sampled (%)", "KL(policy || reference) (nats/token)", "rollout KL (nats/token)"):
         assert row in table
-    assert smoke.stderr == ""
+    # Whether completions of an untrained model are right is chance.
+    assert re.fullmatch(r"(warning: step 1: the rewards of no group differ, [^\n]*\n)?", smoke.stderr)
 
 
 def test_the_resolved_config_loads_back_as_the_config(smoke):

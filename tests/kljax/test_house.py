@@ -25,7 +25,7 @@ SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 
 # A module imports from its own layer or a lower one.
 LAYERS = [
-    {"_typing", "typing", "batches", "_checks", "_numerics", "_devices", "_narrow", "_npy", "checkpoint"},
+    {"_typing", "typing", "batches", "_checks", "_numerics", "_devices", "_narrow", "_npy", "_files", "checkpoint"},
     {"rows"},
     {"masking"},
     {"log_probs", "kl", "ratios"},

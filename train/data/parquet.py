@@ -36,7 +36,7 @@ def read_table(path: Path, field: str) -> "pyarrow.Table":
     most = MAX_DECODED + MAX_RATIO * path.stat().st_size
     parts, decoded = [], 0
     try:
-        file = parquet.ParquetFile(path, memory_map=True)
+        file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         declared = sum(group.total_byte_size + ROW_BYTES * group.num_rows for group in groups)
         for part in () if declared > most else file.iter_batches(batch_size=BATCH):

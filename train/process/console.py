@@ -3,7 +3,6 @@
 import argparse
 import gc
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -142,15 +141,41 @@ def joined_processes(options: argparse.Namespace) -> Iterator[None]:
             peers.stop()
 
 
-def check_output(option: str, path: Path) -> None:
-    """Raises `UserError` naming the option if a file cannot be written, so that no work is done in vain."""
-    directory = path.absolute().parent
-    if not directory.is_dir():
-        raise UserError(f"{option}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a directory; name a file")
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"{option}: cannot write to the directory {path.parent}, which is read-only")
+def check_output(option: str, path: Path, *, inputs: Sequence[Path] = ()) -> None:
+    """Checks that a command may write a file, so that no work is done in vain; `inputs` are files that it reads.
+
+    Raises:
+      UserError: naming the option: the file cannot be written, is an input, or is a file of a run.
+    """
+    # Imported late: the library loads JAX.
+    from kljax import _files
+
+    try:
+        _files.check_output(path, inputs, option=option)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_output_directory(option: str, path: Path) -> None:
+    """Raises `UserError` naming the option unless a directory is there, outside of the files of a run."""
+    from kljax import _files
+
+    if not path.is_dir():
+        raise UserError(f"{option}: there is no directory {path}")
+    try:
+        _files.check_outside_of_runs(path, option=option)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Writes a file that `check_output` allows; raises `UserError` naming the option if the system refuses."""
+    from kljax import _files
+
+    try:
+        _files.write_output(path, text)
+    except OSError as error:
+        raise UserError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -13,6 +13,11 @@ SAMPLING_BIAS, SAMPLING_BIAS_Z = "sampling_bias", "sampling_bias_z"
 
 Only the first update on a batch has them: later ones have another policy than the one that sampled.
 """
+AGREEMENT, COMPARED = "routing_agreement", "routing_compared"
+AGREEMENT_BEFORE, AGREEMENT_AFTER = "routing_agreement_before", "routing_agreement_after"
+"""How often the first router chooses the recorded experts of a token and of its neighbours, and of how many tokens."""
+FIRST_UPDATE_ALONE = (SAMPLING_BIAS, SAMPLING_BIAS_Z, AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER, COMPARED)
+"""Metrics of the first update on a batch: later ones have another policy than the one that sampled."""
 
 
 def largest_of(name: str) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import kljax
 from train.config.schema import Guard
-from train.rl.kl_metrics import KL_METRICS, ROLLOUT_KL_MAX, SAMPLING_BIAS, SAMPLING_BIAS_Z, largest_of
+from train.rl.kl_metrics import FIRST_UPDATE_ALONE, KL_METRICS, ROLLOUT_KL_MAX, largest_of
 
 SHARE = "updates_beyond_limit"
 """The metric of `guard.action: skip`: the share of a step's updates that were skipped beyond a limit."""
@@ -150,9 +150,8 @@ def single(value: jax.Array) -> kljax.WeightedSum:
 
 
 def add_update(totals: Metrics, metrics: Metrics, number: int) -> Metrics:
-    """Adds the metrics of update 0, 1, ... on a batch to the totals; the sampling bias is of the first alone."""
-    first_alone = (SAMPLING_BIAS, SAMPLING_BIAS_Z) if number else ()
-    added = {name: new for name, new in metrics.items() if name not in first_alone}
+    """Adds the metrics of update 0, 1, ... on a batch to the totals; some are of the first alone."""
+    added = {name: new for name, new in metrics.items() if not number or name not in FIRST_UPDATE_ALONE}
     return totals | {name: totals[name] + new if name in totals else new for name, new in added.items()}
 
 

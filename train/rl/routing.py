@@ -20,6 +20,7 @@ from train.models.config import DecoderConfig
 from train.models.experts import CHOICE_BIAS, Routed, has_expert
 from train.models.packing import PackedRows
 from train.rl.batch import Batch
+from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
 from train.rl.metrics import Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
 from train.rl.state import policy_of
@@ -84,6 +85,25 @@ class ExpertLoad:
     def least(self) -> jax.Array:
         """Returns the tokens of the idlest expert over the mean; NaN without a token."""
         return self.tokens.min() / self.tokens.mean()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenCount:
+    """A number of tokens, which parts of a batch add up to."""
+
+    tokens: jax.Array
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.tokens + other.tokens)
+
+    def reduce(self, axis: int = 0) -> Self:
+        """Adds parts that lie along an axis."""
+        return type(self)(self.tokens.sum(axis))
+
+    def value(self) -> jax.Array:
+        """Returns the number."""
+        return self.tokens
 
 
 def balance_loss(
@@ -250,9 +270,9 @@ def routing_metrics(
       of pairs of a token and a layer: `routing_flips`, where the router would choose other experts than the recorded
       ones, also by layer; `routing_lost`, where others were used; and `routing_missing`, which have no recorded routes.
 
-      To verify: `routing_lost` by layer, and `routing_agreement`, the share of tokens for which the first router with
+      To verify: `routing_lost` by layer; `routing_agreement`, the share of tokens for which the first router with
       experts, whose input no route has changed, chooses the recorded experts of the token; of the token `_before` it;
-      and of the token `_after` it.
+      of the token `_after` it; and `routing_compared`, the number of tokens with recorded experts.
     """
     real = routed.routes[..., 0] >= 0
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
@@ -277,8 +297,8 @@ def routing_metrics(
         for index, layer in enumerate(config.expert_layers):
             metrics[f"routing_lost_layer_{layer}"] = kljax.WeightedSum.of(lost[..., index], known[..., index])
         first, chosen, is_known = ordered[..., 0, :], routed.chosen[..., 0, :], known[..., 0]
-        shifts = {"routing_agreement": 0, "routing_agreement_before": 1, "routing_agreement_after": -1}
-        for name, shift in shifts.items():
+        metrics[COMPARED] = TokenCount(jnp.sum(is_known, dtype=jnp.int32))
+        for name, shift in zip((AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER), (0, 1, -1), strict=True):
             agrees = jnp.all(jnp.roll(first, shift, axis=-2) == chosen, axis=-1).astype(jnp.float32)
             both_known = is_known & jnp.roll(is_known, shift, axis=-1)
             metrics[name] = kljax.WeightedSum.of(agrees, both_known)

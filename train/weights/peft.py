@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save
 
+from kljax._files import write_text_atomic
 from kljax.checkpoint import first_five, named_leaves
 from train.config.adapter import PARAMETERS, parameters_of
 from train.config.installation import shell_command
@@ -25,7 +26,7 @@ from train.models.blocks import split_path
 from train.models.config import PROJECTIONS, ROUTER
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
-from train.weights.files import new_directory, write_text_atomic
+from train.weights.files import new_directory
 from train.weights.huggingface.names import EXPERTS
 from train.weights.huggingface.safetensors import open_tensors
 from train.weights.peft_config import CONFIG_FILE, read_config, targeted

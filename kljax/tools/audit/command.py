@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kljax._files import check_outside_of_runs
 from kljax.tools.audit._files import InputError, read_array, read_batch
 from kljax.tools.audit._plot import have_matplotlib
 from kljax.tools.audit.anchors import AnchorAudit, audit_anchors
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         out = pathlib.Path(args.out)
         if out.exists() and not out.is_dir():
             raise InputError(f"--out: {out} is not a folder")
+        check_outside_of_runs(out, option="--out")
         with jax.enable_x64(True):
             audit = _audit(args)
         written = audit.write(out)

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kljax._files import check_output, write_output
 from kljax.tools.audit._plot import draw, have_matplotlib
 from kljax.tools.audit.results import Answer, Interval, Result, best_estimators, select
 
@@ -152,9 +153,9 @@ class Audit:
         """
         written = write_report(directory, "audit", self.table(), self.to_dict())
         if have_matplotlib():
-            written.append(
-                draw(self.results, f"KL audit against {self.yardstick}", pathlib.Path(directory, "audit.png"))
-            )
+            picture = pathlib.Path(directory, "audit.png")
+            check_output(picture)
+            written.append(draw(self.results, f"KL audit against {self.yardstick}", picture))
         return written
 
 
@@ -164,7 +165,8 @@ def write_report(directory: str | pathlib.Path, name: str, table: str, content: 
     pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
     written = [pathlib.Path(directory, f"{name}.txt"), pathlib.Path(directory, f"{name}.json")]
     for path, text in zip(written, (table, data), strict=True):
-        path.write_text(f"{text}\n")
+        check_output(path)
+        write_output(path, f"{text}\n")
     return written
 
 

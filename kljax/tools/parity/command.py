@@ -7,6 +7,7 @@ import sys
 
 import jax
 
+from kljax._files import check_output, write_output
 from kljax.tools.parity import report
 from kljax.tools.parity.comparison import ParityReport
 from kljax.tools.parity.dump import open_dump
@@ -33,12 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares a dump and prints the report, as text or JSON; with `--html`, writes a page too."""
+    """Compares a dump and prints the report, as text or JSON; with `--html`, writes a page too.
+
+    Returns:
+      The exit code, as `EXIT_CODES` says; of 2, the error is on stderr.
+    """
+    page = None if args.html is None else pathlib.Path(args.html)
     try:
+        if page is not None:
+            check_output(page, inputs=[pathlib.Path(args.dump)], option="--html")
         with jax.enable_x64(True):
             result = compare(args.dump, system=args.system)
-        if args.html is not None:
-            pathlib.Path(args.html).write_text(report.as_html(result, f"Parity of {pathlib.Path(args.dump).name}"))
+        if page is not None:
+            write_output(page, report.as_html(result, f"Parity of {pathlib.Path(args.dump).name}"))
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -407,6 +407,16 @@ FILE = "rollout.source={type: file, path: tests}"
             "rollout.source.url: got 'http://***@host', but it has a user name or password, which logs would show",
         ),
         (
+            (OPENAI, "rollout.source.url='http://host/v1?api_key=sk-secret'"),
+            "rollout.source.url: got 'http://host/v1?***', but it has a query, a fragment or a backslash",
+        ),
+        (
+            (OPENAI, "rollout.source.url='http://host/v1#sk-secret'"),
+            "rollout.source.url: got 'http://host/v1#***', but it has a query, a fragment or a backslash",
+        ),
+        (("model.experts={count: 40000, width: 8}",), "model.experts.count: got 40000, expected"),
+        (("routing.bias_update_rate=1e38",), "routing.bias_update_rate: got 1e+38, expected"),
+        (
             ("rollout.source={type: openai, url: 'host:1', model: m}",),
             "rollout.source.url: got 'host:1', expected text that starts with http:// or https://",
         ),

@@ -189,6 +189,8 @@ BAD = {
     "rewards: got form, reward, but the rows before have reward": row(1, 1, rewards={"form": 1}),
     "rewards.reward: got nan, expected a finite number": row(1, 1, reward=float("nan")),
     "finished: got 1, expected true or false": row(1, 1, finished=1),
+    "routed_expert: unknown field; did you mean 'routed_experts'?": row(1, 1, routed_expert=[]),
+    "logprobs: unknown field; did you mean 'log_probs'?": row(1, 1, log_probs=None, logprobs=[-1.0] * 3),
 }
 
 

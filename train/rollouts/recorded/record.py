@@ -1,6 +1,7 @@
 """Parsing and validation of one row of a recording."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,10 @@ def _fields(
     """Returns the per-token fields of a row, checked."""
     known = [name for name, field in TOKEN_FIELDS.items() if field.recorded]
     fields = {name: record[name] for name in known if record.get(name) is not None}
+    for name in record.keys() - set(known):
+        # Fields of the user's own are for the verifier; a slip of the pen would leave out what the run is to use.
+        if near := [other for other in difflib.get_close_matches(name, known, 1, 0.85) if other not in record]:
+            raise ValueError(f"{name}: unknown field; did you mean {near[0]!r}? Otherwise rename it")
     for name, values in fields.items():
         field = TOKEN_FIELDS[name]
         ids = prompt_ids + completion_ids if field.prompts else completion_ids

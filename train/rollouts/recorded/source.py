@@ -89,7 +89,8 @@ class FileSource:
         """
         self._context = context
         self._path = Path(section.path)
-        self._files = open_files(self._path)
+        # Code of the user may leave the working directory.
+        self._files = open_files(self._path.absolute())
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long

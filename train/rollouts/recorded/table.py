@@ -78,6 +78,7 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
         use_dictionary=[name for name in names if name not in floats],
         use_byte_stream_split=floats,
         write_statistics=False,
+        write_page_checksum=True,
     )
     size = partial.stat().st_size
     partial.replace(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kljax._files import check_outside_of_runs, write_text_atomic
 from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
@@ -15,7 +16,7 @@ from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
-from train.weights.files import usable_directory, write_text_atomic
+from train.weights.files import usable_directory
 
 
 def open_recording(path: str, *, continued: bool) -> Path:
@@ -24,9 +25,13 @@ def open_recording(path: str, *, continued: bool) -> Path:
     Raises:
       UserError: the directory is not writable, or has recordings of another run.
     """
-    directory = Path(path)
+    # Code of the user may leave the working directory.
+    directory = Path(path).absolute()
     try:
+        check_outside_of_runs(directory, option="rollout.record")
         usable_directory(directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"rollout.record: cannot write to the directory {path!r}: {error.strerror}") from error
     if not continued and any(directory.glob("*.jsonl")):

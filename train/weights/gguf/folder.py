@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kljax._files import write_text_atomic
 from train.models.decoder import Decoder
-from train.weights.files import new_directory, read_record, write_record, write_text_atomic
+from train.weights.files import new_directory, read_record, write_record
 from train.weights.gguf.config import ROPE_FACTORS, hf_mapping
 from train.weights.gguf.header import MAGIC, GgufTensor, Header, read_header
 from train.weights.gguf.tensors import hf_arrays, match_tensors, read_values

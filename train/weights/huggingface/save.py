@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
+from kljax._files import write_text_atomic
 from train.data.tokenizers.byte import ByteTokenizer
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader, processes
@@ -23,7 +24,7 @@ from train.models.decoder import Decoder
 from train.models.experts import CHOICE_BIAS
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
-from train.weights.files import check_free, new_directory, write_text_atomic
+from train.weights.files import check_free, new_directory
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
 from train.weights.huggingface.fused import Piece, file_tensors
