@@ -134,7 +134,7 @@ def test_the_options_of_another_command_exist(line: str, capsys: pytest.CaptureF
 
 
 def test_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = "\n".join((ROOT / name).read_text() for name in ("Makefile", ".ci/more.mk"))
     targets = {words[1] for words in COMMANDS.values() if words[0] == "make" and len(words) > 1}
     assert targets
     # The targets of environments are files under names that are variables.
