@@ -75,7 +75,7 @@ def _read(paths: Sequence[Path], rollouts: int) -> list["ShownRun"]:
 
 
 def _replayed(paths: Sequence[Path]) -> list["ShownDump"]:
-    """Replays dumps with `kljax.parity`, which names the cause of each difference."""
+    """Replays dumps with `kljax parity`, which names the cause of each difference."""
     import jax
 
     from kljax.tools.parity.command import compare
