@@ -514,13 +514,15 @@ def _is_scalar(about: inspect.Parameter) -> bool:
 
 
 def _shape(name: str, parameter: str) -> tuple[int, ...]:
-    """The shape that the docstring gives for a parameter; "same shape" is that of the one before it."""
+    """The shape that the docstring gives for a parameter; without one it is that of the parameter before it."""
     if parameter in SHAPES:
         return tuple(SIZES[letter] for letter in SHAPES[parameter])
     text = inspect.getdoc(getattr(kljax, name)) or ""
     text = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
     shape, shapes = (ROWS, LENGTH), {}
-    for other, entry in re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE):
+    entries = dict(re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE))
+    for other in inspect.signature(getattr(kljax, name)).parameters:
+        entry = entries.get(other, "")
         arguments, same = re.match(r"`\[([^]]*)\]`", entry), re.match(r"same shape as the (\w+)", entry)
         if arguments:
             letters = arguments[1].replace(" ", "").split(",")
@@ -530,7 +532,7 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
         shapes[other] = shape = shapes[same[1]] if same else shape
         if other == parameter:
             return shape
-    raise AssertionError(f"{name}: {parameter} is not documented")
+    raise AssertionError(f"{name} has no parameter {parameter}")
 
 
 # By name where the docstring speaks of any leading axes.
