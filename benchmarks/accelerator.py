@@ -163,7 +163,8 @@ class Runner:
     def measure(self) -> list[Row]:
         """Returns all rows of the part."""
         requests = self.part.tiny if self.tiny else self.part.requests
-        rows, remote = list[Row](), None
+        rows = list[Row]()
+        remote = None
         with contextlib.ExitStack() as stack:
             for number, request in enumerate(requests):
                 # A slow request leaves time for the later ones.
@@ -181,7 +182,8 @@ class Runner:
 
     def _answer(self, remote: Remote, request: str, seconds: float, new: bool) -> list[Row]:
         # Ends the process of a request that takes longer.
-        timer, until = threading.Timer(seconds, remote.kill), time.monotonic() + seconds
+        timer = threading.Timer(seconds, remote.kill)
+        until = time.monotonic() + seconds
         timer.start()
         try:
             if new:

@@ -279,7 +279,8 @@ def _table(rows: Sequence[Any], common: dict[str, str]) -> str:
         return said(row.meaning, clamps, row.divisors and f"divided by: {row.divisors}")
 
     def note(row: Any) -> str:
-        defaults, unchecked = own(row, "defaults"), row.reason if row.call else ""
+        defaults = own(row, "defaults")
+        unchecked = row.reason if row.call else ""
         return said(defaults and f"defaults: {defaults}", row.note, unchecked and f"not recorded: {unchecked}")
 
     def config(row: Any) -> str:

@@ -106,7 +106,8 @@ def show(
             policy, name = _initial_policy(context), str(what)
         else:
             step = saved.step(step)
-            policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
+            policy = saved.policy(context.model, context.mesh, step)
+            name = f"{what} after step {step}"
         metrics = measure(context, policy)
     if not is_leader():
         return

@@ -33,7 +33,8 @@ def url_problem(url: str) -> str:
         return "it has a query, a fragment or a backslash"
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        port = parts.port
         if parts.netloc.startswith("["):
             ipaddress.IPv6Address(host)
     except ValueError as error:

@@ -128,7 +128,8 @@ def expand_preset(raw: Any) -> Any:
 
 def without_warm_start(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Turns the warm start off by default in a raw config that starts from a folder or a preset."""
-    model, section = expand_preset(raw.get("model")), raw.get("warm_start", {})
+    model = expand_preset(raw.get("model"))
+    section = raw.get("warm_start", {})
     if not isinstance(model, dict) or not isinstance(section, dict):
         return dict(raw)
     preset = any(model.items() >= fields.items() for fields in PRESETS.values())

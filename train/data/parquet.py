@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"PAR1"
 BATCH = 64
-MAX_DECODED, MAX_RATIO = 1 << 30, 64
+MAX_DECODED = 1 << 30
+MAX_RATIO = 64
 """Bytes that a file may take in memory, and bytes more for each byte on disk: a few may stand for many."""
 ROW_BYTES = 256
 """Bytes that a row takes at least, for its position: a column of nothing has none itself."""
@@ -34,7 +35,8 @@ def read_table(path: Path, field: str) -> "pyarrow.Table":
             f"{field}: {path} is Parquet, which needs pyarrow; install it, or convert the file to JSON lines"
         ) from error
     most = MAX_DECODED + MAX_RATIO * path.stat().st_size
-    parts, decoded = [], 0
+    parts = []
+    decoded = 0
     try:
         file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]

@@ -84,7 +84,8 @@ def show(options: argparse.Namespace) -> int:
     from train.plan.search import best, plan_config
     from train.run.display import default_console, summary_text
 
-    console, effort = default_console(), None if options.full_effort else LEAST_EFFORT
+    console = default_console()
+    effort = None if options.full_effort else LEAST_EFFORT
     console.width = console.width if console.is_terminal else WIDTH
 
     def tell(line: str) -> None:
@@ -139,7 +140,8 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
       UserError: the mesh has other slices than the topology, or another size.
     """
     loaded = load(path, overrides)
-    mesh, slices = loaded.config.mesh, topology.slices
+    mesh = loaded.config.mesh
+    slices = topology.slices
     if any_mesh:
         return loaded
     if slices > 1 and mesh.slices == 1:

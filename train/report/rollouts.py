@@ -141,7 +141,9 @@ def _checked(rollout: RecordedRollout) -> RecordedRollout:
 def _sample(files: Sequence[Path], read: Callable[[Path], list[RecordedRollout]], limit: int) -> RolloutSample:
     """Reads files evenly, the first and the last among them, until there are about `limit` rollouts."""
     rollouts: list[RecordedRollout] = []
-    notes, damaged, left_out = [], [], 0
+    notes = []
+    damaged = []
+    left_out = 0
     every = 1
     for number, path in enumerate(files):
         last = number == len(files) - 1
@@ -237,7 +239,8 @@ def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
     """Makes a rollout of a sequence of the export: what its loss mask leaves out at the start is the prompt."""
     ids, mask = record["token_ids"], record["loss_mask"]
     start = mask.index(True) if True in mask else len(mask)
-    columns, texts = {}, [f"{number} " for number in ids]
+    columns = {}
+    texts = [f"{number} " for number in ids]
     for name, values in record.items():
         if isinstance(values, list) and name not in ("token_ids", "position_ids", "losses") and len(values) == len(ids):
             numbers = np.array([np.nan if value is None else value for value in values[start:]], np.float32)

@@ -122,7 +122,8 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _is_larger(value: Any, most: int) -> bool:
     """Whether a value has more parts, or characters, than a number; one that contains itself has."""
-    left, count = [value], 0
+    left = [value]
+    count = 0
     while left and count <= most:
         part = left.pop()
         count += 1 + (len(part) if isinstance(part, str) else 0)

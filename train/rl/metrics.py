@@ -73,7 +73,8 @@ class LargestToken:
           rows: [B] int32, the numbers of the rows.
           log_probs, other_log_probs: [B, T].
         """
-        columns, last = jnp.arange(mask.shape[1], dtype=jnp.int32)[None], jnp.iinfo(jnp.int32).max
+        columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
+        last = jnp.iinfo(jnp.int32).max
         reference = jnp.full_like(log_probs, jnp.nan) if other_log_probs is None else other_log_probs
         tokens = cls(
             largest=jnp.where(mask, values, -jnp.inf),
@@ -90,7 +91,8 @@ class LargestToken:
     def reduce(self, axis: int | None = 0) -> Self:
         """Merges parts that lie along an axis; None: along all."""
         order = jnp.where(jnp.isnan(self.largest), jnp.inf, self.largest)
-        chosen, last = order == order.max(axis, keepdims=True), jnp.iinfo(jnp.int32).max
+        chosen = order == order.max(axis, keepdims=True)
+        last = jnp.iinfo(jnp.int32).max
         for position in (self.row, self.column):
             chosen &= position == jnp.where(chosen, position, last).min(axis, keepdims=True)
         # One token is left, so that its numbers are the largest of those that are left.

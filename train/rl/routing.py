@@ -166,7 +166,8 @@ def router_losses(
     section: Routing, routed: Routed, sequences: Sequences, totals: RouterTotals | None
 ) -> dict[str, jax.Array]:
     """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
-    counts, losses = sequences.token_counts(), dict[str, jax.Array]()
+    counts = sequences.token_counts()
+    losses = dict[str, jax.Array]()
     if totals is None:
         totals = RouterTotals.of(counts, routed)
     if section.balance_coef > 0:
@@ -187,7 +188,8 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
         return None
 
     def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: PackedRows | None) -> RouterTotals:
-        sequences, routed = Sequences.of(batch, plan.layout, packed), None
+        sequences = Sequences.of(batch, plan.layout, packed)
+        routed = None
         if section.balance_coef > 0:
             policy = ScoredPolicy(model, policy_of(trainable, base))
             routed = routed_hidden_states(policy, sequences.for_policy(section.replay))[1]
@@ -296,7 +298,9 @@ def routing_metrics(
     if verify:
         for index, layer in enumerate(config.expert_layers):
             metrics[f"routing_lost_layer_{layer}"] = kljax.WeightedSum.of(lost[..., index], known[..., index])
-        first, chosen, is_known = ordered[..., 0, :], routed.chosen[..., 0, :], known[..., 0]
+        first = ordered[..., 0, :]
+        chosen = routed.chosen[..., 0, :]
+        is_known = known[..., 0]
         metrics[COMPARED] = TokenCount(jnp.sum(is_known, dtype=jnp.int32))
         for name, shift in zip((AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER), (0, 1, -1), strict=True):
             agrees = jnp.all(jnp.roll(first, shift, axis=-2) == chosen, axis=-1).astype(jnp.float32)

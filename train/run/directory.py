@@ -171,7 +171,8 @@ def start_run(config: Config) -> RunDirectory:
     root, number = first, 2
     try:
         while not claim(root):
-            root, number = first.with_name(f"{config.name}-{number}"), number + 1
+            root = first.with_name(f"{config.name}-{number}")
+            number = number + 1
         run = RunDirectory(root)
         run.write_config(config.model_copy(update={"name": root.name}), secrets.token_hex(8))
         write_inputs(run.inputs, config)
@@ -203,7 +204,8 @@ def resume_run(config: Config) -> RunDirectory:
     run.check_config()
     run.check_base()
     run.check_checkpoints()
-    before, now = flat_fields(load(run.config).config), flat_fields(config)
+    before = flat_fields(load(run.config).config)
+    now = flat_fields(config)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:

@@ -83,7 +83,8 @@ def _print_line(console: Console, text: str) -> None:
 
 def _start_lines(console: Console, every: int) -> Start:
     def start(label: str, total: int, done: int) -> Advance:
-        count, printed = done, time.monotonic()
+        count = done
+        printed = time.monotonic()
 
         def advance(note: str) -> None:
             nonlocal count, printed

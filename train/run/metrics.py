@@ -122,7 +122,8 @@ class MetricsWriter:
             for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
                 events.unlink()
         write_text_atomic(path, text)
-        self._hash, self._size = text_hash(text), len(text.encode())
+        self._hash = text_hash(text)
+        self._size = len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._resume_step = resume_step
         self._boards: dict[str, EventFile] = {}

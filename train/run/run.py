@@ -71,7 +71,8 @@ UNMEASURED_KL = (
 
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
-    began, console = time.perf_counter(), default_console()
+    began = time.perf_counter()
+    console = default_console()
     # Code of the user may leave the working directory.
     start = Path.cwd()
     config, resume = _start_of_leader(loaded.config, resume)

@@ -98,7 +98,8 @@ def sequence_level(moments: Moments, mask: np.ndarray, *, draws: int) -> Level:
     variance = moments.square - moments.mean_squared
     mean = _tokens_mean(moments.mean, mask)
     zero = np.zeros_like(moments.mean)
-    later, later_variance = _after(moments.mean), _after(variance)
+    later = _after(moments.mean)
+    later_variance = _after(variance)
     # From drawn tokens the square of an estimated mean is too large by the variance of that mean.
     later_squared = later**2 - (later_variance / draws if draws else 0)
     minus_mean = -moments.mean
@@ -291,7 +292,8 @@ def _gradient_fields(moments: Moments, offsets: Offsets) -> Sums:
         np.asarray(field)[:, None] for field in (moments.score_norm, moments.score_inner, moments.score_second)
     )
     for mean, mean_squared, square in (offsets[placement] for placement in PLACES[2:]):
-        shift, along = mean_squared * score_norm, 2 * mean * moments.reward_drift
+        shift = mean_squared * score_norm
+        along = 2 * mean * moments.reward_drift
         parts["bias"].append(moments.reward_bias + along - 2 * mean * score_inner + shift)
         parts["norm"].append(moments.reward_norm + along + shift)
         parts["inner"].append(moments.reward_inner + mean * score_inner)

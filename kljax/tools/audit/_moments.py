@@ -151,7 +151,8 @@ def _sum(values: Array) -> Array:
 def _position(logits: Array, ref_logits: Array, sampling_logits: Array, known_kl: Array | None) -> Position:
     log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, sampling_logits))
     # NaN counts as support, so that the KL shows it.
-    pi, support = jnp.exp(log_probs), log_probs != -jnp.inf
+    pi = jnp.exp(log_probs)
+    support = log_probs != -jnp.inf
     x = jnp.where(support, log_probs - ref, 0)
     if known_kl is not None:
         kl = known_kl[:, None]
@@ -185,7 +186,8 @@ def _draws(position: Position, keys: Array, draws: int) -> Events:
     def at(values: Array) -> Array:
         return jnp.take_along_axis(values, tokens, axis=-1)
 
-    pi, square = at(position.pi)[None], jnp.square(position.pi).sum(-1)[None]
+    pi = at(position.pi)[None]
+    square = jnp.square(position.pi).sum(-1)[None]
     score_square = _score_square(position, at)[None]
     exact_norm = jnp.square(position.gradient).sum(-1)[None]
     add_up = functools.partial(jax.ops.segment_sum, num_segments=position.pi.shape[-1])
@@ -193,7 +195,8 @@ def _draws(position: Position, keys: Array, draws: int) -> Events:
     def squared_norms(coefficients: Array, inner: Array) -> tuple[Array, Array]:
         # |sum_j c_j u_j|^2 with u = onehot - pi: coefficients of equal tokens add up before the square.
         sums = jax.vmap(jax.vmap(add_up), (0, None))(coefficients, tokens)
-        total, along_pi = coefficients.sum(-1), (coefficients * pi).sum(-1)
+        total = coefficients.sum(-1)
+        along_pi = (coefficients * pi).sum(-1)
         squared = jnp.square(sums).sum(-1) - 2 * total * along_pi + jnp.square(total) * square
         norm = (squared - (jnp.square(coefficients) * score_square).sum(-1)) / pairs
         return norm - 2 * inner + exact_norm, norm
@@ -230,7 +233,8 @@ def _one_correction(events: Events, position: Position, cap: Array | None) -> tu
     """Computes all moments but the exact ones, `[E, C]` or `[C]`."""
     weight = _weight(position, cap)
     mean_score = position.drawn * weight - position.pi * _sum(position.drawn * weight)
-    weight, score_square = events.at(weight)[None], _score_square(position, events.at)[None]
+    weight = events.at(weight)[None]
+    score_square = _score_square(position, events.at)[None]
     log_probs, ref, behaviour = map(
         events.at, (position.log_probs, position.ref_log_probs, position.sampling_log_probs)
     )

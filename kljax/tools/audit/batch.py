@@ -112,7 +112,8 @@ def audit_batch(
     by_correction = {correction: _estimates(arrays, correction, max_ratio) for correction in corrections}
     unbiased = by_correction["none" if len(corrections) == 1 else "ratio"]
     exact = arrays["kl"] if kl is not None else unbiased.values[0]
-    levels, coefficients = _levels(by_correction, exact, mask), _coefficients(by_correction, unbiased, mask)
+    levels = _levels(by_correction, exact, mask)
+    coefficients = _coefficients(by_correction, unbiased, mask)
     keys = jax.random.split(jax.random.key(0) if key is None else key)
     results: list[Result] = []
     means: dict[str, Interval] = {}
@@ -196,7 +197,8 @@ def _compiled(log_probs: Array, ref_log_probs: Array, sampling_log_probs: Array,
 def _levels(by_correction: Mapping[str, Estimates], exact: np.ndarray, mask: np.ndarray) -> dict[str, Sums]:
     """Sums the fields of values per row, for tokens, and makes each row one number, for sequences."""
     means = np.concatenate([corrected.values for corrected in by_correction.values()])
-    rows, columns = mask.any(-1), len(means)
+    rows = mask.any(-1)
+    columns = len(means)
     exacts = np.broadcast_to(exact, means.shape)
     ones = np.ones((int(rows.sum()), columns))
     levels = {}

@@ -144,7 +144,8 @@ class Checkpoints:
         return [self._restore(path) for path in paths]
 
     def _restore(self, path: Path) -> Any:
-        metadata, abstract = read_metadata(path), self.abstract
+        metadata = read_metadata(path)
+        abstract = self.abstract
         if abstract is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             abstract = jax.tree.map(

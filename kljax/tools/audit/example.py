@@ -74,7 +74,8 @@ def example_logits(
 @jax.jit
 def _perturbed(logits: Array, noise: Array, mean_kl: float) -> Array:
     """Adds the noise at the size that makes the mean KL to the result `mean_kl`."""
-    log_probs, target = jax.nn.log_softmax(logits), jnp.asarray(mean_kl, logits.dtype)
+    log_probs = jax.nn.log_softmax(logits)
+    target = jnp.asarray(mean_kl, logits.dtype)
 
     def mean_kl_and_slope(size: Array) -> tuple[Array, Array]:
         log_other = jax.nn.log_softmax(logits + size * noise)

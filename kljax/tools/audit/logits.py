@@ -319,7 +319,8 @@ def _chunks(
         for first in range(0, min(group, len(chosen) - start), size):
             part = slice(first, first + size)
             arrays = [jnp.asarray(array[part], float) for array in logits]
-            part_keys, part_kl = keys(positions[part]), None if kl is None else kl[part]
+            part_keys = keys(positions[part])
+            part_kl = None if kl is None else kl[part]
             pairs = [_moments(arrays, options, cap, part_kl, part_keys) for cap in (None, *caps)]
             exact, from_draws = zip(*pairs, strict=True)
             count = min(size, len(chosen) - start - first)

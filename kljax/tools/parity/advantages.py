@@ -45,8 +45,11 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """
     if replay is not replay.batch:
         return Prediction(*(array[replay.rows] for array in replay.batch.predict("advantages", recipe)))
-    step, unit, used = recipe.advantage or AdvantageStep(), replay.unit("advantages", recipe), replay.used_mask(recipe)
-    call, needed = replay.call("advantage", step), ["rewards"]
+    step = recipe.advantage or AdvantageStep()
+    unit = replay.unit("advantages", recipe)
+    used = replay.used_mask(recipe)
+    call = replay.call("advantage", step)
+    needed = ["rewards"]
     if "group_ids" in call.required:
         needed.append("group_ids")
     if missing := [name for name in needed if name not in replay.arrays]:
@@ -102,7 +105,8 @@ def grouped(replay: Replay, grouping: str = "recorded") -> tuple[np.ndarray, int
     recorded = replay.arrays["group_ids"] if "group_ids" in replay.arrays else np.arange(replay.shape[0])
     _, ids = np.unique(recorded, return_inverse=True)
     places = np.argsort(np.argsort(replay.arrays["row_ids"])) if "row_ids" in replay.arrays else np.arange(len(ids))
-    sizes, wanted = np.bincount(ids), replay.dump.header.get("group_size")
+    sizes = np.bincount(ids)
+    wanted = replay.dump.header.get("group_size")
     groups = GROUPINGS[grouping](ids, places)
     complete = np.ones(len(ids), bool) if wanted is None else sizes[ids] >= wanted
     return groups, len(sizes) if grouping == "recorded" else len(ids), complete
@@ -149,7 +153,8 @@ def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray
 
 def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction:
     """Returns the number of each row, which all its tokens have."""
-    first, rows = at.argmax(1)[:, None], np.asarray(at.any(1))
+    first = at.argmax(1)[:, None]
+    rows = np.asarray(at.any(1))
     first_value, limit = (np.take_along_axis(array, first, 1)[:, 0] for array in (value, bound))
     differs = at & (np.abs(value - first_value[:, None]) > bound + limit[:, None])
     if differs.any():
@@ -163,7 +168,9 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
 
 def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
-    rewards, kl, used = step.reward_scale * replay.arrays["rewards"], recipe.kl, replay.used_mask(recipe)
+    rewards = step.reward_scale * replay.arrays["rewards"]
+    kl = recipe.kl
+    used = replay.used_mask(recipe)
     if step.kl_coef:
         policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
         second = Kl(estimator=step.kl_estimator, policy=policy)
@@ -208,14 +215,16 @@ def _changed(
         typical = 2 * over_tokens(bound, used.shape)[used].mean()
         value = (value - members.mean()) / spread
         bound = (bound + typical + np.abs(value) * typical) / spread
-    value, bound = step.scale * value, abs(step.scale) * bound
+    value = step.scale * value
+    bound = abs(step.scale) * bound
     return (value if step.clip is None else np.clip(value, -step.clip, step.clip)), bound
 
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Adds the mean KL of the batch less the KL of each token."""
     # A mask of the loss alone does not reach the mean.
-    kl, used = recipe.kl or Kl(), replay.arrays["mask"]
+    kl = recipe.kl or Kl()
+    used = replay.arrays["mask"]
     values, errors = (np.where(used, array, 0) for array in replay.input("kl", recipe))
 
     def total() -> tuple[float, float]:

@@ -352,7 +352,8 @@ def _clips(call: Call, low: float, high: float) -> Iterator[Cause]:
 def _reductions(batch: Replay, recipe: Recipe) -> Iterator[Cause]:
     """Yields other reductions: of the whole loss, then of the policy loss or the KL term alone."""
     options = [*_reduction_options(batch, recipe)]
-    shared, separate = recipe.kl_reduction == recipe.reduction, recipe.kl_reduction is not None
+    shared = recipe.kl_reduction == recipe.reduction
+    separate = recipe.kl_reduction is not None
     for name, text, settings in options:
         both = shared or settings.keys() <= OF_ROWS
         also = (("kl_reduction", tuple(settings.items())),) if both else ()
@@ -367,7 +368,8 @@ def _reductions(batch: Replay, recipe: Recipe) -> Iterator[Cause]:
 
 def _reduction_options(batch: Replay, recipe: Recipe) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields the other reductions: name, text and settings."""
-    base, mask = recipe.reduction, batch.arrays["mask"]
+    base = recipe.reduction
+    mask = batch.arrays["mask"]
     plain: dict[str, Any] = {"denominator": None, "micro_batches": 1, "eps_batch": 0.0, "eps_row": 0.0}
     tokens = {**plain, "mode": "token_mean", "max_length": None}
     for name, mode, settings in MODES:

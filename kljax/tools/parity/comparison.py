@@ -238,11 +238,13 @@ def residual_of(replay: Replay, names: Iterable[str], recipe: Recipe) -> Residua
 
 def is_permuted(replay: Replay, name: str, recipe: Recipe) -> bool:
     """Tells whether the recorded numbers are the expected ones in another order, as of rows that were shuffled."""
-    recorded, prediction = np.asarray(replay.arrays[name], np.float64), replay.predict(name, recipe)
+    recorded = np.asarray(replay.arrays[name], np.float64)
+    prediction = replay.predict(name, recipe)
     if recorded.ndim == 0 or replay is not replay.batch:
         return False
     _, bound, at = _offsets(recorded, prediction)
-    values, bounds = np.broadcast_to(prediction.value, recorded.shape)[at], bound[at]
+    values = np.broadcast_to(prediction.value, recorded.shape)[at]
+    bounds = bound[at]
     if len(values) < 4 or not np.isfinite(values).all() or np.ptp(values) <= 16 * bounds.max():
         return False
     order = np.argsort(values)
@@ -268,7 +270,9 @@ def _pattern(recorded: np.ndarray, value: np.ndarray, bound: np.ndarray) -> Iter
     if not recorded.size or not finite.all():
         return
     with np.errstate(all="ignore"):
-        factors, offsets, width = recorded / value, recorded - value, bound / np.abs(value)
+        factors = recorded / value
+        offsets = recorded - value
+        width = bound / np.abs(value)
     if np.isfinite(factors).all() and (np.abs(factors - np.median(factors)) <= 2 * width + 1e-6).all():
         yield f"by the factor {np.median(factors):.6g}"
     elif recorded.size > 1 and (np.abs(offsets - np.median(offsets)) <= 2 * bound + 1e-6 * np.abs(offsets)).all():
@@ -286,7 +290,8 @@ def _places(replay: Replay, differs: np.ndarray, at: np.ndarray) -> Iterator[str
         yield f"in rows {', '.join(map(str, rows[:16]))}{', ...' if len(rows) > 16 else ''}"
     if differs.ndim == 1:
         return
-    mask, layout = replay.arrays["mask"], replay.layout
+    mask = replay.arrays["mask"]
+    layout = replay.layout
     position = np.arange(mask.shape[1])
     groups = {
         "outside the mask": ~mask,

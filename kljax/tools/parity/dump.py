@@ -198,7 +198,8 @@ class Dump:
 
     def _check_positions(self, trained: np.ndarray) -> None:
         """Checks token ids of trained tokens, and lengths."""
-        length, vocabulary = self.sizes["T"], self.sizes.get("V", 1 << 62)
+        length = self.sizes["T"]
+        vocabulary = self.sizes.get("V", 1 << 62)
         limits = {"tokens": vocabulary - 1, "prompt_lengths": length, "lengths": length}
         for name in limits.keys() & set(self):
             values = self.stored(name).part(...)
@@ -318,7 +319,9 @@ def _open_safetensors(path: pathlib.Path, file: BinaryIO) -> Dump:
 
 def _safetensors_member(path: pathlib.Path, name: str, entry: Any, start: int, total: int) -> Stored:
     try:
-        shape, (begin, end), kind = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        kind = entry["dtype"]
         dtype = np.dtype(SAFETENSORS_DTYPES[kind])
         if not isinstance(entry["shape"], list) or any(type(number) is not int for number in (*shape, begin, end)):
             raise ValueError("a size that is no integer")

@@ -37,10 +37,12 @@ def invariants_of(replay: Replay) -> Iterator[tuple[str, Invariant]]:
 
 def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
     """The advantages of the rows of a group sum to 0 if an estimator centers them."""
-    arrays, call = replay.arrays, replay.plan.calls.get("advantage")
+    arrays = replay.arrays
+    call = replay.plan.calls.get("advantage")
     if not {"advantages", "group_ids"} <= set(arrays) or call is None or call.function not in CENTERED:
         return
-    recipe, values = replay.plan.recipe, arrays["advantages"]
+    recipe = replay.plan.recipe
+    values = arrays["advantages"]
     # Advantages of other rows and steps after the comparison, such as a KL, are no deviations from a mean.
     if any(step.function != "broadcast_to_tokens" for step in call.then):
         return
@@ -52,7 +54,8 @@ def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
         if np.where(arrays["mask"], rows != values[:, None], False).any():
             return
     ids, _, complete = grouped(replay)
-    sums, sizes = np.bincount(ids, values), np.bincount(ids, np.abs(values))
+    sums = np.bincount(ids, values)
+    sizes = np.bincount(ids, np.abs(values))
     try:
         bounds = replay.predict("advantages", recipe).bound
         bound = np.bincount(ids, bounds if bounds.ndim == 1 else bounds.max(1)) + replay.unit("loss", recipe) * sizes
@@ -117,7 +120,9 @@ def _sampler(replay: Replay) -> Iterator[Invariant]:
 
 def _shares(replay: Replay) -> Iterator[Invariant]:
     """The share of trained tokens by position; an end-of-sequence token behind the mask is left untrained."""
-    arrays, mask, layout = replay.arrays, replay.arrays["mask"], replay.layout
+    arrays = replay.arrays
+    mask = replay.arrays["mask"]
+    layout = replay.layout
     rows = np.asarray(mask.any(1))
     if not rows.any():
         return
@@ -151,7 +156,8 @@ def _divisor(replay: Replay) -> Iterator[Invariant]:
     """A system's count of tokens is the number of trained tokens."""
     if "divisor" not in replay.arrays:
         return
-    reduction, tokens = replay.plan.recipe.reduction, int(replay.arrays["mask"].sum())
+    reduction = replay.plan.recipe.reduction
+    tokens = int(replay.arrays["mask"].sum())
     count = float(replay.arrays["divisor"])
     if reduction.share != 1:
         yield Invariant(f"divisor: {count:g} tokens of a larger batch; {tokens} are trained here")
@@ -165,7 +171,8 @@ def _divisor(replay: Replay) -> Iterator[Invariant]:
 
 def _ratios(replay: Replay) -> Iterator[Invariant]:
     """Ratios that are all 1 show no clip, no cap and no old policy."""
-    arrays, mask = replay.arrays, replay.arrays["mask"]
+    arrays = replay.arrays
+    mask = replay.arrays["mask"]
     if replay.plan.recipe.loss is None:
         return
     if "old_log_probs" not in arrays:

@@ -30,7 +30,9 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
     Returns a `Prediction`, `[B, T]`, with the correction's weights. It is compared at tokens in the recorded mask and
     in that of the recipe.
     """
-    step, used, unit = recipe.loss or RecipeStep(), replay.used_mask(recipe), replay.unit("token_loss", recipe)
+    step = recipe.loss or RecipeStep()
+    used = replay.used_mask(recipe)
+    unit = replay.unit("token_loss", recipe)
     inputs, factor = _inputs(replay, recipe), _factor(replay, recipe)
     call = replay.call("loss", step)
 
@@ -47,7 +49,9 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 def loss(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the scalar loss, KL term included, from the values per token: of some rows, their share of it."""
-    unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
+    unit = replay.unit("loss", recipe)
+    total = 0.0
+    bound = 0.0
     height = accumulator(unit) * tree_height(int(replay.batch.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, weights in _terms(replay, recipe):
         values, errors = replay.input(name, recipe)
@@ -63,7 +67,8 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
 
     Returns a `Prediction`, `[B, T]`, compared at every position, masked ones too.
     """
-    unit, settings = replay.unit("grad_log_probs", recipe), recipe.gradient
+    unit = replay.unit("grad_log_probs", recipe)
+    settings = recipe.gradient
     total, bound = np.zeros(replay.shape), np.zeros(replay.shape)
     for coef, name, weights in _terms(replay, recipe):
         if name == "token_loss" and settings.through_policy:
@@ -72,8 +77,10 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
             value, errors = _kl_gradient(replay, recipe, weights, unit)
         else:
             continue
-        total, bound = total + coef * value, bound + abs(coef) * errors
-    total, bound = settings.scale * total, abs(settings.scale) * bound
+        total = total + coef * value
+        bound = bound + abs(coef) * errors
+    total = settings.scale * total
+    bound = abs(settings.scale) * bound
     return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
 
 
@@ -115,7 +122,8 @@ def _entropy_mask(replay: Replay, recipe: Recipe) -> np.ndarray:
     batch = replay.batch
 
     def compute() -> np.ndarray:
-        used, result = batch.used_mask(recipe), np.zeros(batch.shape, bool)
+        used = batch.used_mask(recipe)
+        result = np.zeros(batch.shape, bool)
         for rows in micro_batches(batch, 0 if "micro_batch_ids" in batch.arrays else 1):
             # The systems take the quantile of float32 numbers.
             values = np.where(used[rows], batch.arrays["entropy"][rows], 0).astype(np.float32)
@@ -186,8 +194,10 @@ def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
 
 
 def _policy_gradient(replay: Replay, recipe: Recipe, weights: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    step, (policy, factor_of_rows) = recipe.loss or RecipeStep(), _policy(replay, recipe)
-    inputs, call = _inputs(replay, recipe), replay.call("loss", step)
+    step = recipe.loss or RecipeStep()
+    policy, factor_of_rows = _policy(replay, recipe)
+    inputs = _inputs(replay, recipe)
+    call = replay.call("loss", step)
     cotangent = np.ascontiguousarray(np.broadcast_to(weights * _factor(replay, recipe), replay.shape))
 
     def compute(log_probs: np.ndarray) -> np.ndarray:
@@ -222,7 +232,8 @@ def _clips(call: Call) -> tuple[float, float]:
 
 def _clipped_surrogate(call: Call, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns `-A clip(r)` of each token, and its derivative by the log-prob."""
-    mask, (low, high) = arrays["mask"], _clips(call)
+    mask = arrays["mask"]
+    low, high = _clips(call)
     ratio = np.exp(np.where(mask, arrays["log_probs"] - arrays["old_log_probs"], 0))
     clipped = np.where(mask, -arrays["advantages"] * np.clip(ratio, 1 - low, 1 + high), 0)
     return clipped, np.where((ratio >= 1 - low) & (ratio <= 1 + high), clipped, 0)
@@ -244,8 +255,10 @@ def _within_clips(call: Call, policy: np.ndarray, old: np.ndarray) -> np.ndarray
 
 def _kl_gradient(replay: Replay, recipe: Recipe, weights: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
     assert recipe.kl is not None
-    kl, used = recipe.kl, apply_rule(replay.used_mask(recipe), recipe.kl_mask, replay.layout)
-    policy, move = kl_policy(replay, kl), kl_move(replay, kl, unit)
+    kl = recipe.kl
+    used = apply_rule(replay.used_mask(recipe), recipe.kl_mask, replay.layout)
+    policy = kl_policy(replay, kl)
+    move = kl_move(replay, kl, unit)
     key = ("kl_gradient", unit, recipe.mask, recipe.kl_mask, recipe.ratio, dataclasses.replace(kl, coef=0.0))
     value, change = replay.remember(
         key, lambda: value_and_change(lambda x: kl_terms(replay, x, kl, used, recipe.ratio)[1], policy, move)
@@ -265,13 +278,15 @@ def _mean_of(name: str) -> Callable[[Replay, Recipe], Prediction]:
     """Makes the metric that is the mean of a field over the tokens: of some rows, their share of it."""
 
     def metric(replay: Replay, recipe: Recipe) -> Prediction:
-        unit, used = replay.unit(METRIC + name, recipe), replay.used_mask(recipe)
+        unit = replay.unit(METRIC + name, recipe)
+        used = replay.used_mask(recipe)
         if name == "ppo_kl":
             values = -log_ratio(replay, recipe)
             errors = unit * np.abs(values)
         else:
             values, errors = replay.input(name, recipe)
-        selected, count = np.where(used, values, 0), max(int(replay.batch.used_mask(recipe).sum()), 1)
+        selected = np.where(used, values, 0)
+        count = max(int(replay.batch.used_mask(recipe).sum()), 1)
         height = accumulator(unit) * tree_height(count) + 2 * unit
         bound = (np.where(used, errors, 0).sum() + height * np.abs(selected).sum()) / count
         mean = selected.sum() / count

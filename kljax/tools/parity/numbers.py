@@ -37,7 +37,8 @@ MULTIPLES = (1e-3, 1e-2, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.33, 2.0, 4.0, 10
 KL_COEFFICIENTS = (-1.0, -0.1, 0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.2, 0.5, 1.0, 3.0)
 TEMPERATURES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Halvings of an interval, and the digits that a number may have.
-HALVINGS, DIGITS = 32, (1, 2, 3, 4, 5, 6)
+HALVINGS = 32
+DIGITS = (1, 2, 3, 4, 5, 6)
 # The share of the differing results that an interval may miss, as those at a kink.
 MISSED = 0.1
 Evaluate = Callable[[float], Residual | None]
@@ -138,7 +139,8 @@ def _of_advantage(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
 
 
 def _of_reduction(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
-    base, shared = recipe.reduction, "" if recipe.kl_reduction is None else "kl_reduction"
+    base = recipe.reduction
+    shared = "" if recipe.kl_reduction is None else "kl_reduction"
     yield UnknownNumber("reduction", "scale", base.scale, shared=shared)
     shared = shared if recipe.kl_reduction == base else ""
     if base.mode == "seq_mean_token_sum_norm":
@@ -199,10 +201,12 @@ def note_on_factor(replay: Replay, number: UnknownNumber, value: float) -> str:
     """Says what a factor of the loss or of its gradient may come from."""
     if (number.stage, number.setting) not in (("reduction", "scale"), ("gradient", "scale")) or not value:
         return ""
-    factor, batch = value / (number.declared or 1.0), replay.batch
+    factor = value / (number.declared or 1.0)
+    batch = replay.batch
     if factor > 1 and factor == round(factor):
         return f": a sum over {factor:g} ranks or micro-batches, not their mean"
-    inverse, tokens = round(1 / factor, 9), int(batch.arrays["mask"].sum())
+    inverse = round(1 / factor, 9)
+    tokens = int(batch.arrays["mask"].sum())
     if inverse > 1 and inverse == round(inverse):
         return f": divided by {inverse:g} ranks or micro-batches once more"
     # A solved factor has the digits of its dtype.
@@ -235,7 +239,8 @@ def _is_proved(evaluate: Evaluate, value: float, before: Residual) -> bool:
     """Tells whether more results than one show the number, or whether it is too simple for chance."""
     if (np.abs(before.units) > 1).sum() > 1:
         return True
-    near, there = evaluate(value * (1 + 1e-3) if value else 1e-3), evaluate(value)
+    near = evaluate(value * (1 + 1e-3) if value else 1e-3)
+    there = evaluate(value)
     if near is None or there is None:
         return False
     # How far the number that this result alone shows lies from the simple one.
@@ -264,7 +269,8 @@ def solve_linear(evaluate: Evaluate, start: float, other: float) -> float | None
         residual = evaluate(float(value))
         if residual is not None and residual.agrees:
             return float(value)
-        start, other = float(value), 2 * float(value) if value else 1.0
+        start = float(value)
+        other = 2 * float(value) if value else 1.0
     return None
 
 
@@ -299,7 +305,8 @@ def _bisect(evaluate: Evaluate, low: float, high: float, first: np.ndarray, seco
     for step in range(HALVINGS):
         opposite = np.sign(first) != np.sign(second)
         size = np.where(opposite, np.minimum(np.abs(first), np.abs(second)), 0)
-        element, value = int(np.argmax(size)), (low + high) / 2
+        element = int(np.argmax(size))
+        value = (low + high) / 2
         if step % 3 != 2 and size[element] > 0 and max(abs(first[element]), abs(second[element])) < 1e290:
             value = low + (high - low) * first[element] / (first[element] - second[element])
         if not low < value < high:

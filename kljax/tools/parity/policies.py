@@ -49,7 +49,8 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
     settings = recipe.reference if side else recipe.log_probs
     if f"{side}logits" not in replay.dump and f"{side}hidden" not in replay.dump:
         raise MissingFields(f"{side}logits or {side}hidden")
-    keep, unit = replay.arrays["mask"], replay.unit(name, recipe)
+    keep = replay.arrays["mask"]
+    unit = replay.unit(name, recipe)
     # What is moved may come from a token that is not trained.
     scored = scoring.score(replay, side, settings, np.ones_like(keep) if settings.moved else keep, unit)
     value, bound, at = (shift_rows(array, settings.moved) for array in scored)
@@ -70,7 +71,8 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
 
     Returns `[B, T]` log-probs of the policy and of the old policy, in nats.
     """
-    policy, old = replay.arrays["log_probs"], shift_rows(old_log_probs(replay, recipe.ratio), recipe.ratio.shift)
+    policy = replay.arrays["log_probs"]
+    old = shift_rows(old_log_probs(replay, recipe.ratio), recipe.ratio.shift)
     return (2 * old - policy if recipe.ratio.swapped else policy), old
 
 
@@ -109,8 +111,10 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     row is repeated for its tokens.
     """
     inputs = replay.inputs("correction")
-    step, used = recipe.correction or RecipeStep(), replay.used_mask(recipe)
-    numerator, denominator = inputs["log_probs"], shift_rows(inputs["sampling_log_probs"], step.shift)
+    step = recipe.correction or RecipeStep()
+    used = replay.used_mask(recipe)
+    numerator = inputs["log_probs"]
+    denominator = shift_rows(inputs["sampling_log_probs"], step.shift)
     if step.policy is not None:
         numerator = replay.arrays[step.policy]
     if "advantages" in inputs:
@@ -129,9 +133,11 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     factor = step.scale
     if step.normalized:
         plain = recipe.changed("correction", normalized=False, scale=1.0)
-        batch, tokens = replay.batch.predict("weights", plain).value, replay.batch.used_mask(recipe)
+        batch = replay.batch.predict("weights", plain).value
+        tokens = replay.batch.used_mask(recipe)
         factor = factor / (batch[tokens].mean() or 1.0)
-    value, change = factor * value, abs(factor) * change
+    value = factor * value
+    change = abs(factor) * change
     return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
 
 
@@ -143,7 +149,8 @@ def kl_terms(
     Returns `[B, T]` estimates in nats and their derivatives, both times `kl.scale`; 0 where masked. The ratio of a row
     is a constant here.
     """
-    old, reference = old_log_probs(replay, ratio), shift_rows(replay.arrays[kl.reference], kl.shift)
+    old = old_log_probs(replay, ratio)
+    reference = shift_rows(replay.arrays[kl.reference], kl.shift)
     old = shift_rows(old, ratio.shift)
     if kl.ratio != "token":
         count = used.sum(1, keepdims=True) if kl.ratio == "product" else 1
@@ -194,8 +201,11 @@ def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
     """
     if recipe.kl is None:
         raise MissingFields("header.kl")
-    kl, used, unit = recipe.kl, replay.used_mask(recipe), replay.unit("kl", recipe)
-    policy, move = kl_policy(replay, kl), kl_move(replay, kl, unit)
+    kl = recipe.kl
+    used = replay.used_mask(recipe)
+    unit = replay.unit("kl", recipe)
+    policy = kl_policy(replay, kl)
+    move = kl_move(replay, kl, unit)
     value, change = value_and_change(lambda x: kl_terms(replay, x, kl, used, recipe.ratio)[0], policy, move)
     bound = change + kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
     return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)

@@ -47,7 +47,9 @@ def last_positions(mask: np.ndarray) -> np.ndarray:
 
 def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos: Sequence[int]) -> RowLayout:
     """Finds the padding on the left and the rows that are cut at the limit."""
-    rows, positions, some = np.arange(len(mask)), np.arange(mask.shape[1]), mask.any(1)
+    rows = np.arange(len(mask))
+    positions = np.arange(mask.shape[1])
+    some = mask.any(1)
     lengths = arrays["lengths"] if "lengths" in arrays else np.where(some, last_positions(mask) + 1, 0)
     prompts = arrays["prompt_lengths"] if "prompt_lengths" in arrays else np.where(some, mask.argmax(1), 0)
     tools = arrays["tool_mask"] == 0 if "tool_mask" in arrays else None
@@ -74,8 +76,11 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     """
     if rule == MaskRule():
         return mask
-    position, start, end = np.arange(mask.shape[1]), layout.starts[:, None], layout.lengths[:, None]
-    completions, cut = layout.completions(mask.shape[1]), ~layout.complete[:, None]
+    position = np.arange(mask.shape[1])
+    start = layout.starts[:, None]
+    end = layout.lengths[:, None]
+    completions = layout.completions(mask.shape[1])
+    cut = ~layout.complete[:, None]
     result = mask.copy()
     if rule.truncated is not None:
         result = result | (completions & cut) if rule.truncated else result & ~cut

@@ -216,8 +216,10 @@ class Replay:
         """
         if section not in self.plan.calls:
             raise MissingFields(f"header.{section}")
-        required, settings = self.plan.calls[section].required, _settings(self.plan.calls[section])
-        inputs, missing = {}, []
+        required = self.plan.calls[section].required
+        settings = _settings(self.plan.calls[section])
+        inputs = {}
+        missing = []
         for name in required:
             field = self.array_name(section, name)
             if field == "old_log_probs" and field not in self.arrays:

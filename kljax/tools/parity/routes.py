@@ -54,7 +54,8 @@ def route_loads(dump: Dump) -> Iterator[str]:
     """Yields rows without routes, the load of the busiest expert by layer for each side, and the routers' entropy."""
     for side, name in (("recorded", RECORDED), ("used", USED)):
         if name in dump:
-            empty, layers = 0, [collections.Counter[int]() for _ in range(dump.sizes["L"])]
+            empty = 0
+            layers = [collections.Counter[int]() for _ in range(dump.sizes["L"])]
             for row in range(dump.sizes["B"]):
                 experts = dump.stored(name).part(row).astype(np.int64)
                 empty += int((experts < 0).all())
@@ -67,7 +68,8 @@ def route_loads(dump: Dump) -> Iterator[str]:
                 loads = (len(known) * max(tokens.values(), default=0) / max(tokens.total(), 1) for tokens in layers)
                 yield f"{side} routes: busiest of {len(known)} experts over the mean, by layer: {_listed(loads, '.2f')}"
     if ENTROPY in dump:
-        values, mask = dump.read(ENTROPY).astype(float), dump.read("mask") > 0
+        values = dump.read(ENTROPY).astype(float)
+        mask = dump.read("mask") > 0
         yield f"routers: mean entropy in nats, by layer: {_listed(values[mask].mean(0), '.3f')}"
 
 
@@ -110,7 +112,8 @@ def _cause(counts: _Counts) -> Cause:
             text = f"routes are shifted by one token: the trainer used the recorded experts of the token {name}"
             return make("routes", f"of the token {name}", text)
     share = 100 * counts.differing.sum() / counts.pairs.sum()
-    lost, layers = np.flatnonzero(counts.differing.any(0)), counts.pairs.shape[1]
+    lost = np.flatnonzero(counts.differing.any(0))
+    layers = counts.pairs.shape[1]
     if len(lost) < layers:
         text = f"routes not replayed in layer {', '.join(map(str, lost))} of the {layers} with experts"
         return make("routes", "not replayed in some layers", text)

@@ -20,10 +20,14 @@ def score(
 
     Returns `[B, T]` log-probs in nats and their bounds, and the positions that were scored, booleans.
     """
-    dump, tokens = replay.dump, replay.arrays["tokens"]
-    value, bound, at = np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool)
+    dump = replay.dump
+    tokens = replay.arrays["tokens"]
+    value = np.zeros(mask.shape)
+    bound = np.zeros(mask.shape)
+    at = np.zeros(mask.shape, bool)
     width = dump.stored(f"{side}logits").shape[-1] if f"{side}logits" in dump else _head(dump, side).shape[-1]
-    layout, position = replay.layout, np.arange(mask.shape[1])
+    layout = replay.layout
+    position = np.arange(mask.shape[1])
     columns = replay.arrays["columns"] if "columns" in dump else position
     column_of = np.full(mask.shape[1] + 2, -1)
     column_of[columns] = np.arange(len(columns))
@@ -57,7 +61,8 @@ def log_softmax_at(
 
     Returns `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.
     """
-    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
+    z = settings.logit_scale * logits
+    e = abs(settings.logit_scale) * errors
     if settings.logits_dtype is not None:
         z = round_to(z, settings.logits_dtype)
     if settings.softcap is not None:
@@ -68,7 +73,8 @@ def log_softmax_at(
     z, e = z[:, : settings.vocab_size], e[:, : settings.vocab_size]
     if settings.top_p is not None:
         z = np.where(top_p_set(z, settings.top_p, ids), z, -np.inf)
-    positions, inside = np.arange(len(ids)), ids < z.shape[1]
+    positions = np.arange(len(ids))
+    inside = ids < z.shape[1]
     chosen = np.where(inside, ids, 0)
     distance = z - z.max(-1, keepdims=True)
     powers = np.exp(distance)
@@ -102,7 +108,8 @@ def _logits(dump: Dump, side: str, number: int, source: np.ndarray) -> tuple[np.
     if f"{side}logits" in dump:
         logits = dump.stored(f"{side}logits").part(number, source).astype(np.float64)
         return logits, np.zeros_like(logits)
-    stored, head = dump.stored(f"{side}hidden"), _head(dump, side)
+    stored = dump.stored(f"{side}hidden")
+    head = _head(dump, side)
     hidden = stored.part(number, source).astype(np.float64)
     logits = np.empty((len(hidden), head.shape[1]))
     magnitude = np.empty_like(logits)

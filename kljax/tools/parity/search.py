@@ -31,7 +31,8 @@ from kljax.tools.parity.stages import comparable, count_stages, reason_not_compa
 # Causes of one report, and ties that are kept.
 MAX_CAUSES, TIES = 4, 8
 # Positions of a batch up to which causes are tried on all rows; of a larger one, on a sample of rows.
-SMALL, SAMPLE = 1 << 14, 8
+SMALL = 1 << 14
+SAMPLE = 8
 # Numbers that show a dtype by their grid, or other rows and positions by their agreement.
 DISTINCT = 4
 # Digits that a number may have more than the simplest that mends as much.
@@ -54,7 +55,8 @@ DECIDING = {
 
 def make_report(batch: Replay) -> ParityReport:
     """Compares every field on all rows, and explains the differing ones."""
-    recipe, fields = batch.plan.recipe, comparable(batch)
+    recipe = batch.plan.recipe
+    fields = comparable(batch)
     differences = [compare_field(batch, name, recipe) for name in fields]
     judged = [*invariants_of(batch)]
     search = Search(batch, sample_of(batch, differences))
@@ -113,7 +115,8 @@ class Search:
     """
 
     def __init__(self, batch: Replay, rows: np.ndarray) -> None:
-        self.batch, self.replay = batch, batch.part(rows)
+        self.batch = batch
+        self.replay = batch.part(rows)
         self.sampled = self.replay is not batch
         # A scalar is of all rows.
         self.fields = [name for name in comparable(batch) if np.ndim(batch.arrays[name]) or not self.sampled]
@@ -130,7 +133,8 @@ class Search:
     def explain(self) -> list[Finding]:
         """Returns a finding for each field that differs once the causes of earlier ones are applied."""
         findings: list[Finding] = []
-        recipe, skipped = self.batch.plan.recipe, set[str]()
+        recipe = self.batch.plan.recipe
+        skipped = set[str]()
         while (first := self._first(recipe, skipped)) is not None:
             difference = compare_field(self.batch, first, recipe)
             source = next((name for name in skipped if _follows(first, name)), "")
@@ -227,7 +231,8 @@ class Search:
         if np.array_equal(before, after):
             return False
         recorded = np.asarray(self.replay.arrays[name], np.float64)
-        prediction, nonzero = self.replay.predict(name, recipe), recorded != 0
+        prediction = self.replay.predict(name, recipe)
+        nonzero = recorded != 0
         wrong = before & ~(np.abs(recorded - prediction.value) <= prediction.bound)
         if all(getattr(recipe, stage) == getattr(changed, stage) for stage in MASKS):
             # Rows or positions are moved, some of them to where nothing is recorded: the others show it, or those that
@@ -253,7 +258,8 @@ class Search:
 
     def _is_rounded(self, name: str, kind: str, recipe: Recipe) -> bool:
         """Whether one number is that of a recipe, rounded: chance has it on the grid once in 8,192 or 65,536 cases."""
-        recorded, prediction = np.asarray(self.replay.arrays[name], np.float64), self.replay.predict(name, recipe)
+        recorded = np.asarray(self.replay.arrays[name], np.float64)
+        prediction = self.replay.predict(name, recipe)
         if recorded.size != 1 or not recorded.any():
             return False
         low, high = (round_to(prediction.value + side * prediction.bound, kind) for side in (-1, 1))
@@ -261,7 +267,8 @@ class Search:
 
     def _fit(self, number: UnknownNumber, name: str, recipe: Recipe, skipped: set[str]) -> Cause | None:
         """Solves a number from a field, or in place of a scalar from the arrays after it that depend on the number."""
-        names, later = [name], [field for field in self._after(name, skipped) if number.stage in ORDER[field]]
+        names = [name]
+        later = [field for field in self._after(name, skipped) if number.stage in ORDER[field]]
         if self.replay.arrays[name].size == 1 and later and not self._unmoved(number, later, recipe):
             names = later
         cause = self._solve(number, names, recipe)

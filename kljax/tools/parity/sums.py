@@ -19,7 +19,8 @@ def token_weights(
 
     Returns `[B, T]` float64, of the rows of the replay.
     """
-    batch, rule = replay.batch, rule or MaskRule()
+    batch = replay.batch
+    rule = rule or MaskRule()
 
     def compute() -> np.ndarray:
         mask = apply_rule(batch.used_mask(recipe), rule, batch.layout)
@@ -69,7 +70,8 @@ def _weights_of_rows(batch: Replay, mask: np.ndarray, reduction: ReductionRecipe
         return kljax.token_weights(mask, group_ids=ids, **keywords, **numbers)
 
     weights = np.asarray(remembered(f"token_weights {keywords!r}", compute)(part, ids, numbers), np.float64)
-    count, per_row = part.sum(), part.sum(1, keepdims=True)
+    count = part.sum()
+    per_row = part.sum(1, keepdims=True)
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)
     result = np.zeros(mask.shape)

@@ -92,7 +92,8 @@ def _entry_lines(args: argparse.Namespace) -> Iterable[str]:
     uses = [] if selected else find_option(args.option or args.name)
     if uses and args.option and args.name:
         named = [entry for use in uses for entry in use.entries if args.name == entry.name and not use.argument]
-        selected, uses = named, [] if named else uses
+        selected = named
+        uses = [] if named else uses
     if uses and not args.json:
         return text.of_option(uses)
     selected = selected or list({id(entry): entry for use in uses for entry in use.entries}.values())

@@ -88,7 +88,8 @@ def _identity(entry: Entry) -> Any:
 
 
 def _in_words(name: str, kind: str, group: Sequence[Entry]) -> Iterator[str]:
-    distinct, systems = meanings(group), {entry.system for entry in group}
+    distinct = meanings(group)
+    systems = {entry.system for entry in group}
     count = "1 meaning" if len(distinct) == 1 else f"{len(distinct)} meanings"
     yield f"{name} ({kind.replace('_', ' ')}): {count} in {len(systems)} of {len(SYSTEMS)} systems"
     for meaning in distinct:

@@ -782,7 +782,8 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: it is no mapping, cannot be parsed, or YAML has no parser here.
     """
-    suffix, text = path.suffix.lower(), path.read_text(encoding="utf-8")
+    suffix = path.suffix.lower()
+    text = path.read_text(encoding="utf-8")
     if suffix == ".toml":
         import tomllib
 

@@ -10,9 +10,12 @@ from kljax.systems._entry import Entry
 
 LOG_RATIOS = (-30.0, -2.7, -1.0, -0.1, 0.0, 1.0, 12.0)
 POLICY_LOG_RATIOS = (-1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0)
-OLD_LOG_PROB, LOG_WEIGHT = -1.5, 0.5
+OLD_LOG_PROB = -1.5
+LOG_WEIGHT = 0.5
 # A row of three tokens, one of a single token, one without; the first two share a prompt.
-MASK, PROMPTS, MAX_LENGTH = ((1, 1, 1), (1, 0, 0), (0, 0, 0)), (0, 0, 1), 4.0
+MASK = ((1, 1, 1), (1, 0, 0), (0, 0, 0))
+PROMPTS = (0, 0, 1)
+MAX_LENGTH = 4.0
 # The library's names for the log-probs of the policy that drew the tokens.
 SAMPLER_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "sampling_log_probs", "ref_log_probs")
 POLICY_LOSS_ARRAYS = (*SAMPLER_LOG_PROBS, "log_probs", "advantages", "mask", "key")

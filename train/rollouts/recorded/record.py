@@ -74,7 +74,8 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
 
 def _completion(record: Mapping[str, Any], prompt_ids: list[int], context: RunContext) -> tuple[list[int], bool]:
     """Returns the ids and `finished`, which defaults to whether the last id is an EOS id."""
-    tokenizer, finished = context.tokenizer, _read_field(record, "finished", bool, "true or false")
+    tokenizer = context.tokenizer
+    finished = _read_field(record, "finished", bool, "true or false")
     ids = _ids(record, "completion_ids", context)
     if ids is not None:
         return ids, _ended(ids, tokenizer) if finished is None else finished

@@ -33,7 +33,8 @@ class TokenTexts:
         texts = self._texts[ids].tolist()
         if None not in texts:
             return texts
-        decode, last = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, len(ids) - 1
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        last = len(ids) - 1
         return [decode(self._bytes[number], index == last) for index, number in enumerate(ids)]
 
 
@@ -91,7 +92,8 @@ def make_table(rows: TokenRows, texts: TokenTexts) -> "pyarrow.Table":
 
     arrays = rows.arrays
     token_mask, completion_mask = arrays["token_mask"], arrays["completion_mask"]
-    prompt_mask, tokens = token_mask & ~completion_mask, arrays["tokens"]
+    prompt_mask = token_mask & ~completion_mask
+    tokens = arrays["tokens"]
     columns: dict[str, Any] = pyarrow.Table.from_pylist(list(rows.rows)).to_pydict() if rows.rows else {}
     table = {name: pyarrow.array(values) for name, values in columns.items()}
     table["prompt_ids"] = _lists(tokens, prompt_mask)

@@ -69,7 +69,8 @@ def import_gguf(file: str | Path, target: str | Path, *, dtype: str = "float32")
         raise ValueError(f"{file}: {error}") from None
     tensors = match_tensors(header, model)
     vocabulary = read_vocabulary(header)
-    rows, size = mapping["vocab_size"], vocabulary.tokenizer.get_vocab_size()
+    rows = mapping["vocab_size"]
+    size = vocabulary.tokenizer.get_vocab_size()
     if size > rows:
         raise ValueError(f"{file}: tokenizer.ggml.tokens: got {size} tokens, but the embeddings have {rows} rows")
     stored = jnp.dtype(dtype)
@@ -93,7 +94,8 @@ def _rounded(
         with np.errstate(over="ignore", invalid="ignore"):
             stored = values.astype(dtype, copy=False)
         if not np.isfinite(stored).all():
-            count, kind = int((~np.isfinite(stored)).sum()), tensor.kind.name
+            count = int((~np.isfinite(stored)).sum())
+            kind = tensor.kind.name
             raise ValueError(
                 f"{file}: the tensor {tensor.name!r} of type {kind} has {count:,} values that are not finite"
             )

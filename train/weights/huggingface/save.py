@@ -208,7 +208,8 @@ def _arrays(
     # A kernel in int8 becomes a float of `param_dtype`; merging rounds once, to the dtype of the files.
     stored = Decoder(dataclasses.replace(model.config, param_dtype="float32" if dtype.itemsize > 2 else "bfloat16"))
     for _, mapping, index in pieces:
-        leaf, adapter = _subtree(policy.params, mapping.path), _subtree(policy.adapter, mapping.path[:-1])
+        leaf = _subtree(policy.params, mapping.path)
+        adapter = _subtree(policy.adapter, mapping.path[:-1])
         if index:
             leaf = jax.tree.map(lambda x, n=index: _matrix(x, n), leaf)
             if adapter is not None and mapping.path[-1] == "kernel":
