@@ -52,6 +52,8 @@ def explain(loaded: LoadedConfig) -> str:
     lines += ["", f"reduction: {REDUCTIONS[config.loss.aggregation]}"]
     used = ["aggregation"] + (["max_length"] if config.loss.max_length is not None else [])
     lines += _fields(loaded, "loss", config.loss, [*used, "empty_rows"])
+    if config.loss.entropy_aggregation is not None:
+        lines += ["", f"entropy bonus, reduced by itself: {REDUCTIONS[config.loss.entropy_aggregation]}"]
     for name in ("reward", "loss", "advantage"):
         lines += _kl(loaded, name, getattr(config.kl, name))
     if config.kl.rollout.coef > 0:

@@ -272,8 +272,9 @@ def follows_policy(config: Config) -> bool:
 
 
 def divides_by_length(config: Config) -> bool:
-    """Whether the reduction of the loss or of its KL divides by `loss.max_length`."""
-    return "seq_mean_token_sum_norm" in (config.loss.aggregation, config.kl.loss.aggregation)
+    """Whether the reduction of the loss, of its KL or of the entropy bonus divides by `loss.max_length`."""
+    own = (config.kl.loss.aggregation, config.loss.entropy_aggregation)
+    return "seq_mean_token_sum_norm" in (config.loss.aggregation, *own)
 
 
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:

@@ -19,6 +19,7 @@ from train.config.kl import KL, LossKL, RewardKL
 from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.schema import Config, LogProbs
+from train.config.types import Aggregation, EmptyRows
 from train.models import Decoder
 from train.models.packing import PackedRows
 from train.rl import algorithms
@@ -100,37 +101,41 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
     return {name: jnp.asarray(value, float) for name, value in values.items()} | steered
 
 
-def token_weights(plan: Plan, loss: Loss, batch: Batch, term: LossKL | None = None) -> Array:
+def token_weights(
+    plan: Plan, loss: Loss, batch: Batch, mode: Aggregation | None = None, empty_rows: EmptyRows | None = None
+) -> Array:
     """Computes the token weights of one optimizer batch, before it is split into micro-batches.
 
     Args:
       plan: has the number of prompts.
       loss: says how to reduce.
       batch: the rows of the optimizer batch.
-      term: a KL with a reduction of its own, whose weights are computed then.
+      mode: the reduction of a term with one of its own; None takes that of the loss.
+      empty_rows: likewise.
     """
-    section = loss if term is None else term
-    mode = section.aggregation or loss.aggregation
+    mode = mode or loss.aggregation
     prompts = mode == "prompt_mean"
     return kljax.token_weights(
         loss_mask(loss, batch),
         mode=mode,
-        # The KL may have another reduction than the loss, and only this one divides by a length.
+        # A term may have another reduction than the loss, and only this one divides by a length.
         max_length=loss.max_length if mode == "seq_mean_token_sum_norm" else None,
         group_ids=batch.group_ids if prompts else None,
         num_groups=plan.num_groups if prompts else None,
-        empty_rows=section.empty_rows,
+        empty_rows=empty_rows or loss.empty_rows,
     )
 
 
 def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Batch:
-    """Adds the token weights of the loss, and of its KL if that has a reduction of its own."""
-    separate = "loss" in plan.controllers and term.aggregation is not None
-    return dataclasses.replace(
-        batch,
-        token_weights=token_weights(plan, loss, batch),
-        kl_token_weights=token_weights(plan, loss, batch, term) if separate else None,
-    )
+    """Adds the token weights of the loss, and those of its KL and of the entropy bonus with reductions of their own."""
+    batch = dataclasses.replace(batch, token_weights=token_weights(plan, loss, batch))
+    if "loss" in plan.controllers and term.aggregation is not None:
+        weights = token_weights(plan, loss, batch, term.aggregation, term.empty_rows)
+        batch = dataclasses.replace(batch, kl_token_weights=weights)
+    if loss.entropy_aggregation is not None:
+        weights = token_weights(plan, loss, batch, loss.entropy_aggregation)
+        batch = dataclasses.replace(batch, entropy_token_weights=weights)
+    return batch
 
 
 def make_preparation(plan: Plan) -> Preparation:
@@ -383,7 +388,8 @@ def _terms(
         scale["rollout_kl"] = coefs["rollout_kl"]
     if section.has_entropy_term():
         terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
-    term_weights = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
+    own_weights = {"kl": batch.kl_token_weights, "entropy": batch.entropy_token_weights}
+    term_weights = {name: own for name, own in own_weights.items() if own is not None}
     weighted = {name: kljax.masked(term, kept_mask) * term_weights.get(name, weights) for name, term in terms.items()}
     return _Terms(stats, weighted, terms["kl"] if plan.steers_loss else None), scale
 

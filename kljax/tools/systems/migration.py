@@ -141,9 +141,9 @@ def _trl_scale(value: Any, _: Values) -> Mapping[str, Any]:
 def _trl_entropy(value: Any, values: Values) -> Mapping[str, Any]:
     if not value:
         return {}
-    if values["loss_type"] not in TRL_TOKEN_MEANS:
-        raise NotExpressed("TRL's is a mean over tokens whatever the loss, and loss.aggregation here holds for both")
-    return {"loss.entropy_coef": value}
+    if values["loss_type"] in TRL_TOKEN_MEANS:
+        return {"loss.entropy_coef": value}
+    return {"loss.entropy_coef": value, "loss.entropy_aggregation": "token_mean"}
 
 
 def _trl_adaptive(value: Any, values: Values) -> Mapping[str, Any]:
@@ -235,7 +235,13 @@ TRL = (
     ForeignOption("beta", ("kl.loss.coef",), 0.0, "", _trl_kl),
     ForeignOption("use_bias_correction_kl", ("kl.loss.importance_corrected",), True, "", lambda *_: {}),
     ForeignOption("scale_rewards", ("advantage.type",), "group", "", _trl_scale),
-    ForeignOption("entropy_coef", ("loss.entropy_coef",), 0.0, "where the loss is a mean over tokens", _trl_entropy),
+    ForeignOption(
+        "entropy_coef",
+        ("loss.entropy_coef", "loss.entropy_aggregation"),
+        0.0,
+        "a mean over tokens, whatever the loss",
+        _trl_entropy,
+    ),
     ForeignOption("use_adaptive_entropy", ("loss.entropy_controller",), False, "", _trl_adaptive),
     ForeignOption("vllm_importance_sampling_correction", ("correction",), True, "with `use_vllm`", _trl_correction),
     same("num_generations", "rollout.samples_per_prompt", 8),

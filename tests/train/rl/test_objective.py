@@ -19,7 +19,7 @@ from train.config import types
 from train.config.plan import Layout, Plan
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
-from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights, with_token_weights
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -331,7 +331,20 @@ def test_loss_kl_has_its_reduction_beside_another(mode):
     batch = tiny.rollout_batch()
     mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
     expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
-    np.testing.assert_allclose(token_weights(Plan.of(config), config.loss, batch, config.kl.loss), expected, rtol=1e-6)
+    weighted = with_token_weights(Plan.of(config), config.loss, config.kl.loss, batch)
+    np.testing.assert_allclose(weighted.kl_token_weights, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, "token_mean", "seq_mean_token_mean"])
+def test_entropy_bonus_has_its_reduction_beside_another(mode):
+    """As TRL's, which is a mean over tokens whatever the loss."""
+    own = [] if mode is None else [f"loss.entropy_aggregation={mode}"]
+    config = tiny.config_of("loss={type: none, aggregation: seq_mean_token_mean}", "loss.entropy_coef=0.5", *own)
+    batch = with_token_weights(Plan.of(config), config.loss, config.kl.loss, batch_of())
+    mask, entropies = np.asarray(batch.completion_mask), measured()["entropy"]
+    per_row = np.where(mask, entropies, 0).sum(1)[mask.any(1)] / mask.sum(1)[mask.any(1)]
+    expected = entropies[mask].mean() if mode == "token_mean" else per_row.mean()
+    np.testing.assert_allclose(loss_of(config, batch)[0], -0.5 * expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ESTIMATED)

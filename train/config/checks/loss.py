@@ -123,7 +123,14 @@ def _rows_and_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
-def _entropy_controller(config: Config) -> Iterator[Problem]:
+def _entropy(config: Config) -> Iterator[Problem]:
+    if config.loss.entropy_aggregation is not None and not config.loss.has_entropy_term():
+        yield problem(
+            f"got {config.loss.entropy_aggregation}, but loss.entropy_coef is 0, so there is no entropy bonus; set "
+            "loss.entropy_coef, or leave it at null",
+            "loss.entropy_aggregation",
+            "loss.entropy_coef",
+        )
     coef, controller = config.loss.entropy_coef, config.loss.entropy_controller
     lowest = getattr(controller, "min_coef", coef)
     highest = getattr(controller, "max_coef", coef)
@@ -164,6 +171,6 @@ CHECKS = (
     _groups,
     _rows_and_tokens,
     _balance,
-    _entropy_controller,
+    _entropy,
     _whole_update,
 )

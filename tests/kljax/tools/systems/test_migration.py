@@ -136,10 +136,13 @@ def test_options_without_a_field_are_named() -> None:
     }
     translation = translate("trl", options)
     assert [name for name, _, _ in translation.not_expressed] == [
-        *("entropy_coef", "mask_truncated_completions", "top_entropy_quantile"),
+        *("mask_truncated_completions", "top_entropy_quantile"),
     ]
+    assert translation.fields["loss.entropy_aggregation"] == "token_mean"
     assert translation.unknown == ("new_option",)
-    assert translate("trl", options | {"loss_type": "dapo"}).fields["loss.entropy_coef"] == 0.02
+    dapo = translate("trl", options | {"loss_type": "dapo"}).fields
+    assert dapo["loss.entropy_coef"] == 0.02
+    assert "loss.entropy_aggregation" not in dapo
     named = [name for name, _, _ in translate("trl", options | {"loss_type": "bnpo"}).not_expressed]
     assert named[0] == "gradient_accumulation_steps"
 
