@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import kljax
+from tests import selection
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -53,6 +54,15 @@ def test_workflow_has_both_pythons(workflow):
     (job,) = yaml.safe_load((WORKFLOWS / f"{workflow}.yml").read_text())["jobs"].values()
     (setup,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
     assert setup["python-version"].split() == ["3.12", "3.11"]
+
+
+def test_tests_that_make_test_leaves_out_exist():
+    names = selection.read_names()
+    assert len(set(names)) == len(names)
+    for name in names:
+        file, _, test = name.partition("[")[0].partition("::")
+        assert (ROOT / file).exists(), name
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), name
 
 
 def test_hooks_use_the_locked_environment():
