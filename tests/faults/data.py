@@ -228,7 +228,6 @@ PARQUET: dict[str, Run] = {
     "an empty file": _not_parquet(b""),
     "a NaN reward": parquet([row(0, 0, reward=float("nan"))], "rewards.reward: got nan"),
     "a reward over float32": parquet([row(0, 0, reward=1e39)], "rewards.reward: got 1e+39"),
-    "a null among log-probs": parquet([row(0, 0, log_probs=[None, -1.0, -1.0])], "log_probs: got [None"),
     "a null among ids": parquet([row(0, 0, completion_ids=[None, 1, 257])], "completion_ids: got [None"),
     "ids that are floats": parquet([row(0, 0, completion_ids=[0.0, 0.0, 257.0])], "completion_ids: got [0.0"),
     "ids that are text": parquet([row(0, 0, completion_ids=["a", "b", "c"])], "completion_ids: got ['a'"),
