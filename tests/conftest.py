@@ -40,8 +40,8 @@ class MarkTests:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Adds the mark `more`."""
-        selection.mark_more(items)
+        """Adds the marks of the lists of tests."""
+        selection.add_marks(items)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,8 @@
-"""The tests that `make test` leaves to `make test-all`: those of `more.txt`, whose statement has a cheaper test too.
+"""The tests that `make test` leaves to others, by two lists beside this file.
 
-`make test-all ARGS="-p tests.cpu_times"` measures what each test costs, and `python -m tests.mutants` whether
-`make test` still notices what `make test-all` does.
+Those of `more.txt` run by `make test-all`, as in CI; those of `nightly.txt` by `make test-thorough`, as in CI at night.
+What they state has a cheaper test too. `make test-all ARGS="-p tests.cpu_times"` measures what each test costs, and
+`python -m tests.mutants` whether `make test` still notices what `make test-all` does.
 """
 
 from collections.abc import Iterable
@@ -9,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).with_name("more.txt")
+MARKS = {"more": "more.txt", "thorough": "nightly.txt"}
 
 
-def read_names() -> list[str]:
-    """Reads the lines of the list: a test with its parameters, a test with all of them, or a file."""
-    lines = (line.strip() for line in FILE.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+def read_names(mark: str) -> list[str]:
+    """Reads the list of a mark: tests with their parameters, tests with all of them, and files."""
+    text = Path(__file__).with_name(MARKS[mark]).read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def mark_more(items: Iterable[pytest.Item]) -> None:
-    """Marks the tests of the list `more`."""
-    names = set(read_names())
+def add_marks(items: Iterable[pytest.Item]) -> None:
+    """Marks the tests of the lists."""
+    names = {mark: set(read_names(mark)) for mark in MARKS}
     for item in items:
-        file = item.nodeid.partition("::")[0]
-        if names & {item.nodeid, item.nodeid.partition("[")[0], file}:
-            item.add_marker(pytest.mark.more)
+        of_item = {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
+        for mark, listed in names.items():
+            if listed & of_item:
+                item.add_marker(mark)
