@@ -1,7 +1,6 @@
 """Files at the root that other programs read: CI, hooks, templates and the citation agree with the project."""
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -23,7 +22,7 @@ FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") 
 def make_targets(script: str) -> set[str]:
     """Returns the targets that the commands of a script call."""
     lines = re.findall(r"(?:^|\$\(|[;{)]) *make ([^\n;)]*)", script, re.M)
-    return {word for line in lines for word in shlex.split(line) if re.fullmatch("[a-z][a-z-]*", word)}
+    return {word for line in lines for word in line.split() if re.fullmatch("[a-z][a-z-]*", word)}
 
 
 def test_ci_script_calls_existing_targets():
@@ -63,7 +62,8 @@ def test_tests_that_make_test_leaves_out_exist(mark):
     for name in names:
         file, _, test = name.partition("[")[0].partition("::")
         assert (ROOT / file).exists(), name
-        assert not test or f"def {test}(" in (ROOT / file).read_text(), name
+        # A doctest has the name of what it documents.
+        assert file.startswith("kljax/") or not test or f"def {test}(" in (ROOT / file).read_text(), name
 
 
 def test_hooks_use_the_locked_environment():
