@@ -56,7 +56,7 @@ def _expanded_path(text: str) -> str:
 # has the names to suggest.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
-# Sizes that memory bounds: larger ones are slips of the pen, and would end in the allocator.
+# Sizes that memory bounds: larger values are typos that would run out of memory.
 Size = Annotated[int, Field(ge=1, le=10**6)]
 EvenSize = Annotated[int, Field(ge=2, le=10**6, multiple_of=2)]
 Length = Annotated[int, Field(ge=1, le=10**7)]

@@ -278,7 +278,7 @@ def head(model: Decoder, params: Tree) -> jax.Array:
 
 
 def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype], jax.Array]:
-    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the cap of the model.
+    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the final soft-capping of logits.
 
     A large tied head is read as it is stored. A small one on a CPU is transposed once, outside the loop of decode
     steps. The choice depends on shapes alone, so that a resumed run rounds as before on every machine.

@@ -1,4 +1,4 @@
-"""The guard of a run on the host: it reports skipped updates, answers limits, and saves finite states alone."""
+"""Reports skipped updates, acts when a limit is exceeded, and never saves a state that is not finite."""
 
 import dataclasses
 import functools
@@ -92,7 +92,7 @@ class Warnings:
 
 
 class StepGuard:
-    """Stands between the loop and the checkpoints.
+    """Checks metrics and state before each save.
 
     Attributes:
       checkpoints: the checkpoints of the run.
@@ -224,7 +224,7 @@ class StepGuard:
         actions = int(state.guard.actions)
         reason = f"step {step}: {reason}"
         if guard.action == "stop" or actions == guard.max_actions:
-            often = "" if guard.action == "stop" else f", for the {actions + 1}. time (guard.max_actions)"
+            often = "" if guard.action == "stop" else f", {actions + 1} times so far (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")
         next_guard = _with(state.guard, actions=actions + 1)
