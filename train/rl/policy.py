@@ -132,7 +132,7 @@ def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) 
 
 
 def _compile_draw(init: Callable[[jax.Array], Tree], abstract: Tree) -> Callable[[jax.Array], Tree]:
-    """Compiles a draw on the devices that hold the values, which do not depend on them (partitionable threefry)."""
+    """Compiles a draw on the devices that will hold the values: equal values on any devices (partitionable threefry)."""
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
 
 
@@ -423,7 +423,7 @@ def fused_loss(
 
     Args:
       scored: the policy.
-      sequences: the rows, and the tokens of them that the loss is the sum of.
+      sequences: the rows; the loss is a sum over their scored tokens.
       token_loss: as in `kljax.token_loss_from_hidden`.
       per_token: its inputs, arrays [B, T] and scalars.
       temperature: the sampling temperature.

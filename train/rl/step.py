@@ -337,7 +337,7 @@ def _advance(
 def _advance_in_host_memory(
     optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
 ) -> tuple[Tree, Tree]:
-    """Does the same with moments in the memory of the host, of which the optimizer keeps the old ones."""
+    """As `_advance`, with moments in the memory of the host; a skipped update leaves them as they are."""
     update = optax.with_extra_args_support(optimizer).update
     return update(grads, state.opt_state, state.trainable, finite=applied)
 

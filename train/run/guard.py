@@ -61,7 +61,7 @@ def check_finite(tree: Tree, what: str) -> None:
 
 
 class Beyond(NamedTuple):
-    """A limit that a step has left: the message, how many times as large the value is, metrics that name a token."""
+    """A limit that a step exceeds: the message, how many times as large the value is, metrics that name a token."""
 
     reason: str
     factor: float
@@ -158,7 +158,7 @@ class StepGuard:
         """Returns the state to go on from after a step.
 
         Raises:
-          GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
+          GuardError: too many updates in a row were skipped, or a limit was exceeded and the run is to stop.
         """
         # The batch is not kept until the next step.
         name_token = self._name_token
@@ -202,11 +202,11 @@ class StepGuard:
         raise GuardError(f"{text}\nStep {step} is saved, with the weights from before; continue with --resume")
 
     def _beyond_limit(self, values: Mapping[str, float]) -> Beyond | None:
-        """Returns the limit that the step is furthest beyond; None if it is beyond none, or skips and skipped none."""
+        """Returns the limit that the step exceeds the most; None if none, or if the action is to skip and none was skipped."""
         exceeded = []
         for limit in limits(self._guard):
             for name in limit.metrics:
-                if name in values and limit.is_left_by(values[name]):
+                if name in values and limit.is_exceeded_by(values[name]):
                     reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
                     exceeded.append(Beyond(reason, _ratio(values[name], limit.number), limit.tokens))
         if self._guard.action == "skip":
@@ -301,7 +301,7 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, na
 
 
 def _quoted(text: str) -> str:
-    """Returns a short text on one line, in quotes; the end is what a token follows."""
+    """Returns the end of a text, which a token follows, on one line and in quotes."""
     return repr(text if len(text) <= SHOWN_PROMPT else f"...{text[-SHOWN_PROMPT:]}")
 
 
