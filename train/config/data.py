@@ -26,6 +26,8 @@ from train.config.types import (
     Weights,
 )
 
+HUB = "datasets:"
+"""Start of the name of a dataset that the library `datasets` loads, in place of a path."""
 GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
 # In bytes, the tokens of the byte-level tokenizer; other tokenizers need about a third.
 LENGTHS = {
