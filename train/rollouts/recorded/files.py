@@ -9,6 +9,7 @@ from train.config.errors import UserError
 from train.config.json_text import check_encoding, parse_json
 from train.data.parquet import drop_empty, read_table
 from train.rollouts.recorded.row_checks import RowCounter, take_check
+from train.rollouts.recording_format import check_table
 from train.weights.files import read_record, write_record
 
 COUNT = "count.sealed"
@@ -96,6 +97,10 @@ class ParquetFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._table = read_table(path, "rollout.source.path")
+        try:
+            check_table(self._table.schema.metadata)
+        except ValueError as error:
+            raise UserError(f"rollout.source.path: {path}: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         offset = 0
