@@ -43,7 +43,11 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def expanded_path(text: str, info: ValidationInfo) -> str:
-    """Puts the home directory in place of `~`, and the `start` of the context, if there is one, before other paths."""
+    """Puts the home directory in place of `~`, and the `start` of the context, if there is one, before other paths.
+
+    Raises:
+      ValueError: the text is an address, or a name in it is too long.
+    """
     if ADDRESS.match(text):
         raise ValueError("an address: mount the bucket, and name a folder of the mount")
     path = os.path.expanduser(text)
