@@ -211,7 +211,7 @@ def resume_run(config: Config) -> RunDirectory:
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
-    check_inputs(run.inputs, config)
+    check_inputs(run.inputs, config, differing=differing)
     run.write_config(config, run.run_id)
     return run
 
