@@ -196,6 +196,9 @@ def limits(guard: Guard) -> Iterator[Limit]:
 def is_beyond(guard: Guard, metrics: Mapping[str, Any]) -> jax.Array:
     """Tells, in a compiled program, whether the metrics of a whole update are beyond a limit."""
     left = [
-        limit.is_exceeded_by(metrics[name].value()) for limit in limits(guard) for name in limit.metrics if name in metrics
+        limit.is_exceeded_by(metrics[name].value())
+        for limit in limits(guard)
+        for name in limit.metrics
+        if name in metrics
     ]
     return jnp.stack(left).any() if left else jnp.zeros((), bool)

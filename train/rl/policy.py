@@ -132,7 +132,7 @@ def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) 
 
 
 def _compile_draw(init: Callable[[jax.Array], Tree], abstract: Tree) -> Callable[[jax.Array], Tree]:
-    """Compiles a draw on the devices that will hold the values: equal values on any devices (partitionable threefry)."""
+    """Compiles a draw on the devices that will hold it; the values are equal on any (partitionable threefry)."""
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
 
 

@@ -202,7 +202,7 @@ class StepGuard:
         raise GuardError(f"{text}\nStep {step} is saved, with the weights from before; continue with --resume")
 
     def _beyond_limit(self, values: Mapping[str, float]) -> Beyond | None:
-        """Returns the limit that the step exceeds the most; None if none, or if the action is to skip and none was skipped."""
+        """Returns the limit that the step exceeds the most; None if none, or if it skips and nothing was skipped."""
         exceeded = []
         for limit in limits(self._guard):
             for name in limit.metrics:
