@@ -1,6 +1,5 @@
 """The directory of one run, and the rules for starting and resuming it. Files of other runs are never overwritten."""
 
-import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping
@@ -57,7 +56,6 @@ MAY_CHANGE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class RunDirectory(RunPaths):
     """The directory of a run, `<output>/<name>`, with its checks."""
 
