@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kljax.tools.parity.advantages import grouped
-from kljax.tools.parity.comparison import Invariant
 from kljax.tools.parity.numbers import tokens_of
 from kljax.tools.parity.positions import last_positions, shift_rows
 from kljax.tools.parity.replay import MissingFields, Replay
+from kljax.tools.parity.report import Invariant
 from kljax.tools.parity.rounding import UNITS
 
 # Estimators whose advantages sum to 0 in each group.
@@ -38,10 +38,10 @@ def invariants_of(replay: Replay) -> Iterator[tuple[str, Invariant]]:
 def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
     """The advantages of the rows of a group sum to 0 if an estimator centers them."""
     arrays = replay.arrays
-    call = replay.plan.calls.get("advantage")
+    call = replay.recipe.calls.get("advantage")
     if not {"advantages", "group_ids"} <= set(arrays) or call is None or call.function not in CENTERED:
         return
-    recipe = replay.plan.recipe
+    recipe = replay.recipe
     values = arrays["advantages"]
     # Advantages of other rows and steps after the comparison, such as a KL, are no deviations from a mean.
     if any(step.function != "broadcast_to_tokens" for step in call.then):
@@ -87,7 +87,7 @@ def _old_policy(replay: Replay) -> Iterator[Invariant]:
     if not {"first_log_probs", "old_log_probs"} <= set(replay.arrays) or not replay.arrays["mask"].any():
         return
     mean, size, slope, scale = _distance(replay, "old_log_probs", "first_log_probs")
-    forward = replay.plan.recipe.log_probs.forward or replay.dtype
+    forward = replay.recipe.log_probs.forward or replay.dtype
     text = f"old_log_probs: mean log-ratio of the policy at the first update {mean:.3g}, mean size {size:.3g} nats"
     if size <= max(SAME, UNITS_OF_PASS * UNITS[forward] * (1 + scale)):
         yield Invariant(text, True)
@@ -156,7 +156,7 @@ def _divisor(replay: Replay) -> Iterator[Invariant]:
     """A system's count of tokens is the number of trained tokens."""
     if "divisor" not in replay.arrays:
         return
-    reduction = replay.plan.recipe.reduction
+    reduction = replay.recipe.reduction
     tokens = int(replay.arrays["mask"].sum())
     count = float(replay.arrays["divisor"])
     if reduction.share != 1:
@@ -173,7 +173,7 @@ def _ratios(replay: Replay) -> Iterator[Invariant]:
     """Ratios that are all 1 show no clip, no cap and no old policy."""
     arrays = replay.arrays
     mask = replay.arrays["mask"]
-    if replay.plan.recipe.loss is None:
+    if "loss" not in replay.recipe.calls:
         return
     if "old_log_probs" not in arrays:
         yield Invariant("old_log_probs are not recorded: the policy is its own old policy, and every ratio is 1")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport, Residual
-from kljax.tools.parity.dump import write_dump
+from kljax.tools.parity.comparison import Residual
 from kljax.tools.parity.numbers import is_simple, simplest, solve_between, solve_linear
-from kljax.tools.parity.report import as_text
+from kljax.tools.parity.report import ParityReport, as_text
 from tests import other_seeds
 from tests.kljax.tools.parity.updates import HEADER, Plant, update
+from tests.parity import write_dump
 
 # What a short recorder does not have.
 SHORT = ("token_loss", "kl", "ratio", "weights", "entropy", "tokens", "prompt_lengths", "lengths")
