@@ -1,7 +1,7 @@
 """Causes of a difference: the choices of every stage that another system may have made. `numbers` solves numbers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
@@ -44,11 +44,14 @@ KL_ESTIMATORS: dict[str, Settings] = {
     "k3 clipped as low_var_kl": {"estimator": "low_var_kl"},
     "k3 with its value clipped at 10": {"estimator": "k3", "value_clip": 10.0},
 }
-KL_GRADIENTS = {
-    "value": "the KL's gradient is that of its estimator",
-    "k2": "the KL has the straight-through gradient of k2",
-    "none": "the KL has no gradient",
-}
+WEIGHTS: tuple[Choice, ...] = (
+    ("weights left out", "the policy loss leaves out the correction's weights", {"weights": 0}),
+    ("weights twice", "the policy loss has the correction's weights twice", {"weights": 2}),
+)
+GRADIENTS: tuple[Choice, ...] = (
+    ("KL detached", "the KL term has no gradient", {"through_kl": False}),
+    ("policy detached", "the policy loss has no gradient", {"through_policy": False}),
+)
 # Losses with two clips, by function.
 FAMILY = {
     "ppo_clip_loss": "PPO's, with a ratio per token",
@@ -98,27 +101,37 @@ class Cause:
         return recipe
 
 
-def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
-    """Makes a cause of one stage from keyword settings."""
-    return Cause(stage, name, text, ((stage, tuple(settings.items())),))
+def make(stage: str, name: str, text: str, settings: Settings) -> Cause:
+    """Makes a cause of one stage."""
+    changed = {key: (*value.items(),) if key == "arguments" else value for key, value in settings.items()}
+    return Cause(stage, name, text, ((stage, tuple(changed.items())),))
 
 
 def causes_of(replay: Replay, recipe: Recipe) -> list[Cause]:
     """Lists every hypothesis about a dump, in the order of the data; causes that change nothing are left out."""
-    batch = replay.batch
-    causes = [*_masks(batch, "mask_rule", "recorded mask", recipe), *_scores(replay, recipe), *_ratios(replay)]
-    for section, choices in (("correction", _corrections), ("kl", _kl), ("advantage", _advantages), ("loss", _losses)):
-        if section in recipe.calls or (section == "kl" and recipe.kl.place):
-            causes += choices(batch if section == "advantage" else replay, recipe)
-    causes += [*_reductions(batch, recipe), *_masks(batch, "mask", "mask of the loss", recipe)]
-    if recipe.kl.place in ("loss", "reward"):
-        causes += _masks(batch, "kl_mask", f"mask of the KL in the {recipe.kl.place}", recipe)
-    for name, text, settings in (
-        ("KL detached", "the KL term has no gradient", {"through_kl": False}),
-        ("policy detached", "the policy loss has no gradient", {"through_policy": False}),
-        ("sign flipped", "the gradient has the other sign", {"scale": -recipe.gradient.scale}),
-    ):
-        causes.append(make("gradient", name, text, **settings))
+    batch, kl, sections = replay.batch, recipe.kl, recipe.calls
+    mask_rules = _masks(batch, "mask_rule", "recorded mask", recipe)
+    choices: list[tuple[str, Iterable[Choice]]] = [("mask_rule", mask_rules)]
+    for stage, side in (("log_probs", ""), ("reference", "ref_")):
+        if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
+            choices.append((stage, _scores(replay, side, getattr(recipe, stage))))
+    choices.append(("ratio", _ratios(replay)))
+    if "correction" in sections:
+        choices += [("correction", _corrections(replay, recipe)), ("loss", WEIGHTS)]
+    choices += [("kl", _kl(replay, recipe))] if kl.place else []
+    choices += [("advantage", _advantages(batch, recipe))] if "advantage" in sections else []
+    choices += [("loss", _losses(replay, recipe))] if "loss" in sections else []
+    causes = [make(stage, *choice) for stage, each in choices for choice in each]
+    if "loss" in sections and replay.call("loss", recipe).function in BY_ROW:
+        summed = (("loss", (("summed", True),)), *((("kl", (("ratio", "product"),)),) if kl.ratio == "row" else ()))
+        causes.append(Cause("loss", "ratio summed over the row", "the ratio is that of the whole row", summed))
+    causes += _reductions(batch, recipe)
+    choices = [("mask", _masks(batch, "mask", "mask of the loss", recipe))]
+    if kl.place in ("loss", "reward"):
+        choices.append(("kl_mask", _masks(batch, "kl_mask", f"mask of the KL in the {kl.place}", recipe)))
+    flipped = ("sign flipped", "the gradient has the other sign", {"scale": -recipe.gradient.scale})
+    choices.append(("gradient", (*GRADIENTS, flipped)))
+    causes += [make(stage, *choice) for stage, each in choices for choice in each]
     unique: dict[Recipe, Cause] = {}
     for cause in causes:
         changed = cause.apply(recipe)
@@ -127,7 +140,7 @@ def causes_of(replay: Replay, recipe: Recipe) -> list[Cause]:
     return list(unique.values())
 
 
-def _masks(batch: Replay, stage: str, title: str, recipe: Recipe) -> Iterator[Cause]:
+def _masks(batch: Replay, stage: str, title: str, recipe: Recipe) -> Iterator[Choice]:
     """Yields the faults of a mask that change it; of several that give the same mask, the first.
 
     An empty mask is left out: nothing would be compared, and every number explained.
@@ -151,211 +164,192 @@ def _masks(batch: Replay, stage: str, title: str, recipe: Recipe) -> Iterator[Ca
         outside = "in the reward" in title and (mask & ~base).any()
         if mask.tobytes() not in masks and not outside:
             masks.add(mask.tobytes())
-            yield make(stage, name, f"the {title} {text}", **settings)
+            yield name, f"the {title} {text}", settings
 
 
-def _scores(replay: Replay, recipe: Recipe) -> Iterator[Cause]:
-    """Yields other ways to score tokens, where logits or hidden states are recorded."""
-    for stage, side in (("log_probs", ""), ("reference", "ref_")):
-        if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
-            title = f"{side}log_probs"
-            for name, text, settings in _of_logits(getattr(recipe, stage)):
-                yield make(stage, name, f"{title} {text}", **settings)
-            for moved, where in SIDES:
-                text = f"{title} are moved by one position: moved by one ({where})"
-                yield make(stage, f"moved by one ({where})", text, moved=moved)
-            sources = ("log_probs", "old_log_probs", "rollout_log_probs") if side else ("ref_log_probs",)
-            for source in (name for name in sources if name in replay.arrays):
-                name = {"log_probs": "adapter on", "ref_log_probs": "adapter off"}.get(source, f"of {source}")
-                yield make(stage, name, f"{title} are {source}: those of another policy", source=source)
-
-
-def _of_logits(base: LogProbRecipe) -> Iterator[Choice]:
-    """Yields other ways from logits to log-probs."""
-    yield "temperature missing", "are not divided by the temperature", {"temperature": 1.0}
-    yield "temperature twice", "are divided by the temperature twice", {"temperature": base.temperature**2}
-    off = "are off by one: they read the logits"
+def _scores(replay: Replay, side: str, base: LogProbRecipe) -> Iterator[Choice]:
+    """Yields other ways to score tokens from recorded logits or hidden states."""
+    title = f"{side}log_probs"
+    yield "temperature missing", f"{title} are not divided by the temperature", {"temperature": 1.0}
+    twice = {"temperature": base.temperature**2}
+    yield "temperature twice", f"{title} are divided by the temperature twice", twice
+    off = f"{title} are off by one: they read the logits"
     yield "alignment off by one", f"{off} at the token's own position", {"shift": 1}
     yield "alignment off by one (back)", f"{off} two positions before the token", {"shift": -1}
-    yield "softcap left out", "leave out the cap of the logits", {"softcap": None}
-    yield "logit scale left out", "leave out the scale of the logits", {"logit_scale": 1.0}
-    yield "vocabulary padding", "count the padding of the vocabulary", {"vocab_size": None}
-    yield "no top-p renormalisation", "are of the whole vocabulary, not of top-p", {"top_p": None}
+    yield "softcap left out", f"{title} leave out the cap of the logits", {"softcap": None}
+    yield "logit scale left out", f"{title} leave out the scale of the logits", {"logit_scale": 1.0}
+    yield "vocabulary padding", f"{title} count the padding of the vocabulary", {"vocab_size": None}
+    yield "no top-p renormalisation", f"{title} are of the whole vocabulary, not of top-p", {"top_p": None}
     for top_p in (0.8, 0.9, 0.95, 0.99):
-        yield f"top-p {top_p} renormalised", f"are renormalised over the top-p set of {top_p}", {"top_p": top_p}
+        text = f"{title} are renormalised over the top-p set of {top_p}"
+        yield f"top-p {top_p} renormalised", text, {"top_p": top_p}
     for dtype in ("bfloat16", "float16"):
-        yield f"logits in {dtype}", f"come from logits rounded to {dtype}", {"logits_dtype": dtype}
+        yield f"logits in {dtype}", f"{title} come from logits rounded to {dtype}", {"logits_dtype": dtype}
+    for moved, where in SIDES:
+        text = f"{title} are moved by one position: moved by one ({where})"
+        yield f"moved by one ({where})", text, {"moved": moved}
+    for source in ("log_probs", "old_log_probs", "rollout_log_probs") if side else ("ref_log_probs",):
+        if source in replay.arrays:
+            name = {"log_probs": "adapter on", "ref_log_probs": "adapter off"}.get(source, f"of {source}")
+            yield name, f"{title} are {source}: those of another policy", {"source": source}
 
 
-def _ratios(replay: Replay) -> Iterator[Cause]:
+def _ratios(replay: Replay) -> Iterator[Choice]:
     """Yields other pairs of policies in the ratio."""
-    yield make("ratio", "direction swapped", "the ratio is exp(old - log_probs)", swapped=True)
+    yield "direction swapped", "the ratio is exp(old - log_probs)", {"swapped": True}
     for shift, where in SIDES:
         text = f"old_log_probs are off by one in the ratio: moved to the {where}"
-        yield make("ratio", f"old log-probs off by one ({where})", text, shift=shift)
+        yield f"old log-probs off by one ({where})", text, {"shift": shift}
     for old in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "log_probs"):
         if old in replay.arrays and not (old == "log_probs" and "old_log_probs" not in replay.arrays):
-            yield make("ratio", f"{old} as the old policy", f"{old} are the denominator of the ratio", old=old)
+            yield f"{old} as the old policy", f"{old} are the denominator of the ratio", {"old": old}
 
 
-def _corrections(replay: Replay, recipe: Recipe) -> Iterator[Cause]:
+def _corrections(replay: Replay, recipe: Recipe) -> Iterator[Choice]:
     """Yields other weights of the rollout correction."""
     call = replay.call("correction", recipe)
     names = {parameter.name for parameter in parameters(call)}
-    yield make("correction", "direction swapped", "the correction's ratio is rollout / old", swapped=True)
+    yield "direction swapped", "the correction's ratio is rollout / old", {"swapped": True}
     for argument, words in (("level", ("token", "sequence", "geometric")), ("mode", ("truncate", "mask", "clip"))):
         for word in words if argument in names else ():
-            text = f"the correction has the {argument} {word}"
-            yield make("correction", f"{argument} {word}", text, arguments=((argument, word),))
+            yield f"{argument} {word}", f"the correction has the {argument} {word}", {"arguments": {argument: word}}
     if call.arguments.get("upper") is not None:
-        yield make("correction", "no cap", "the correction's weights are not capped", arguments=(("upper", None),))
+        yield "no cap", "the correction's weights are not capped", {"arguments": {"upper": None}}
     for shift, where in SIDES:
         text = f"the sampler's log-probs are off by one in the correction: moved to the {where}"
-        yield make("correction", f"sampler off by one ({where})", text, shift=shift)
-    text = "the correction's weights are divided by their mean"
-    yield make("correction", "divided by their mean", text, normalized=True)
+        yield f"sampler off by one ({where})", text, {"shift": shift}
+    yield "divided by their mean", "the correction's weights are divided by their mean", {"normalized": True}
     for policy in ("log_probs", "old_log_probs", "ref_log_probs"):
         if policy in replay.arrays and policy != replay.array_name("correction", "log_probs"):
-            yield make("correction", f"of {policy}", f"the correction's ratio is {policy} / sampler", policy=policy)
-    yield make("correction", "weights squared", "the correction's weights are squared", weights=2)
-    yield make("loss", "weights left out", "the policy loss leaves out the correction's weights", weights=0)
-    yield make("loss", "weights twice", "the policy loss has the correction's weights twice", weights=2)
+            yield f"of {policy}", f"the correction's ratio is {policy} / sampler", {"policy": policy}
+    yield "weights squared", "the correction's weights are squared", {"weights": 2}
 
 
-def _kl(replay: Replay, recipe: Recipe) -> Iterator[Cause]:
+def _kl(replay: Replay, recipe: Recipe) -> Iterator[Choice]:
     """Yields other KL terms."""
     kl = recipe.kl
     plain = {"log_ratio_clip": None, "value_clip": None, "scale": 1.0}
     for name, settings in KL_ESTIMATORS.items():
-        yield make("kl", f"estimator {name}", f"the KL is {name}", **{**plain, **settings})
-    yield make("kl", "direction swapped", "the KL has its direction swapped: KL(ref || pi)", swapped=True)
+        yield f"estimator {name}", f"the KL is {name}", {**plain, **settings}
+    yield "direction swapped", "the KL has its direction swapped: KL(ref || pi)", {"swapped": True}
     for shift, where in SIDES:
         text = f"the reference's log-probs are off by one in the KL: moved to the {where}"
-        yield make("kl", f"reference off by one ({where})", text, shift=shift)
+        yield f"reference off by one ({where})", text, {"shift": shift}
     if kl.corrected:
-        yield make("kl", "importance ratio detached", "the KL's importance ratio is a constant", detached=True)
-        text = "the KL has the importance ratio of its row"
-        yield make("kl", "importance ratio of the row", text, ratio="row")
+        yield "importance ratio detached", "the KL's importance ratio is a constant", {"detached": True}
+        yield "importance ratio of the row", "the KL has the importance ratio of its row", {"ratio": "row"}
     if recipe.ratio.old in replay.arrays:
         flag = "importance ratio left out" if kl.corrected else "importance ratio multiplied"
-        yield make("kl", flag, f"the KL has its {flag}", corrected=not kl.corrected)
+        yield flag, f"the KL has its {flag}", {"corrected": not kl.corrected}
     samplers = [name for name in ("old_log_probs", "rollout_log_probs") if name in replay.arrays]
     for policy in ("log_probs", *samplers):
-        yield make("kl", f"of {policy}", f"the KL is that of {policy}", policy=policy)
+        yield f"of {policy}", f"the KL is that of {policy}", {"policy": policy}
     for reference in (*(["ref_log_probs"] if "ref_log_probs" in replay.arrays else []), *samplers):
-        yield make("kl", f"against {reference}", f"the KL is taken to {reference}", reference=reference)
-    for gradient, text in KL_GRADIENTS.items():
-        yield make("kl", f"gradient {gradient}", text, gradient=gradient)
+        yield f"against {reference}", f"the KL is taken to {reference}", {"reference": reference}
+    yield "gradient value", "the KL's gradient is that of its estimator", {"gradient": "value"}
+    yield "gradient k2", "the KL has the straight-through gradient of k2", {"gradient": "k2"}
+    yield "gradient none", "the KL has no gradient", {"gradient": "none"}
     usual = {"loss": ("reward", "old_log_probs"), "reward": ("loss", "log_probs")}
     if kl.place in usual and {"rewards", "group_ids", usual[kl.place][1]} <= set(replay.arrays):
         other, policy = usual[kl.place]
         text = f"the KL of {policy} is in the {other}, not in the {kl.place}"
-        yield make("kl", f"in the {other}, of {policy}", text, place=other, policy=policy)
+        yield f"in the {other}, of {policy}", text, {"place": other, "policy": policy}
     if kl.place == "advantage":
         text = "the KL in the advantage does not have its mean over the batch taken off"
-        yield make("kl", "not centered", text, centered=False)
+        yield "not centered", text, {"centered": False}
     if kl.place == "reward" and "advantage" in recipe.calls:
         text = "the KL is taken off the reward before the rewards of a group are compared"
-        yield make("kl", "taken off before the comparison", text, early=True)
-    yield make("kl", "coefficient missing", "the KL term has no coefficient", coef=1.0)
-    yield make("kl", "term missing", "the KL term is left out", coef=0.0)
-    yield make("kl", "coefficient twice", "the KL term has its coefficient squared", coef=kl.coef**2)
-    yield make("kl", "sign flipped", "the KL term has the other sign", coef=-kl.coef)
+        yield "taken off before the comparison", text, {"early": True}
+    yield "coefficient missing", "the KL term has no coefficient", {"coef": 1.0}
+    yield "term missing", "the KL term is left out", {"coef": 0.0}
+    yield "coefficient twice", "the KL term has its coefficient squared", {"coef": kl.coef**2}
+    yield "sign flipped", "the KL term has the other sign", {"coef": -kl.coef}
 
 
-def _advantages(batch: Replay, recipe: Recipe) -> Iterator[Cause]:
+def _advantages(batch: Replay, recipe: Recipe) -> Iterator[Choice]:
     """Yields other comparisons of rewards, and other treatments of advantages."""
     call = batch.call("advantage", recipe)
     names = {parameter.name for step, _ in steps(call) for parameter in parameters(step)}
     for ddof in (0, 1) if "ddof" in names else ():
         text = f"advantages divide by the standard deviation with ddof {ddof}"
-        yield make("advantage", f"ddof {ddof}", text, arguments=(("ddof", ddof),))
+        yield f"ddof {ddof}", text, {"arguments": {"ddof": ddof}}
     for scale in ("std", "batch_std", "mean", "none") if "scale" in names else ():
-        text = f"advantages are scaled by {scale}"
-        yield make("advantage", f"scale {scale}", text, arguments=(("scale", scale),))
+        yield f"scale {scale}", f"advantages are scaled by {scale}", {"arguments": {"scale": scale}}
     if call.arguments.get("eps") and call.arguments.get("scale", "std") in ("std", "batch_std"):
         text = "advantages add epsilon to the variance, under the root, not to the standard deviation"
-        yield make("advantage", "epsilon inside the root", text, root=True)
+        yield "epsilon inside the root", text, {"root": True}
     for other, title in (("rloo_advantages", "leave-one-out"), ("grpo_advantages", "of GRPO")):
         if call.function in ("grpo_advantages", "rloo_advantages") and call.function != other:
-            yield make("advantage", other, f"advantages are {title}", arguments=(("function", other),))
-    yield make("advantage", "sign flipped", "advantages have the other sign", scale=-1.0)
+            yield other, f"advantages are {title}", {"arguments": {"function": other}}
+    yield "sign flipped", "advantages have the other sign", {"scale": -1.0}
     seen = {grouped(batch)[0].tobytes()}
     for groups in GROUPINGS:
         ids = np.unique(grouped(batch, groups)[0], return_inverse=True)[1].astype(int).tobytes()
         if ids not in seen:
             seen.add(ids)
-            yield make("advantage", *GROUPS[groups], groups=groups)
+            yield *GROUPS[groups], {"groups": groups}
     if call.function in ("grpo_advantages", "rloo_advantages", "reinforce_plus_plus_baseline_advantages"):
         for center in CENTERS:
             title = CENTERED.get(center, f"centered on the {center}")
-            yield make("advantage", title, f"rewards are {title}", center=center)
+            yield title, f"rewards are {title}", {"center": center}
     text = "advantages are spread over the tokens: divided by the length of their row"
-    yield make("advantage", "divided by the length", text, per_length=True)
+    yield "divided by the length", text, {"per_length": True}
     if any(step.function == "masked_whiten" for step in call.then):
-        yield make("advantage", "not whitened", "advantages are not whitened", skip="masked_whiten")
+        yield "not whitened", "advantages are not whitened", {"skip": "masked_whiten"}
     for whiten in ("tokens", "rows"):
         for ddof, eps in ((1, 1e-8), (0, 1e-8), (1, 1e-6), (1, 1e-4)):
-            extra = "" if (ddof, eps) == (1, 1e-8) else f", ddof {ddof}, eps {eps:g}"
-            text = f"advantages are whitened again, over the {whiten}{extra}"
+            over = f"the {whiten}" if (ddof, eps) == (1, 1e-8) else f"the {whiten}, ddof {ddof}, eps {eps:g}"
             settings = {"whiten": whiten, "whiten_ddof": ddof, "whiten_eps": eps}
-            yield make("advantage", f"whitened again over the {whiten}{extra}", text, **settings)
+            yield f"whitened again over {over}", f"advantages are whitened again, over {over}", settings
 
 
-def _losses(replay: Replay, recipe: Recipe) -> Iterator[Cause]:
+def _losses(replay: Replay, recipe: Recipe) -> Iterator[Choice]:
     """Yields other policy losses."""
     call = replay.call("loss", recipe)
     value = {parameter.name: call.arguments.get(parameter.name, parameter.default) for parameter in parameters(call)}
-    changes: list[tuple[str, str, str, Any]] = []
-    if value.get("dual_clip") is not None:
-        changes.append(("no dual clip", "the policy loss has no dual clip", "dual_clip", None))
     if clips := clips_of(call):
-        changes.append(("no upper clip", "the policy loss is not clipped from above", "clip_high", 1e6))
         yield from _clips(call, *clips)
+    if value.get("dual_clip") is not None:
+        yield "no dual clip", "the policy loss has no dual clip", {"arguments": {"dual_clip": None}}
+    if clips:
+        yield "no upper clip", "the policy loss is not clipped from above", {"arguments": {"clip_high": 1e6}}
     if "log_ratio_clip" in value:
         bound = None if value["log_ratio_clip"] is not None else 20.0
         text = f"the log-ratio is {'not clipped' if bound is None else 'clipped at 20'}"
-        changes.append(("log-ratio clip", text, "log_ratio_clip", bound))
+        yield "log-ratio clip", text, {"arguments": {"log_ratio_clip": bound}}
     if value.get("max_ratio") is not None:
-        changes.append(("no cap of the ratio", "the ratio is not capped", "max_ratio", None))
+        yield "no cap of the ratio", "the ratio is not capped", {"arguments": {"max_ratio": None}}
     for parameter in parameters(call):
         name, words = parameter.name, (True, False) if parameter.annotation is bool else ()
         if get_origin(parameter.annotation) is Literal:
             words = tuple(word for word in get_args(parameter.annotation) if "average" not in str(word))
-        changes += [(f"{name} {word}", f"the {name} of the policy loss is {word}", name, word) for word in words]
-    for name, text, argument, setting in changes:
-        if value[argument] != setting:
-            yield make("loss", name, text, arguments=((argument, setting),))
-    yield make("loss", "sign flipped", "the policy loss has the other sign", scale=-1.0)
-    if call.function in BY_ROW:
-        product = (("kl", (("ratio", "product"),)),) if recipe.kl.ratio == "row" else ()
-        text = "the ratio is that of the whole row"
-        yield Cause("loss", "ratio summed over the row", text, (("loss", (("summed", True),)), *product))
+        for word in (word for word in words if word != value[name]):
+            yield f"{name} {word}", f"the {name} of the policy loss is {word}", {"arguments": {name: word}}
+    yield "sign flipped", "the policy loss has the other sign", {"scale": -1.0}
     if call.function == "cispo_loss":
-        yield make("loss", "weight has a gradient", "the clipped ratio is differentiated, too", weight_gradient=True)
+        yield "weight has a gradient", "the clipped ratio is differentiated, too", {"weight_gradient": True}
 
 
-def _clips(call: Call, low: float, high: float) -> Iterator[Cause]:
+def _clips(call: Call, low: float, high: float) -> Iterator[Choice]:
     """Yields exchanged clips, and other losses with the same clips."""
     if low != high:
         text = f"the clips are exchanged: {high:g} below and {low:g} above"
-        yield make("loss", "clips exchanged", text, arguments=(("clip_low", high), ("clip_high", low)))
+        yield "clips exchanged", text, {"arguments": {"clip_low": high, "clip_high": low}}
     text = "the policy loss is not clipped, from below or above"
-    yield make("loss", "unclipped", text, arguments=(("clip_low", 0.999999), ("clip_high", 1e6)))
-    yield make("loss", "outside masked", "tokens whose ratio is beyond a clip are left out", outside="masked")
+    yield "unclipped", text, {"arguments": {"clip_low": 0.999999, "clip_high": 1e6}}
+    yield "outside masked", "tokens whose ratio is beyond a clip are left out", {"outside": "masked"}
     text = "the policy loss is -A log pi, without a ratio"
-    yield make("loss", "reinforce_loss", text, arguments=(("function", "reinforce_loss"),))
+    yield "reinforce_loss", text, {"arguments": {"function": "reinforce_loss"}}
     if call.function == "ppo_clip_loss":
-        text = "the clipped surrogate alone is taken, not the larger of both"
-        yield make("loss", "clipped alone", text, outside="clipped")
+        yield "clipped alone", "the clipped surrogate alone is taken, not the larger of both", {"outside": "clipped"}
         text = "the smaller of the clipped and the unclipped loss is taken, not the larger"
-        yield make("loss", "optimistic", text, flipped=True)
-        without = (("dual_clip", None),)
-        yield make("loss", "optimistic, no dual clip", f"{text}, without a dual clip", flipped=True, arguments=without)
+        yield "optimistic", text, {"flipped": True}
+        without = {"flipped": True, "arguments": {"dual_clip": None}}
+        yield "optimistic, no dual clip", f"{text}, without a dual clip", without
     for other, title in FAMILY.items() if call.function in FAMILY else ():
+        arguments = {"function": other, "clip_low": low, "clip_high": high}
         if other != call.function:
-            settings = (("function", other), ("clip_low", low), ("clip_high", high))
-            yield make("loss", other, f"the policy loss is {title}", arguments=settings)
+            yield other, f"the policy loss is {title}", {"arguments": arguments}
 
 
 def _reductions(batch: Replay, recipe: Recipe) -> Iterator[Cause]:
@@ -372,8 +366,8 @@ def _reductions(batch: Replay, recipe: Recipe) -> Iterator[Cause]:
         yield Cause("reduction", name, f"{title} {text}", changes)
         if both:
             text_alone = f"the reduction of the policy loss alone {text}"
-            alone.append(make("reduction", f"{name}, policy loss alone", text_alone, **settings))
-        alone.append(make("kl_reduction", name, f"the reduction of the KL term alone {text}", **settings))
+            alone.append(make("reduction", f"{name}, policy loss alone", text_alone, settings))
+        alone.append(make("kl_reduction", name, f"the reduction of the KL term alone {text}", settings))
     yield from alone if recipe.kl_reduction is not None else ()
 
 
