@@ -98,7 +98,7 @@ def _compare(name: str, replay: Replay, prediction: Prediction) -> Difference:
 def is_permuted(replay: Replay, name: str, recipe: Recipe) -> bool:
     """Tells whether the recorded numbers are the expected ones in another order, as of rows that were shuffled."""
     recorded = replay.arrays[name]
-    if recorded.ndim == 0 or replay is not replay.batch:
+    if recorded.ndim == 0 or recorded.dtype == bool or replay is not replay.batch:
         return False
     prediction = replay.predict(name, recipe)
     _, bound, at = offsets(recorded, prediction)

@@ -231,8 +231,8 @@ class Dump:
         limits |= dict.fromkeys(("prompt_lengths", "lengths"), self.sizes["T"])
         for name in self:
             field = field_of(name)
-            values = self.stored(name).part(...) if field.axes in ("BT", "B") else np.zeros(0)
-            used = trained if values.ndim == 2 else trained.any(-1)
+            values = self.stored(name).part(...) if field.axes in ("BT", "B") or name == "divisor" else np.zeros(0)
+            used = {2: trained, 1: trained.any(-1), 0: True}[values.ndim]
             if name in limits:
                 _refuse(name, values, used & ((values < 0) | (values > limits[name])), f"0 to {limits[name]}")
             elif values.size and not field.whole_numbers:
@@ -245,8 +245,8 @@ def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, expected: str) -> 
     """Refuses an array with a wrong number, naming the first."""
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        place = f"(row, token) {where}" if len(where) == 2 else f"row {where[0]}"
-        raise DumpError(f"{name}: got {values[where]} at {place}, expected {expected}")
+        place = "".join([f" at (row, token) {where}"] if len(where) == 2 else [f" at row {row}" for row in where])
+        raise DumpError(f"{name}: got {values[where]}{place}, expected {expected}")
 
 
 def open_dump(path: str | pathlib.Path) -> Dump:

@@ -37,28 +37,26 @@ def invariants_of(replay: Replay) -> Iterator[tuple[str, Invariant]]:
 
 def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
     """The advantages of the rows of a group sum to 0 if an estimator centers them."""
-    arrays = replay.arrays
+    arrays, mask = replay.arrays, replay.arrays["mask"]
     call = replay.recipe.calls.get("advantage")
     if not {"advantages", "group_ids"} <= set(arrays) or call is None or call.function not in CENTERED:
         return
-    recipe = replay.recipe
-    values = arrays["advantages"]
     # Advantages of other rows and steps after the comparison, such as a KL, are no deviations from a mean.
     if any(step.function != "broadcast_to_tokens" for step in call.then):
         return
+    values = arrays["advantages"]
     if values.ndim > 1:
-        if not arrays["mask"].any(1).all():
-            return
-        first = arrays["mask"].argmax(1)[:, None]
-        values, rows = np.take_along_axis(values, first, 1)[:, 0], values
-        if np.where(arrays["mask"], rows != values[:, None], False).any():
+        values = np.take_along_axis(values, mask.argmax(1)[:, None], 1)[:, 0]
+        if not mask.any(1).all() or (mask & (arrays["advantages"] != values[:, None])).any():
             return
     ids, _, complete = grouped(replay)
     sums = np.bincount(ids, values)
     sizes = np.bincount(ids, np.abs(values))
     try:
-        bounds = replay.predict("advantages", recipe).bound
-        bound = np.bincount(ids, bounds if bounds.ndim == 1 else bounds.max(1)) + replay.unit("loss", recipe) * sizes
+        bounds = replay.predict("advantages", replay.recipe).bound
+        bound = (
+            np.bincount(ids, bounds if bounds.ndim == 1 else bounds.max(1)) + replay.unit("loss", replay.recipe) * sizes
+        )
     except MissingFields:
         # Without the rewards, how far their mean was rounded is unknown.
         bound = 1e-3 * sizes
@@ -94,14 +92,12 @@ def _old_policy(replay: Replay) -> Iterator[Invariant]:
         return
     mask, first, old = (replay.arrays[name] for name in ("mask", "first_log_probs", "old_log_probs"))
     inner = mask & shift_rows(mask, 1) & shift_rows(mask, -1)
-    moved = [where for by, where in ((1, "right"), (-1, "left")) if _near(shift_rows(first, by)[inner], old[inner])]
-    reason = f"they are moved by one position to the {moved[0]}" if moved else "other tokens, temperature or weights"
+    reason = "other tokens, temperature or weights"
+    for by, where in ((1, "right"), (-1, "left")):
+        distance = np.abs(shift_rows(first, by) - old)[inner]
+        if distance.size >= 4 and distance.mean() <= 0.1 * np.abs(old[inner]).mean():
+            reason = f"they are moved by one position to the {where}"
     yield Invariant(f"{text}, slope {slope:.3g}; it is 0: {reason}", False)
-
-
-def _near(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays of log-probs are of one policy."""
-    return first.size >= 4 and float(np.abs(first - second).mean()) <= 0.1 * float(np.abs(second).mean())
 
 
 def _sampler(replay: Replay) -> Iterator[Invariant]:

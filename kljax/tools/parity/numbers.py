@@ -212,6 +212,11 @@ def tokens_of(batch: Replay, count: int) -> str:
     return f", as many as {' or '.join(names)}" if names and count != mask.sum() else ""
 
 
+def _agrees(evaluate: Evaluate, value: float) -> bool:
+    residual = evaluate(value)
+    return residual is not None and residual.agrees
+
+
 def _is_proved(evaluate: Evaluate, value: float, before: Residual) -> bool:
     """Tells whether more results than one show the number, or whether it is too simple for chance."""
     if (np.abs(before.units) > 1).sum() > 1:
@@ -243,8 +248,7 @@ def solve_linear(evaluate: Evaluate, start: float, other: float) -> float | None
         value = start + np.sum(weights / scale * first.difference[used] / width[used]) / np.sum(weights**2 / scale)
         if not np.isfinite(value):
             return None
-        residual = evaluate(float(value))
-        if residual is not None and residual.agrees:
+        if _agrees(evaluate, float(value)):
             return float(value)
         start = float(value)
         other = 2 * float(value) if value else 1.0
@@ -260,11 +264,9 @@ def solve_between(evaluate: Evaluate, grid: Sequence[float]) -> float | None:
     intervals = []
     for (low, first), (high, second) in itertools.pairwise(points):
         if np.isfinite(first.difference).all() or np.isfinite(second.difference).all():
-            missed = _missed(first.units, second.units)
-            if missed <= MISSED:
-                intervals.append((missed, low, high, first.units, second.units))
-    for _, low, high, below, above in sorted(intervals, key=lambda interval: interval[0])[:2]:
-        solution = _bisect(evaluate, low, high, below, above)
+            intervals.append((_missed(first.units, second.units), low, high, first.units, second.units))
+    for missed, low, high, below, above in sorted(intervals, key=lambda interval: interval[0])[:2]:
+        solution = _bisect(evaluate, low, high, below, above) if missed <= MISSED else None
         if solution is not None:
             return solution
     return None
@@ -304,20 +306,17 @@ def _bisect(evaluate: Evaluate, low: float, high: float, first: np.ndarray, seco
 
 def agreeing_interval(evaluate: Evaluate, value: float, grid: Sequence[float]) -> tuple[float, float] | None:
     """Returns the interval of values that agree, such as the thresholds between two ratios."""
-
-    def agrees(at: float) -> bool:
-        residual = evaluate(at)
-        return residual is not None and residual.agrees
-
-    if not value or not (agrees(0.99 * value) or agrees(1.01 * value)):
+    if not value or not (_agrees(evaluate, 0.99 * value) or _agrees(evaluate, 1.01 * value)):
         return None
     ends = []
     for outside in (min(grid), max(grid)):
         inside, limit = value, outside
-        for _ in range(0 if agrees(outside) else 20):
+        if _agrees(evaluate, outside):
+            inside = limit
+        for _ in range(20 if inside != limit else 0):
             middle = (inside + limit) / 2
-            inside, limit = (middle, limit) if agrees(middle) else (inside, middle)
-        ends.append(outside if agrees(outside) else inside)
+            inside, limit = (middle, limit) if _agrees(evaluate, middle) else (inside, middle)
+        ends.append(inside)
     return min(ends), max(ends)
 
 
@@ -328,10 +327,8 @@ def simplest(evaluate: Evaluate, value: float) -> float:
         if value and abs(value) < 1 and abs(1 / value) < 4096.5 and digits >= 2:
             candidates.append(1 / round(1 / value))
         for candidate in candidates:
-            if abs(candidate - value) <= 0.2 * abs(value):
-                residual = evaluate(candidate)
-                if residual is not None and residual.agrees:
-                    return candidate
+            if abs(candidate - value) <= 0.2 * abs(value) and _agrees(evaluate, candidate):
+                return candidate
     return value
 
 

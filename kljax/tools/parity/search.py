@@ -17,7 +17,7 @@ from kljax.tools.parity.replay import MissingFields, Replay
 from kljax.tools.parity.report import Difference, Finding, ParityReport
 from kljax.tools.parity.rounding import narrowest_dtype, round_to
 from kljax.tools.parity.routes import compare_routes, route_loads, uncompared_routes
-from kljax.tools.parity.stages import comparable, count_stages, reason_not_compared, recorded
+from kljax.tools.parity.stages import count_stages, recorded_results
 
 # Causes of one report, and ties that are kept.
 MAX_CAUSES, TIES = 4, 8
@@ -44,14 +44,15 @@ DECIDING = {
 
 def make_report(batch: Replay) -> ParityReport:
     """Compares every field on all rows, and explains the differing ones."""
-    fields = comparable(batch)
+    reasons = recorded_results(batch)
+    fields = [name for name, reason in reasons.items() if not reason]
     differences = [compare_field(batch, name, batch.recipe) for name in fields]
     judged = [*invariants_of(batch)]
     search = Search(batch, fields, sample_of(batch, differences))
     # A candidate may divide by 0 or overflow; it then does not agree.
     with np.errstate(all="ignore"):
         findings = search.explain() if any(not difference.agrees for difference in differences) else []
-    reasons = {name: reason_not_compared(batch, name) or "" for name in recorded(batch) if name not in fields}
+    reasons = {name: reason for name, reason in reasons.items() if reason}
     names = {difference.field for difference in differences if difference.compared}
     names |= {name for name, invariant in judged if invariant.holds is not None and name != "mask"}
     hidden = "undetermined by rounding, whose bounds are as large as the recorded numbers"
@@ -97,7 +98,8 @@ class Search:
     Attributes:
       batch: the replay of all rows.
       replay: that of the rows on which causes are tried.
-      fields: the fields that are compared there, in the order of the data.
+      compared: the fields that are compared on all rows, in the order of the data.
+      fields: those that are compared on the rows of `replay`.
       skipped: those of unknown cause.
       tried: how many causes were tried.
     """
@@ -107,6 +109,7 @@ class Search:
         self.replay = batch.part(rows)
         self.sampled = self.replay is not batch
         # A scalar is of all rows.
+        self.compared = fields
         self.fields = [name for name in fields if batch.arrays[name].ndim or not self.sampled]
         self.skipped: set[str] = set()
         self.tried = 0
@@ -141,7 +144,7 @@ class Search:
             else:
                 findings.append(self._unknown(difference, recipe, sources))
         # Fields that differ on other rows, or as a sum over all.
-        for name in comparable(self.batch) if self.sampled else ():
+        for name in self.compared if self.sampled else ():
             difference = compare_field(self.batch, name, recipe)
             if name not in self.skipped and not difference.agrees:
                 sources = self.skipped & {"kl", "token_loss", "loss"} if name == "grad_log_probs" else set()

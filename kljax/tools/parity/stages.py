@@ -28,26 +28,19 @@ def make_replay(dump: Dump, recipe: Recipe) -> Replay:
     return Replay(dump, recipe, STAGES)
 
 
-def recorded(replay: Replay) -> list[str]:
-    """Lists the recorded results, in the order of the data."""
-    unknown = [name for name in replay.arrays if name.startswith(METRIC) and name not in STAGES]
-    return [*(name for name in STAGES if name in replay.arrays), *unknown]
-
-
-def comparable(replay: Replay) -> list[str]:
-    """Lists the recorded results that can be recomputed, in the order of the data."""
-    return [name for name in recorded(replay) if reason_not_compared(replay, name) is None]
-
-
-def reason_not_compared(replay: Replay, name: str) -> str | None:
-    """Returns why a result cannot be recomputed, or None if it can."""
-    if name not in STAGES:
-        return f"no such metric here; known are {', '.join(losses.METRICS)}"
-    try:
-        next(replay.parts()).predict(name, replay.recipe)
-    except MissingFields as error:
-        return str(error)
-    return None
+def recorded_results(replay: Replay) -> dict[str, str]:
+    """Lists the recorded results in the order of the data, each with why it cannot be recomputed; empty if it can."""
+    others = {name: None for name in replay.arrays if name.startswith(METRIC)}
+    reasons = {name: "" for name in (STAGES | others) if name in replay.arrays}
+    for name in reasons:
+        if name not in STAGES:
+            reasons[name] = f"no such metric here; known are {', '.join(losses.METRICS)}"
+            continue
+        try:
+            next(replay.parts()).predict(name, replay.recipe)
+        except MissingFields as error:
+            reasons[name] = str(error)
+    return reasons
 
 
 def count_stages(replay: Replay, judged: set[str], reasons: dict[str, str]) -> StageCount:

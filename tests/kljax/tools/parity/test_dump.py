@@ -71,6 +71,7 @@ def test_safetensors_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
         ({"rows": np.array([3])}, r"rows: got \[3\], expected rows from 0 to 2"),
         ({"rewards": np.array([0.0, np.nan, 1.0])}, "rewards: got nan at row 1, expected a finite number"),
         ({"rewards": np.array([0.0, np.inf, 1.0])}, "rewards: got inf"),
+        ({"divisor": np.array(np.inf)}, "divisor: got inf, expected a finite number"),
         ({"advantages": np.full((3, 4), np.nan)}, r"advantages: got nan at \(row, token\) \(0, 0\)"),
         ({"advantages": np.full(3, np.nan)}, "advantages: got nan at row"),
         ({"lengths": np.array([4, 5, 4])}, "lengths: got 5 at row 1, expected 0 to 4"),

@@ -18,7 +18,7 @@ from kljax.tools.parity.dump import DumpError, open_dump
 from kljax.tools.parity.recipe import read_recipe
 from kljax.tools.parity.replay import MissingFields
 from kljax.tools.parity.report import ParityReport
-from kljax.tools.parity.stages import comparable, make_replay
+from kljax.tools.parity.stages import make_replay, recorded_results
 from tests import parity
 from tests.kljax.tools.parity.updates import EOS, PROMPT, Plant, mask_of, update
 from tests.parity import write_dump
@@ -88,7 +88,8 @@ def test_two_causes_together_raise_nothing(detail: str, tmp_path: pathlib.Path) 
         parity.write(dump, tmp_path / "dump.npz", detail=detail)
         opened = open_dump(tmp_path / "dump.npz")
         replay = make_replay(opened, read_recipe(opened))
-        recipe, fields = replay.recipe, comparable(replay)
+        recipe = replay.recipe
+        fields = [name for name, reason in recorded_results(replay).items() if not reason]
         causes = causes_of(replay, recipe)
         pairs = list(itertools.permutations(causes, 2))
         # Another function after which the others are applied, and some of all pairs.
@@ -122,6 +123,15 @@ def test_mask_rule_of_the_header_holds(tmp_path: pathlib.Path) -> None:
     for key, message in (("tool", "header.mask: got 'tool'"), ("shift", "header.mask: got 'shift'")):
         with pytest.raises(ValueError, match=message):
             report_of(tmp_path, header | {"mask": {key: False}}, fields | {"mask": right})
+
+
+def test_mask_of_unknown_cause_is_unknown(tmp_path: pathlib.Path) -> None:
+    arrays = update(Plant())
+    fields = {name: arrays[name] for name in ("log_probs", "tokens", "lengths", "prompt_lengths")}
+    mask = np.random.default_rng(0).random(arrays["mask"].shape) < 0.5
+    (finding,) = report_of(tmp_path, TRL | {"eos_id": EOS}, fields | {"mask": mask}).findings
+    assert not finding.explanations
+    assert "numbers differ" in finding.shape
 
 
 def test_tools_in_the_loss_alone_are_named(tmp_path: pathlib.Path) -> None:
