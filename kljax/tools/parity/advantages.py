@@ -14,6 +14,8 @@ from kljax.tools.parity.recipe import AdvantageStep, Kl, Recipe
 from kljax.tools.parity.replay import MissingFields, Prediction, Replay, run_call
 from kljax.tools.parity.rounding import PRODUCTS, accumulator, tree_height
 
+ByRewards = Callable[[np.ndarray], np.ndarray]
+"""The advantages as a function of the rewards of the rows."""
 # The group of each row, by its recorded group, numbered from 0, and its place before a shuffle.
 GROUPINGS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "recorded": lambda ids, places: ids,
@@ -82,7 +84,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     if step.center == "mean" and call.function in ("gae", "reinforce_plus_plus_returns"):
         bound = _bound_of_returns(call, arrays, value, unit, used)
     else:
-        bound = _bound(compute, rewards, ids, value, unit=unit, kl=charge)
+        bound = _bound(compute, rewards, ids, value, unit, kl=charge)
     if step.root:
         factor = _root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
@@ -230,13 +232,7 @@ def _bound_of_returns(
 
 
 def _bound(
-    compute: Callable[[np.ndarray], np.ndarray],
-    rewards: np.ndarray,
-    ids: np.ndarray,
-    value: np.ndarray,
-    *,
-    unit: float,
-    kl: np.ndarray,
+    compute: ByRewards, rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float, *, kl: np.ndarray
 ) -> np.ndarray:
     """Carries the rounding of the mean through a centred, scaled advantage, and that of a KL taken off after it.
 

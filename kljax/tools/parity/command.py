@@ -11,9 +11,10 @@ from kljax._files import check_output, write_output
 from kljax.tools.parity import report
 from kljax.tools.parity.dump import open_dump
 from kljax.tools.parity.recipe import read_recipe
+from kljax.tools.parity.replay import Replay
 from kljax.tools.parity.report import ParityReport
 from kljax.tools.parity.search import make_report
-from kljax.tools.parity.stages import make_replay
+from kljax.tools.parity.stages import STAGES
 
 EXIT_CODES = """\
 exit code: 0 if all agrees that the header has a section for; 1 if a field differs, an invariant is broken, or a stage
@@ -61,4 +62,4 @@ def compare(path: str | pathlib.Path, *, system: str | None = None) -> ParityRep
       ValueError: naming a field or a key of the header, as `open_dump` and `read_recipe`, or a refused setting.
     """
     dump = open_dump(path)
-    return make_report(make_replay(dump, read_recipe(dump, system)))
+    return make_report(Replay(dump, read_recipe(dump, system), STAGES))

@@ -38,6 +38,8 @@ HALVINGS = 32
 DIGITS = (1, 2, 3, 4, 5, 6)
 # The share of the differing results that an interval may miss, as those at a kink.
 MISSED = 0.1
+ResidualOf = Callable[[Recipe], Residual | None]
+"""The residual of some fields under a recipe; None if the library refuses its settings."""
 Evaluate = Callable[[float], Residual | None]
 """The residual at a value of a number; None if the library refuses the value."""
 
@@ -152,16 +154,12 @@ def _of_call(replay: Replay, recipe: Recipe, stage: str) -> Iterator[UnknownNumb
 
 
 def fit(
-    number: UnknownNumber,
-    replay: Replay,
-    recipe: Recipe,
-    residual: Callable[[Recipe], Residual | None],
-    before: Residual,
+    number: UnknownNumber, replay: Replay, recipe: Recipe, residual_of: ResidualOf, before: Residual
 ) -> Cause | None:
     """Solves a number from the residual of some fields under a recipe, which is `before` without a cause."""
 
     def evaluate(value: float) -> Residual | None:
-        return residual(number.cause(recipe, value).apply(recipe))
+        return residual_of(number.cause(recipe, value).apply(recipe))
 
     start = number.value_in(recipe)
     if number.grid:

@@ -1,8 +1,7 @@
 """The stages of an update in the order of the data, and which of them a dump has the inputs for."""
 
 from kljax.tools.parity import advantages, losses, policies
-from kljax.tools.parity.dump import METRIC, Dump
-from kljax.tools.parity.recipe import Recipe
+from kljax.tools.parity.dump import METRIC
 from kljax.tools.parity.replay import MissingFields, Replay, Stage
 from kljax.tools.parity.report import COUNTED, StageCount
 
@@ -21,11 +20,6 @@ STAGES: dict[str, Stage] = {
     "grad_log_probs": Stage(losses.gradient, (*_REDUCED, "gradient")),
     **{METRIC + name: Stage(metric, _REDUCED) for name, metric in losses.METRICS.items()},
 }
-
-
-def make_replay(dump: Dump, recipe: Recipe) -> Replay:
-    """Makes a replay of all stages and rows."""
-    return Replay(dump, recipe, STAGES)
 
 
 def recorded_results(replay: Replay) -> dict[str, str]:

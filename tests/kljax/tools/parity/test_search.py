@@ -16,9 +16,9 @@ from kljax.tools.parity.causes import causes_of
 from kljax.tools.parity.command import compare
 from kljax.tools.parity.dump import DumpError, open_dump
 from kljax.tools.parity.recipe import read_recipe
-from kljax.tools.parity.replay import MissingFields
+from kljax.tools.parity.replay import MissingFields, Replay
 from kljax.tools.parity.report import ParityReport
-from kljax.tools.parity.stages import make_replay, recorded_results
+from kljax.tools.parity.stages import STAGES, recorded_results
 from tests import parity
 from tests.kljax.tools.parity.updates import EOS, PROMPT, Plant, mask_of, update
 from tests.parity import write_dump
@@ -87,7 +87,7 @@ def test_two_causes_together_raise_nothing(detail: str, tmp_path: pathlib.Path) 
         (dump,) = [dump for dump in parity.dumps() if dump["name"] == name]
         parity.write(dump, tmp_path / "dump.npz", detail=detail)
         opened = open_dump(tmp_path / "dump.npz")
-        replay = make_replay(opened, read_recipe(opened))
+        replay = Replay(opened, read_recipe(opened), STAGES)
         recipe = replay.recipe
         fields = [name for name, reason in recorded_results(replay).items() if not reason]
         causes = causes_of(replay, recipe)

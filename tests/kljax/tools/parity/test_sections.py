@@ -15,7 +15,7 @@ from kljax.tools.parity.dump import DumpError, open_dump
 from kljax.tools.parity.recipe import read_recipe
 from kljax.tools.parity.replay import Replay
 from kljax.tools.parity.report import Difference
-from kljax.tools.parity.stages import make_replay, recorded_results
+from kljax.tools.parity.stages import STAGES, recorded_results
 from tests.parity import write_dump
 
 ROWS = 4
@@ -41,7 +41,7 @@ def batch(length: int = 3) -> dict[str, Any]:
 def replay_of(path: pathlib.Path, header: dict[str, Any], arrays: dict[str, Any]) -> Replay:
     write_dump(path / "dump.npz", {"dtype": "float64", **header}, arrays)
     dump = open_dump(path / "dump.npz")
-    return make_replay(dump, read_recipe(dump))
+    return Replay(dump, read_recipe(dump), STAGES)
 
 
 def compared(path: pathlib.Path, header: dict[str, Any], arrays: dict[str, Any], name: str) -> Difference:
