@@ -1,6 +1,5 @@
 """The stages of the loss: policy loss per token, reduction, gradient, metrics."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from kljax.tools.parity.recipe import MaskRule, Recipe, ReductionRecipe
 from kljax.tools.parity.replay import MissingFields, Prediction, Replay, remembered
 from kljax.tools.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 
+METRICS = ("kl", "ppo_kl", "ratio")
 BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
 ROW_LEVELS = ("sequence", "geometric", "average", "geometric_average")
 
@@ -264,7 +264,7 @@ def _kl_gradient(replay: Replay, recipe: Recipe, weights: np.ndarray, unit: floa
     return value, bound
 
 
-def _mean(name: str, replay: Replay, recipe: Recipe) -> Prediction:
+def mean(replay: Replay, recipe: Recipe, *, name: str) -> Prediction:
     """Recomputes the metric that is the mean of a field over the tokens: of some rows, their share of it."""
     unit = replay.unit(METRIC + name, recipe)
     used = replay.used_mask(recipe)
@@ -279,6 +279,3 @@ def _mean(name: str, replay: Replay, recipe: Recipe) -> Prediction:
     mean = selected.sum() / count
     bound = (np.where(used, errors, 0).sum() + height * np.abs(selected).sum()) / count + unit * abs(mean)
     return Prediction(np.asarray(mean), np.asarray(bound), np.asarray(True))
-
-
-METRICS = {name: functools.partial(_mean, name) for name in ("kl", "ppo_kl", "ratio")}

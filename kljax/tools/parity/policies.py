@@ -32,19 +32,18 @@ def mask(replay: Replay, recipe: Recipe) -> Prediction:
     return Prediction(value, np.zeros(replay.shape), np.ones(replay.shape, bool))
 
 
-def log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the policy, at trained tokens of the rows whose logits are recorded."""
-    return _scored(replay, "", recipe.log_probs, replay.unit("log_probs", recipe))
+def log_probs(replay: Replay, recipe: Recipe, *, side: str) -> Prediction:
+    """Recomputes the log-probs of the policy or, of the side "ref_", of the reference.
 
+    They are compared at trained tokens of the rows whose logits or hidden states are recorded.
 
-def ref_log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the reference, at trained tokens of the rows whose logits are recorded."""
-    return _scored(replay, "ref_", recipe.reference, replay.unit("ref_log_probs", recipe))
-
-
-def _scored(replay: Replay, side: str, settings: LogProbRecipe, unit: float) -> Prediction:
+    Raises:
+      MissingFields: if none are.
+    """
     if f"{side}logits" not in replay.dump and f"{side}hidden" not in replay.dump:
         raise MissingFields(f"{side}logits or {side}hidden")
+    settings = recipe.reference if side else recipe.log_probs
+    unit = replay.unit(f"{side}log_probs", recipe)
     keep = replay.arrays["mask"]
     # What is moved may come from a token that is not trained.
     scored = _score(replay, side, settings, np.ones_like(keep) if settings.moved else keep, unit)

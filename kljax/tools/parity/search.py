@@ -128,8 +128,7 @@ class Search:
         recipe = self.batch.recipe
         while (name := next((x for x in self._open() if not self._agrees(x, recipe)), None)) is not None:
             difference = compare_field(self.batch, name, recipe)
-            # These are computed from functions whose own result differs for an unknown reason.
-            sources = self.skipped & {"kl", "token_loss", "loss"} if name == "grad_log_probs" else set()
+            sources = self._sources(name)
             causes = [] if sources or len(findings) >= MAX_CAUSES else self._mending(name, recipe)
             if causes:
                 advice = self._advice(name, tied=True) if len(causes) > 1 else ""
@@ -147,9 +146,14 @@ class Search:
         for name in self.compared if self.sampled else ():
             difference = compare_field(self.batch, name, recipe)
             if name not in self.skipped and not difference.agrees:
-                sources = self.skipped & {"kl", "token_loss", "loss"} if name == "grad_log_probs" else set()
-                findings.append(self._unknown(difference, recipe, self.skipped if name == "loss" else sources))
+                findings.append(self._unknown(difference, recipe, self._sources(name)))
         return findings
+
+    def _sources(self, name: str) -> set[str]:
+        """Returns the fields of unknown cause that a field is computed with: the loss of all rows, with all of them."""
+        if name == "grad_log_probs":
+            return self.skipped & {"kl", "token_loss", "loss"}
+        return self.skipped if name == "loss" and self.sampled else set()
 
     def _unknown(self, difference: Difference, recipe: Recipe, sources: set[str]) -> Finding:
         """Returns the finding of a field of unknown cause, or of one that follows from another."""

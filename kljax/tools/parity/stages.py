@@ -1,5 +1,7 @@
 """The stages of an update in the order of the data, and which of them a dump has the inputs for."""
 
+from functools import partial
+
 from kljax.tools.parity import advantages, losses, policies
 from kljax.tools.parity.dump import METRIC
 from kljax.tools.parity.replay import MissingFields, Replay, Stage
@@ -9,8 +11,8 @@ _LOSS = ("mask", "ratio", "correction", "kl", "kl_mask", "advantage", "loss", "e
 _REDUCED = (*_LOSS, "reduction", "kl_reduction")
 STAGES: dict[str, Stage] = {
     "mask": Stage(policies.mask, ("mask_rule",)),
-    "log_probs": Stage(policies.log_probs, ("log_probs",)),
-    "ref_log_probs": Stage(policies.ref_log_probs, ("reference",)),
+    "log_probs": Stage(partial(policies.log_probs, side=""), ("log_probs",)),
+    "ref_log_probs": Stage(partial(policies.log_probs, side="ref_"), ("reference",)),
     "ratio": Stage(policies.ratio, ("ratio",)),
     "weights": Stage(policies.weights, ("mask", "correction")),
     "kl": Stage(policies.kl_per_token, ("mask", "ratio", "kl")),
@@ -18,7 +20,7 @@ STAGES: dict[str, Stage] = {
     "token_loss": Stage(losses.token_loss, _LOSS),
     "loss": Stage(losses.loss, _REDUCED),
     "grad_log_probs": Stage(losses.gradient, (*_REDUCED, "gradient")),
-    **{METRIC + name: Stage(metric, _REDUCED) for name, metric in losses.METRICS.items()},
+    **{METRIC + name: Stage(partial(losses.mean, name=name), _REDUCED) for name in losses.METRICS},
 }
 
 
