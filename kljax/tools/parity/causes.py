@@ -410,4 +410,7 @@ def _reduction_options(batch: Replay, recipe: Recipe) -> Iterator[Choice]:
         yield "sum of micro-batches", f"is the sum {recorded}", {"micro_batches": 0, "parts": "sum"}
         text = f"is the mean {recorded}, weighted by their rows"
         yield "mean of micro-batches by rows", text, {"micro_batches": 0, "parts": "rows"}
+    setting = "eps_row" if base.mode == "seq_mean_token_mean" else "eps_batch"
+    for eps in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
+        yield f"eps {eps:g}", f"adds {eps:g} to the number of tokens", {setting: eps}
     yield "no eps", "adds no epsilon to the number of tokens", {"eps_batch": 0.0, "eps_row": 0.0}

@@ -188,7 +188,7 @@ def _note_on_factor(batch: Replay, number: UnknownNumber, value: float) -> str:
     tokens = int(batch.arrays["mask"].sum())
     divisor = round(tokens / factor)
     of_tokens = number.stage == "reduction" and batch.recipe.reduction.mode == "token_mean"
-    if not of_tokens or divisor < 1 or abs(tokens / factor - divisor) > 1e-3:
+    if not of_tokens or divisor < 1 or divisor == tokens or abs(tokens / factor - divisor) > 1e-3:
         return ""
     return f": divided by {divisor}, not by the {tokens} tokens of the batch{tokens_of(batch, divisor)}"
 

@@ -34,6 +34,7 @@ FULL_CASES: dict[str, dict[str, Any]] = {
     "reduction: rows of equal groups dropped": {"drop_equal": True},
     "mask: rows cut at the limit left out": {"drop_cut": True},
     "reduction: scale 8": {"scale": 8.0},
+    "reduction: eps 0.001": {"scale": 76 / 76.001},  # of the 76 trained tokens
     "gradient: scale 0.125": {"grad_scale": 0.125},
     "mask_rule: prompt tokens": {"mask": "prompt"},
     "mask_rule: rows cut at the limit left out": {"mask": "complete"},
