@@ -72,7 +72,7 @@ def test_single_point_stands_in_the_middle(opened):
     chart = opened.at("one").locator(".panel", has_text="Held-out accuracy").locator(".canvas")
     chart.focus()
     chart.press("Home")
-    cursor, area = chart.locator(".u-cursor-x").bounding_box(), chart.locator(".u-over").bounding_box()
+    cursor, area = chart.locator(".cursor-x").bounding_box(), chart.locator(".area").bounding_box()
     assert cursor["x"] - area["x"] == pytest.approx(area["width"] / 2, abs=2)
 
 
