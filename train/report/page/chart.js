@@ -271,17 +271,16 @@ class Chart {
     context.scale(ratio, ratio);
     context.translate(LEFT, TOP);
     this.drawAxes(context);
+    context.save();
     context.beginPath();
     context.rect(0, 0, width, height);
     context.clip();
     if (this.shared.marks) page.runs.forEach((run, i) => this.drawMarks(context, run, i));
     context.lineJoin = "round";
     this.lines.forEach(({ run, dash, values }, i) => {
-      const color = themeColor(`--run-${run}`);
       const [raw, smoothed] = this.curves[i];
-      const few = values.length <= FEW;
-      const both = !few && this.shared.smoothing > 0;
-      Object.assign(context, { strokeStyle: color, fillStyle: color });
+      const both = values.length > FEW && this.shared.smoothing > 0;
+      context.strokeStyle = context.fillStyle = themeColor(`--run-${run}`);
       context.setLineDash(dash);
       for (const curve of both ? [raw, smoothed] : [raw]) {
         const faint = both && curve === raw;
@@ -290,8 +289,12 @@ class Chart {
         context.stroke();
       }
       context.globalAlpha = 1;
-      if (few) this.drawPoints(context, raw);
       this.drawBeyond(context, raw);
+    });
+    context.restore();
+    this.lines.forEach(({ run, values }, i) => {
+      context.fillStyle = themeColor(`--run-${run}`);
+      if (values.length <= FEW) this.drawPoints(context, this.curves[i][0]);
     });
     this.showCursor();
   }
@@ -317,7 +320,7 @@ class Chart {
       const across = Math.round(x(step)) + 0.5;
       context.moveTo(across, 0);
       context.lineTo(across, height + 8);
-      context.fillText(step.toLocaleString("en"), across, height + 13);
+      context.fillText(step.toLocaleString("en"), across, height + 15);
     }
     context.textAlign = "right";
     context.textBaseline = "middle";
@@ -339,14 +342,20 @@ class Chart {
     for (const step of run.skipped) context.fillRect(x(step) - 0.5, 0, 1, height);
   }
 
+  /** Whether a point lies within the range and the bounds. */
+  contains(step, value) {
+    const [[first, last], [low, high]] = [this.range(), this.bounds];
+    return step >= first && step <= last && value >= low && value <= high;
+  }
+
   drawPoints(context, { steps, values }) {
     const { x, y } = this.pixels();
-    context.beginPath();
     steps.forEach((step, i) => {
-      context.moveTo(x(step), y(values[i]));
-      context.arc(x(step), y(values[i]), 3, 0, 2 * Math.PI);
+      if (!this.contains(step, values[i])) return;
+      context.beginPath();
+      context.arc(x(step), y(values[i]), 2.5, 0, 2 * Math.PI);
+      context.fill();
     });
-    context.fill();
   }
 
   /** Draws triangles for points beyond the axis, at most one for a pixel and side. */
@@ -382,15 +391,13 @@ class Chart {
     if (this.read === index) return;
     this.read = index;
     const step = this.steps[index];
+    const marks = [
+      ["checkpoint", page.runs.some((run) => run.checkpoints.includes(step))],
+      ["skipped update", page.runs.some((run) => run.skipped.includes(step))],
+    ];
+    const names = marks.filter(([, here]) => here).map(([name]) => name);
     this.step.hidden = index === null;
-    if (index !== null) {
-      const marks = [
-        ["checkpoint", page.runs.some((run) => run.checkpoints.includes(step))],
-        ["skipped update", page.runs.some((run) => run.skipped.includes(step))],
-      ];
-      const names = marks.filter(([, here]) => here).map(([name]) => name);
-      this.step.textContent = `step ${step}${names.length ? ` (${names.join(", ")})` : ""}`;
-    }
+    this.step.textContent = index === null ? "" : `step ${step}${names.length ? ` (${names.join(", ")})` : ""}`;
     this.lines.forEach(({ steps, values }, i) => {
       const at = lowerBound(steps, step);
       this.numbers[i].textContent = index !== null && steps[at] === step ? ` ${short(values[at])}` : "";
@@ -403,18 +410,15 @@ class Chart {
     if (!this.seen) return;
     const { x, y } = this.pixels();
     const [first, last] = this.range();
-    const step = this.steps[this.read];
-    const shown = this.read !== null && step >= first && step <= last;
-    this.vertical.hidden = !shown;
-    if (shown) this.vertical.style.left = `${x(step)}px`;
+    const step = this.read === null ? NaN : this.steps[this.read];
+    this.vertical.hidden = !(step >= first && step <= last);
+    this.vertical.style.left = `${x(step)}px`;
     this.curves.forEach((curves, i) =>
       curves.forEach(({ steps, values }, j) => {
         const at = lowerBound(steps, step);
-        const [low, high] = this.bounds;
-        const here = shown && steps[at] === step && values[at] >= low && values[at] <= high;
         const dot = this.dots[i][j];
-        dot.hidden = !here;
-        if (here) dot.style.translate = `${x(step)}px ${y(values[at])}px`;
+        dot.hidden = steps[at] !== step || !this.contains(step, values[at]);
+        if (!dot.hidden) dot.style.translate = `${x(step)}px ${y(values[at])}px`;
       }),
     );
   }
@@ -439,6 +443,7 @@ class Chart {
 
   /** Reads the step under the pointer in all charts, and marks what a drag selects. */
   followPointer(event) {
+    if (!this.seen) return;
     const { width } = this.pixels();
     const [first, last] = this.range();
     const across = Math.min(Math.max(event.offsetX, 0), width);
@@ -468,7 +473,8 @@ class Chart {
   }
 
   pressKey(event) {
-    if (!this.seen) return;
+    // With these keys the browser zooms the page and goes back.
+    if (!this.seen || event.ctrlKey || event.metaKey || event.altKey) return;
     const index = this.read ?? -1;
     const [first, last] = this.range();
     const middle = this.steps[index] ?? (first + last) / 2;

@@ -15,10 +15,11 @@ function configView() {
   const section = h("section", { "aria-label": "Config" });
   if (page.runs.length === 2) {
     const rows = page.differences.map(([name, left, right]) => [name, plain(left), plain(right)]);
-    const table = () => h("div", { class: "scroll" }, namedTable(["Field", ...page.runs.map(({ name }) => name)], rows));
+    const table = namedTable(["Field", ...page.runs.map(({ name }) => name)], rows);
+    const equal = h("p", {}, "None: the configs are equal.");
     section.append(
       h("h2", {}, "Fields that differ"),
-      rows.length === 0 ? h("p", {}, "None: the configs are equal.") : table(),
+      rows.length === 0 ? equal : h("div", { class: "scroll" }, table),
     );
   }
   for (const { name, config } of page.runs) {

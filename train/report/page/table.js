@@ -28,7 +28,7 @@ function numberTest(filter) {
   return tests[parts[1] ?? "="];
 }
 
-/** The test of a filter on the values of a column. No missing value passes; all pass a filter that is not understood. */
+/** The test of a filter on values of a column. No missing value passes; all pass a filter that is not understood. */
 function testOf(filter, numeric) {
   if (numeric) {
     const test = numberTest(filter);
@@ -120,11 +120,12 @@ class RolloutTable {
       },
     });
     const choices = this.columns.map(({ id, text }) => {
-      const box = h("input", { type: "checkbox", checked: this.shown.has(id), change: () => this.show(id, box.checked) });
+      const change = () => this.show(id, box.checked);
+      const box = h("input", { type: "checkbox", checked: this.shown.has(id), change });
       return h("label", {}, box, text);
     });
-    const hint =
-      "A heading sorts. Numbers are filtered by >0.5, <=2, 2..5 or =1. A group link shows its completions side by side.";
+    const filters = "A heading sorts. Numbers are filtered by >0.5, <=2, 2..5 or =1.";
+    const hint = `${filters} A group link shows its completions side by side.`;
     this.element = h(
       "section",
       { "aria-label": "Recorded rollouts" },

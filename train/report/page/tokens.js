@@ -1,4 +1,4 @@
-// The tokens of a rollout as the model saw them, coloured by a quantity, with all numbers of the one that is pointed at.
+// The tokens of a rollout as the model saw them, coloured by a quantity, with all numbers of one under the pointer.
 
 /** The quantity that colours every rollout. @type {Quantity|undefined} */
 let colouring = page.quantities[0];
@@ -83,7 +83,7 @@ function tokenView(rollout, tokens, prompt) {
     const at = sampled.indexOf(event.target);
     const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: sampled.length - 1 };
     if (event.key === "Escape") hideNumbers();
-    if (!(event.key in moves)) return;
+    if (!(event.key in moves) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     sampled[Math.min(Math.max(moves[event.key], 0), sampled.length - 1)].focus();
   });
@@ -130,7 +130,7 @@ function hideNumbers() {
   tooltip.hidden = true;
 }
 
-/** The tokens with the largest values of the quantity, with a button that goes to each; and a function that draws anew. */
+/** The tokens with the largest values, with a button that goes to each, and a function that draws them anew. */
 function largestTokens(view, rollout, tokens) {
   const element = h("section", { class: "largest" });
   const draw = () => {
