@@ -54,7 +54,7 @@ def changed(page: Path, folder: Path, change: Callable[[dict], object]) -> Path:
     change(data)
     path = folder / "changed.html"
     before, _, rest = text.partition('id="data">')
-    path.write_text(f"{before}id=\"data\">{json.dumps(data)}</script>{rest.partition('</script>')[2]}")
+    path.write_text(f'{before}id="data">{json.dumps(data)}</script>{rest.partition("</script>")[2]}')
     return path
 
 
@@ -261,7 +261,7 @@ def test_missing_numbers_stand_last_both_ways(opened, pages, tmp_path):
         tab.get_by_role("columnheader", name="Reward").get_by_role("button").click()
         cells = column(tab, "Reward")
         assert cells[0] == first
-        assert cells[-11:] == ["–"] * 11
+        assert cells[-11:] == ["\N{EN DASH}"] * 11
     tab.get_by_label("Filter Finished").fill("s")
     assert set(column(tab, "Finished")) == {"yes"}
 
