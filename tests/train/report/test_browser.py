@@ -145,6 +145,23 @@ def test_drag_zooms_every_chart_also_those_drawn_later(opened, pages, tmp_path):
     assert step_at(reward, 0) == 1
 
 
+def test_finger_reads_and_zooms(browser, pages):
+    with browser.new_context(has_touch=True) as context:
+        tab = context.new_page()
+        tab.goto(pages["one"].as_uri())
+        panel = panel_of(tab, "Reward")
+        panel.locator(".area").tap(position={"x": 1, "y": 60})
+        expect(panel.locator(".legend")).to_contain_text("step 1")
+        box, touch = panel.locator(".area").bounding_box(), context.new_cdp_session(tab)
+        places = [{"x": box["x"] + share * box["width"], "y": box["y"] + 60} for share in (0.55, 0.7, 0.8, 0.95)]
+        for kind, points in zip(("touchStart", "touchMove", "touchMove", "touchMove"), places, strict=True):
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [points]})
+        expect(panel.locator(".selected")).to_be_visible()
+        touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        expect(panel.locator(".selected")).to_be_hidden()
+        assert step_at(panel, 0) == 4
+
+
 def test_no_spike_among_many_steps_is_lost(opened, pages, tmp_path):
     def spike(data):
         steps = list(range(1, 20_001))

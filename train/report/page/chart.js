@@ -166,7 +166,10 @@ class Chart {
         pointermove: (event) => this.followPointer(event),
         pointerup: (event) => this.endDrag(event),
         pointercancel: () => this.stopDrag(),
-        pointerleave: () => shared.charts.forEach((chart) => chart.readIndex(null)),
+        // A finger that is lifted leaves the step to read.
+        pointerleave: ({ pointerType }) => {
+          if (pointerType !== "touch") shared.charts.forEach((chart) => chart.readIndex(null));
+        },
         dblclick: () => this.zoomAll(null),
       },
       [this.vertical, this.horizontal, this.selected, ...this.dots.flat()],
@@ -325,12 +328,15 @@ class Chart {
     context.textAlign = "right";
     context.textBaseline = "middle";
     const ticks = this.scale === "log" ? logTicks(...this.bounds) : linearTicks(...this.bounds, height / 30);
-    for (const value of ticks) {
+    // Numbers that differ little need more digits.
+    const few = ticks.map(short);
+    const labels = new Set(few).size === few.length ? few : ticks.map((value) => String(Number(value.toPrecision(8))));
+    ticks.forEach((value, i) => {
       const level = Math.round(y(value)) + 0.5;
       context.moveTo(-8, level);
       context.lineTo(width, level);
-      context.fillText(short(value), -14, level);
-    }
+      context.fillText(labels[i], -14, level, LEFT - 14);
+    });
     context.stroke();
   }
 
@@ -439,6 +445,7 @@ class Chart {
     if (event.button !== 0) return;
     this.began = event.offsetX;
     this.area.setPointerCapture(event.pointerId);
+    this.followPointer(event);
   }
 
   /** Reads the step under the pointer in all charts, and marks what a drag selects. */
