@@ -183,6 +183,37 @@ def test_no_spike_among_many_steps_is_lost(opened, pages, tmp_path):
     assert all(x == pytest.approx(64 + 12_345 / 20_000 * (width - 89), abs=2) for x in columns)
 
 
+RECORD_TEXTS = """() => {
+  window.texts = [];
+  CanvasRenderingContext2D.prototype.fillText = (text) => window.texts.push(text);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "labels"),
+    [
+        ("linear", [0.0, 0.3, 1.0], ["0", "0.25", "0.5", "0.75", "1"]),
+        ("linear", [1000.0, 1000.04, 1000.1], ["1000", "1000.025", "1000.05", "1000.075", "1000.1"]),
+        ("log", [1e-7, 1e-3, 5.0], ["1e-7", "1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1", "1"]),
+        ("log", [0.3, 2.0, 4.0], ["0.5", "1", "2", "5"]),
+        ("log", [-1.0, 0.0, 3.0], ["2", "3", "4", "5", "6"]),
+    ],
+)
+def test_axes_have_round_numbers_that_differ(opened, pages, tmp_path, *, axis, values, labels):
+    def change(data):
+        data["runs"][0]["metrics"]["train"]["entropy"] |= {"steps": [998, 1000, 1004], "values": values}
+
+    path = changed(pages["one"], tmp_path, change)
+    tab = opened.at("changed", path=path)
+    panel = panel_of(tab, "Entropy")
+    expect(panel.locator("canvas")).not_to_have_attribute("width", "0")
+    tab.evaluate(RECORD_TEXTS)
+    panel.get_by_label("Axis").select_option(label="robust")
+    tab.evaluate("texts.length = 0")
+    panel.get_by_label("Axis").select_option(label=axis)
+    assert tab.evaluate("texts") == [*(f"{step:,}" for step in range(998, 1005, 2)), *labels]
+
+
 def test_charts_follow_the_window_and_the_theme(opened):
     tab = opened.at("one")
     canvas = panel_of(tab, "Reward").locator("canvas")
@@ -193,6 +224,12 @@ def test_charts_follow_the_window_and_the_theme(opened):
     fits, dark = canvas.evaluate(look)
     assert fits
     assert dark != light
+    # A view that is not shown follows when it is.
+    tab.get_by_role("link", name="Config").click()
+    tab.get_by_label("Theme").select_option(label="light")
+    tab.get_by_role("link", name="Curves").click()
+    tab.wait_for_function("() => document.querySelector('.panel canvas').width > 0")
+    assert canvas.evaluate(look) == [True, light]
     tab.set_viewport_size({"width": 500, "height": 900})
     tab.wait_for_function("() => [...document.querySelectorAll('.panel canvas')][0].width < 460")
     assert canvas.evaluate("canvas => canvas.width === canvas.clientWidth")
