@@ -33,7 +33,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -144,17 +144,10 @@ $(TUNIX_VENV)/.ready: pyproject.toml
 test-tunix: $(TUNIX_VENV)/.ready ## kljax inside the learner of Tunix; needs PyPI and Python 3.12
 	$(TUNIX_VENV)/bin/python -m pytest -q -W default tests/integrations/tunix $(ARGS)
 
-# The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
-test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium; trackers (Debian, as root)
+test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
-	command -v npm >/dev/null || apt-get install -qq -y --no-install-recommends npm
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
-	$(MAKE) --silent report-page
-	git diff --exit-code --stat -- train/report/page
 	$(BIN)/python -m pytest -q -n 0 tests/train/report tests/train/run/test_trackers.py $(ARGS)
-
-report-page: ## the script and style of the page of a run, after a change of train/report/web
-	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build
 
 test-real: $(VENV)/.ready $(TORCH_VENV)/.ready ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
 	$(BIN)/python -m tests.real --torch-env $(TORCH_VENV)
