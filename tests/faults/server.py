@@ -51,7 +51,7 @@ def _opened(url: str, timeout: float, key: str | None = None) -> Iterator[Server
     """Opens a source whose server was right when the run started."""
     config = tiny.config_of("rollout.prompts_per_step=1", SOURCE.format(url))
     context = dataclasses.replace(_context(), plan=Plan.of(config))
-    client = Client(url, timeout=SECONDS, retries=1, key=key, sleep=_no_wait)
+    client = Client(timeout=SECONDS, retries=1, key=key, sleep=_no_wait)
     with contextlib.closing(ServerSource(context, config.rollout.source, client)) as source:
         client._timeout = timeout
         yield source
@@ -224,8 +224,8 @@ def _plain_text(directory: pathlib.Path) -> str:
 
 
 def _get(url: str) -> None:
-    with contextlib.closing(Client(url, timeout=SECONDS, retries=1, sleep=_no_wait)) as client:
-        client.get("/v1/models", bytes)
+    with contextlib.closing(Client(timeout=SECONDS, retries=1, sleep=_no_wait)) as client:
+        client.get(f"{url}/v1/models", bytes)
 
 
 def _redirect(directory: pathlib.Path) -> str:
@@ -247,9 +247,9 @@ def _repeated_key(directory: pathlib.Path) -> str:
     def reply(path: str) -> Reply:
         return sends(response(f"no such key: {key}".encode(), "401 Unauthorized"))
 
-    with wire(reply) as url, contextlib.closing(Client(url, timeout=SECONDS, retries=0, key=key)) as client:
+    with wire(reply) as url, contextlib.closing(Client(timeout=SECONDS, retries=0, key=key)) as client:
         try:
-            client.get("/v1/models", bytes)
+            client.get(f"{url}/v1/models", bytes)
         except UserError as error:
             return "refused" if "[key]" in str(error) and key not in str(error) else "silent"
     return "silent"
@@ -261,9 +261,9 @@ def _part_of_key(directory: pathlib.Path) -> str:
     def reply(path: str) -> Reply:
         return sends(response(f"no such key: {key[:18]}...".encode(), "401 Unauthorized"))
 
-    with wire(reply) as url, contextlib.closing(Client(url, timeout=SECONDS, retries=0, key=key)) as client:
+    with wire(reply) as url, contextlib.closing(Client(timeout=SECONDS, retries=0, key=key)) as client:
         try:
-            client.get("/v1/models", bytes)
+            client.get(f"{url}/v1/models", bytes)
         except UserError as error:
             return "refused" if "[key]..." in str(error) and key[:8] not in str(error) else "silent"
     return "silent"

@@ -19,10 +19,12 @@ from train.config.types import (
     Positive,
     Section,
     Size,
+    SyncName,
     Text,
 )
 
 Url = Annotated[str, Field(pattern="^https?://"), "text that starts with http:// or https://"]
+Urls = Annotated[tuple[Url, ...], Field(strict=False), "a list of addresses"]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
@@ -34,12 +36,18 @@ class JaxSourceSection(Section):
 
 class OpenAISourceSection(Section):
     type: Literal["openai"]
-    url: Url
-    """openai: the address of the server, without /v1."""
+    url: Url | None = None
+    """openai: the address of the server, without /v1; for several, `urls`."""
+    urls: Urls = ()
+    """openai: addresses of several servers with the same model, in place of `url`; weights go to each of them."""
+    router: Url | None = None
+    """openai: address of a router in front of `urls`, which gets the requests; null: the least busy server gets them."""
+    on_engine_failure: Literal["stop", "drop"] = "stop"
+    """openai: with `urls`, `stop` ends the run if a server fails or has old weights; `drop` goes on without it."""
     model: Text
     """openai: the server's name of the base model."""
-    sync: Literal["lora", "weights", "none"] | None = None
-    """openai: what is sent to the server before each step; null: `lora` if an adapter is trained, else `weights`."""
+    sync: SyncName | None = None
+    """openai: what is sent before each step, or a function that sends it; null: `lora` with an adapter, else `weights`."""
     folder: PathText | None = None
     """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None

@@ -113,6 +113,14 @@ TaskName = Annotated[
     f"one of {', '.join(TASKS)}, or module:function",
     TASKS,
 ]
+SYNCS = ("lora", "weights", "none")
+SyncName = Annotated[
+    str,
+    Field(pattern=f"^({'|'.join(SYNCS)}|{_FUNCTION})$"),
+    AfterValidator(_expanded_function),
+    f"one of {', '.join(SYNCS)}, or module:function",
+    SYNCS,
+]
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),

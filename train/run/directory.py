@@ -27,6 +27,9 @@ SERVER = tuple(
     f"rollout.source.{name}"
     for name in (
         "url",
+        "urls",
+        "router",
+        "on_engine_failure",
         "folder",
         "api_key_env",
         "api_key_file",

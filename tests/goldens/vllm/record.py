@@ -97,8 +97,8 @@ def play(name: str, client: Client, url: str) -> list[tuple[RunContext, Any, Com
     return played
 
 
-def _client(url: str, recorder: Recorder) -> Client:
-    return Client(url, timeout=120, retries=2, transport=recorder)
+def _client(recorder: Recorder) -> Client:
+    return Client(timeout=120, retries=2, transport=recorder)
 
 
 def check(name: str, played: list[tuple[RunContext, Any, Completions]]) -> None:
@@ -112,10 +112,10 @@ def check(name: str, played: list[tuple[RunContext, Any, Completions]]) -> None:
 
 def others(url: str, recorder: Recorder) -> None:
     """A completion whose first token ends it, and what is said to requests that cannot be served; all are recorded."""
-    client = _client(url, recorder)
+    client = _client(recorder)
     requests = {"model": tiny.NAME, "prompt": [1], "max_tokens": 4, "n": 1, "logprobs": 0, "return_token_ids": True}
     ended = requests | {"stop_token_ids": list(range(264)), "seed": 0}
-    (choice,) = client.post("/v1/completions", ended, json.loads)["choices"]
+    (choice,) = client.post(f"{url}/v1/completions", ended, json.loads)["choices"]
     print(f"ended by a token id: {choice['token_ids']}, {choice['finish_reason']}")
     for path, body in (
         ("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}),
@@ -124,7 +124,7 @@ def others(url: str, recorder: Recorder) -> None:
         ("/no_such_path", {}),
     ):
         try:
-            client.post(path, body, acknowledged)
+            client.post(f"{url}{path}", body, acknowledged)
         except SourceError as error:
             print(f"refused as expected: {error}")
         else:
@@ -154,7 +154,7 @@ def main() -> int:
             with serving(options.vllm, folder, tiny.NAME, options.log, *served) as (url, _):
                 for name in names:
                     recorder = Recorder()
-                    check(name, play(name, _client(url, recorder), url))
+                    check(name, play(name, _client(recorder), url))
                     recorded[name] = recorder.exchanges
                 if "lora" in names:
                     recorder = Recorder()

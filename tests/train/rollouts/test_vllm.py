@@ -21,6 +21,8 @@ from train.config.errors import UserError
 from train.models import Decoder, ExpertsConfig, LayerKind, LoraConfig
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.answers import Requested, read_answer
+from train.rollouts.server.control import Server
+from train.rollouts.server.engines import Engines
 from train.rollouts.server.source import row_seeds
 from train.rollouts.source import SourceError
 
@@ -62,9 +64,9 @@ def _close_clients():
         CLIENTS.pop().close()
 
 
-def client_of(url: str) -> Client:
+def client_of() -> Client:
     """A client that is closed after the test."""
-    CLIENTS.append(Client(url, timeout=20, retries=0))
+    CLIENTS.append(Client(timeout=20, retries=0))
     return CLIENTS[-1]
 
 
@@ -72,7 +74,7 @@ def client_of(url: str) -> Client:
 def test_log_probs_of_vllm_equal_the_trainer(name):
     replay = ReplayedServer(EXCHANGES[name])
     with serving(replay) as url:
-        played = record.play(name, client_of(url), url)
+        played = record.play(name, client_of(), url)
     assert not replay.left, "something that was asked is not asked any more"
     for step, (context, policy, completions) in enumerate(played):
         assert record.log_prob_error(context, completions, policy) < record.ALLOWED
@@ -85,7 +87,7 @@ def test_log_probs_of_vllm_equal_the_trainer(name):
 def test_stop_texts_end_their_completion_inclusively():
     replay = ReplayedServer(EXCHANGES["sampling"])
     with serving(replay) as url:
-        (context, _, completions), _ = record.play("sampling", client_of(url), url)
+        (context, _, completions), _ = record.play("sampling", client_of(), url)
     stops, eos = context.config.rollout.stop, context.tokenizer.eos_ids
     assert completions.finished.any()
     for row, text in enumerate(completions.texts):
@@ -106,7 +108,7 @@ def opened(answers: list[dict], *overrides: str) -> ServerSource:
     """A source on a server that says these things."""
     with serving(ReplayedServer(answers)) as url:
         context = tiny.context_of(tiny.config_of(url, *record.SCENARIOS["lora"], *overrides))
-        return ServerSource(context, context.config.rollout.source, client_of(url))
+        return ServerSource(context, context.config.rollout.source, client_of())
 
 
 def changed(**changes: object) -> list[dict]:
@@ -166,20 +168,21 @@ def test_log_probs_of_another_kind_are_refused():
 
 
 def test_vllm_refusal_is_reported_with_the_remedy():
-    from train.rollouts.server.weights import _post
+    def post(url: str, path: str, body: dict) -> None:
+        client = client_of()
+        client.run(Server(client, url).post(path, body))
 
     with serving(ReplayedServer(EXCHANGES["others"])) as url:
-        client = client_of(url)
         with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
-            client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}, bytes)
+            client_of().post(f"{url}/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}, bytes)
         with pytest.raises(SourceError, match=r"No adapter found for .*rollout.source.folder has to be a path that"):
-            _post(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
+            post(url, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
     missing = '{"detail":"Not Found"}'
     with serving(lambda path, body: (404, missing)) as url:
         with pytest.raises(SourceError, match="start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME"):
-            _post(client_of(url), "/v1/load_lora_adapter", {})
+            post(url, "/v1/load_lora_adapter", {})
         with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
-            _post(client_of(url), "/pause", {})
+            post(url, "/pause", {})
 
 
 @pytest.mark.parametrize(
@@ -203,10 +206,10 @@ def test_weights_are_sent_in_the_dtype_of_the_sampler(settings, dtype):
             sent.append({name: np.asarray(array) for name, array in load_file(file).items()})
         return 200, "{}"
 
-    context = tiny.context_of(tiny.config_of("http://unused", "model.tie_embeddings=false", *settings))
-    policy = tiny.policy_of(context, 0)
     with serving(answer) as url:
-        sync = make_sync(client_of(url), context)
+        context = tiny.context_of(tiny.config_of(url, "model.tie_embeddings=false", *settings))
+        policy = tiny.policy_of(context, 0)
+        sync = make_sync(Engines(client_of(), context.config.rollout.source), context)
         sync.load(policy, 0)
         sync.close()
     (arrays,) = sent
@@ -218,7 +221,7 @@ def test_weights_are_sent_in_the_dtype_of_the_sampler(settings, dtype):
 def test_weights_of_a_tied_head_are_refused():
     context = tiny.context_of(tiny.config_of("http://unused"))
     with pytest.raises(UserError, match=r"rollout\.source\.sync: got weights, but the model ties its LM head"):
-        ServerSource(context, context.config.rollout.source, client_of("http://unused"))
+        ServerSource(context, context.config.rollout.source, client_of())
 
 
 def test_adapters_of_experts_are_refused():
@@ -228,7 +231,7 @@ def test_adapters_of_experts_are_refused():
     mixture = {"pattern": (LayerKind(mlp="experts"),), "experts": ExpertsConfig(2, 1, 8)}
     model = Decoder(dataclasses.replace(context.model.config, **mixture, lora=LoraConfig(2, 4.0, ("q_proj", "gate"))))
     with pytest.raises(UserError, match=r"got lora with gate of a mixture of experts .* set it to weights"):
-        make_sync(client_of("http://unused"), dataclasses.replace(context, model=model))
+        make_sync(Engines(client_of(), context.config.rollout.source), dataclasses.replace(context, model=model))
 
 
 def test_weights_with_a_router_bias_are_refused():
@@ -241,7 +244,7 @@ def test_weights_with_a_router_bias_are_refused():
     with pytest.raises(
         UserError, match=r"got weights with routing\.bias_update_rate > 0, but no server reads the biases"
     ):
-        make_sync(client_of("http://unused"), context)
+        make_sync(Engines(client_of(), context.config.rollout.source), context)
 
 
 def test_rows_are_prompts_completions_and_log_probs():
@@ -254,7 +257,7 @@ def test_rows_are_prompts_completions_and_log_probs():
         rows[exchange["request"]["seed"]] = prompt, choice["token_ids"], log_probs
     replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
-        context, _, completions = record.play("lora", client_of(url), url)[step]
+        context, _, completions = record.play("lora", client_of(), url)[step]
     request = tiny.request_of(context, step, record.FIRST_KEYS["lora"] + step)
     expected = [rows[seed] for seed in row_seeds(request.key, len(rows))]
     prompts = [list(context.tokenizer.prompt_ids(example)) for example in request.examples]

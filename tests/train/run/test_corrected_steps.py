@@ -65,7 +65,7 @@ def test_corrected_steps_compile_once_and_continue_equally(tmp_path):
 def test_completions_of_vllm_are_weighted_by_default():
     replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
-        client = Client(url, timeout=20, retries=0)
+        client = Client(timeout=20, retries=0)
         (context, completions_of_lora, completions), (_, other, _) = record.play("lora", client, url)
         client.close()
     (entry,) = context.config.correction

@@ -8,7 +8,9 @@ from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.mesh import ROW_AXES
 from train.config.plan import Plan
+from train.config.rollout import OpenAISourceSection
 from train.config.schema import Config
+from train.config.types import SYNCS
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
 MOST_STOPS = 4
@@ -45,17 +47,16 @@ def _server(config: Config) -> Iterator[Problem]:
     source = config.rollout.source
     if source.type != "openai":
         return
-    if reason := url_problem(source.url):
-        yield problem(f"got {without_password(repr(source.url))}, but {reason}", "rollout.source.url")
+    yield from _addresses(source)
     if source.sync == "lora" and config.lora is None:
         yield problem(
             "got lora, but there is no lora section, so there is no adapter to load; expected weights or none",
             "rollout.source.sync",
             "lora",
         )
-    if source.sync == "none" and source.folder is not None:
+    if source.sync not in (None, "lora", "weights") and source.folder is not None:
         yield problem(
-            f"got {source.folder!r}, but rollout.source.sync none writes nothing; set it to null",
+            f"got {source.folder!r}, but rollout.source.sync {source.sync} writes nothing; set it to null",
             "rollout.source.folder",
             "rollout.source.sync",
         )
@@ -71,6 +72,34 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.stop",
             "rollout.source.type",
         )
+
+
+def _addresses(source: OpenAISourceSection) -> Iterator[Problem]:
+    url, urls, router = (f"rollout.source.{name}" for name in ("url", "urls", "router"))
+    named = [(url, source.url), *((urls, address) for address in source.urls), (router, source.router)]
+    for field, address in named:
+        if address is not None and (reason := url_problem(address)):
+            yield problem(f"got {without_password(repr(address))}, but {reason}", field)
+    if source.url is None and not source.urls:
+        yield problem("missing; set it to the address of the server, or list several in rollout.source.urls", url)
+    if source.url is not None and source.urls:
+        yield problem("got a list, but rollout.source.url is set too; set only one of them", urls, url)
+    addresses = [address.rstrip("/") for address in source.urls]
+    if repeated := next((address for address in addresses if addresses.count(address) > 1), None):
+        yield problem(f"got {without_password(repeated)} twice; list each server once", urls)
+    if source.router is not None and not source.urls:
+        yield problem("needs rollout.source.urls, the servers behind it, to which weights are sent", router, urls)
+    if source.router is not None and source.router.rstrip("/") in addresses:
+        yield problem("is one of rollout.source.urls; set it to the address in front of them, or to null", router, urls)
+    if source.on_engine_failure != "stop" and not source.urls:
+        yield problem(
+            f"got {source.on_engine_failure}, but there is one server; list several in rollout.source.urls",
+            "rollout.source.on_engine_failure",
+            urls,
+        )
+    if source.sync is not None and source.sync not in SYNCS:
+        field = "rollout.source.sync"
+        yield from function_problems(source.sync, {}, field, field, supplied=("context",))
 
 
 def _slots(config: Config) -> Iterator[Problem]:

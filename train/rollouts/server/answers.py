@@ -18,15 +18,17 @@ IDS_NEEDED = "training needs the ids that were sampled; use a server that return
 
 
 class AnswerError(ValueError):
-    """Raised for an answer that cannot be used; `retry` tells whether another attempt may help.
+    """Raised for an answer that cannot be used.
+
+    `retry` tells whether another attempt may help, `stale` whether the answer is from other weights than expected.
 
     Bytes that are no JSON come from a proxy or a server that is about to stop, so they are worth another attempt. A
     wrong form is a property of the server and would repeat.
     """
 
-    def __init__(self, text: str, *, retry: bool = False) -> None:
+    def __init__(self, text: str, *, retry: bool = False, stale: bool = False) -> None:
         super().__init__(text)
-        self.retry = retry
+        self.retry, self.stale = retry, stale
 
 
 class _Form(BaseModel):
@@ -46,6 +48,10 @@ class _LogProbs(_Form):
     top_logprobs: Any = None
 
 
+class _Span(_Form):
+    version: str
+
+
 class _Choice(_Form):
     token_ids: Ids
     finish_reason: Literal["stop", "length"]
@@ -53,6 +59,11 @@ class _Choice(_Form):
     logprobs: _LogProbs | None = None
     routed_experts: Any = None
     routed_experts_prompt_start: int | None = None
+    weight_versions: Annotated[list[_Span], Field(fail_fast=True)] | None = None
+
+
+class _Metadata(_Form):
+    weight_version: str | None = None
 
 
 class _SglExt(_Form):
@@ -64,6 +75,7 @@ class _Completions(_Form):
     choices: Annotated[list[_Choice], Field(fail_fast=True)]
     prompt_routed_experts: Any = None
     sglext: _SglExt | None = None
+    metadata: _Metadata | None = None
 
 
 class _Model(_Form):
@@ -80,6 +92,10 @@ EXPECTED = {
     "data": "a list of models",
     "finish_reason": "stop or length",
     "id": "text",
+    "metadata": "an object, or null",
+    "version": "text",
+    "weight_version": "text, or null",
+    "weight_versions": "a list of spans with a version, or null",
     "logprobs": "an object with token_logprobs",
     "prompt_token_ids": "a list of ids, or null",
     "routed_experts_prompt_start": "a number of tokens",
@@ -114,6 +130,29 @@ class ServerAnswer(NamedTuple):
     finished: bool
 
 
+class _Version(_Form):
+    weight_version: str
+
+
+class _Workers(_Form):
+    urls: list[str] = []
+    workers: list[Any] = []
+
+
+def read_version(content: bytes) -> str:
+    """Reads the label of the weights that a server has; raises `AnswerError`."""
+    return _parse(_Version, content).weight_version
+
+
+def read_workers(content: bytes) -> int:
+    """Reads the number of servers behind a router, in either form of its list; 0 for any other answer."""
+    try:
+        answer = _Workers.model_validate_json(content)
+    except ValidationError:
+        return 0
+    return max(len(answer.urls), len(answer.workers))
+
+
 def read_models(content: bytes) -> dict[str, str]:
     """Reads the names of the models that a server has, and who owns them, such as "vllm".
 
@@ -135,6 +174,7 @@ class Requested:
       stops: whether texts end one too.
       log_probs: whether each id has a log-prob.
       routes_of: the decoder whose experts are read; None: none are.
+      version: the label of the weights that an answer with one has to have; None: of any weights.
     """
 
     prompt: Sequence[int]
@@ -144,6 +184,7 @@ class Requested:
     stops: bool = False
     log_probs: bool = True
     routes_of: DecoderConfig | None = None
+    version: str | None = None
 
 
 def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
@@ -194,6 +235,7 @@ def _read(choice: _Choice, completions: _Completions, requested: Requested) -> S
     if outside := [token for token in tokens if token >= requested.vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {requested.vocab_size}, the vocabulary that is trained")
     _check_end(choice, requested)
+    _check_version(choice, completions, requested)
     fields: dict[str, Any] = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
     if requested.routes_of is not None:
         fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
@@ -210,6 +252,16 @@ def _check_end(choice: _Choice, requested: Requested) -> None:
         raise _wrong("finish_reason", "length", f"stop, as the last id is {last}, one of stop_token_ids")
     if choice.finish_reason == "stop" and last not in ends and not requested.stops:
         raise _wrong("finish_reason", "stop", f"length, as the last id is {last}, none of stop_token_ids = {ends}")
+
+
+def _check_version(choice: _Choice, completions: _Completions, requested: Requested) -> None:
+    """Raises AnswerError if the answer tells of other weights: vLLM for spans of tokens, SGLang for the whole."""
+    versions = [span.version for span in choice.weight_versions or ()]
+    if completions.metadata is not None and completions.metadata.weight_version is not None:
+        versions.append(completions.metadata.weight_version)
+    if requested.version is not None and any(version != requested.version for version in versions):
+        text = f"weight_version of the answer: got {', '.join(dict.fromkeys(versions))}, expected {requested.version}"
+        raise AnswerError(text, stale=True)
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:

@@ -1,14 +1,16 @@
 """An HTTP client that bounds every answer and retries requests, for servers that restart or are overloaded."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import httpx
@@ -85,8 +87,32 @@ def without_key(text: str, key: str) -> str:
     return "".join("[key]" if secret else "".join(text[index] for index in run) for secret, run in runs)
 
 
+class AttemptError(Exception):
+    """Raised for an attempt of a request that another attempt may mend.
+
+    Attributes:
+      retry_after: seconds that the server asks to wait.
+    """
+
+    def __init__(self, text: str, retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
+
+
+class StaleError(SourceError):
+    """Raised for an answer from other weights than the expected ones."""
+
+
+class RefusedError(SourceError):
+    """Raised for a request that a server refuses; `status` is that of the answer."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class Client:
-    """Requests to one server, whose answers have limits of bytes and of time; safe to call from several threads.
+    """Requests to servers, whose answers have limits of bytes and of time; safe to call from several threads.
 
     Failed connections, time-outs, the statuses in `RETRIED` and answers that say so (`AnswerError.retry`) are retried;
     any other error raises at once. Errors name the address, the request, the number of attempts and the elapsed time.
@@ -98,17 +124,17 @@ class Client:
 
     def __init__(
         self,
-        url: str,
         *,
         timeout: float,
         retries: int,
         connections: int = 8,
         key: str | None = None,
+        field: str = "rollout.source.url",
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._timeout, self._retries, self._sleep, self._key = timeout, retries, sleep, key
+        self.retries = retries
+        self._timeout, self._sleep, self._key, self._field = timeout, sleep, key, field
         self._connections = asyncio.Semaphore(connections)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -129,57 +155,76 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._thread.start()
 
-    def get(self, path: str, read: Callable[[bytes], _Parsed]) -> _Parsed:
+    def get(self, url: str, read: Callable[[bytes], _Parsed]) -> _Parsed:
         """Returns the answer, read by `read`, which raises `AnswerError`."""
-        return self._run(self._request("GET", path, None, read, MOST_BYTES))
+        return self.run(self.request("GET", "", None, read, lambda: contextlib.nullcontext(url)))
 
-    def post(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], _Parsed]) -> _Parsed:
+    def post(self, url: str, body: Mapping[str, Any], read: Callable[[bytes], _Parsed]) -> _Parsed:
         """Returns the answer, read by `read`, which raises `AnswerError`."""
-        return self._run(self._request("POST", path, body, read, MOST_BYTES))
+        return self.run(self.request("POST", "", body, read, lambda: contextlib.nullcontext(url)))
 
-    def post_all(
+    def start(self, work: Coroutine[Any, Any, _Parsed]) -> Future[_Parsed]:
+        """Begins the work in the event loop of the requests, for `wait_for`; `close` ends what nobody waits for."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, _Parsed]) -> _Parsed:
+        """Runs work in the event loop of the requests; an interrupt of the caller cancels it."""
+        return wait_for(self.start(work))
+
+    async def request(
         self,
+        method: str,
         path: str,
-        bodies: Sequence[Mapping[str, Any]],
-        reads: Sequence[Callable[[bytes], _Parsed]],
+        body: Mapping[str, Any] | None,
+        read: Callable[[bytes], _Parsed],
+        server: Callable[[], AbstractContextManager[str]],
         *,
-        most_bytes: int,
-    ) -> Future[list[_Parsed]]:
-        """Begins to post all bodies, `connections` at a time, and returns at once; the first error ends all.
+        most_bytes: int = MOST_BYTES,
+        attempts: int | None = None,
+        fresh: bool = False,
+    ) -> _Parsed:
+        """Sends a request until it is answered, refused, or has failed too often.
 
         Args:
-          path: path of the requests.
-          bodies: JSON of each request.
-          reads: for each request, reads the answer or raises `AnswerError`.
-          most_bytes: limit of each answer, also after decompression.
+          method: of HTTP.
+          path: after the address of the server.
+          body: JSON; None for none.
+          read: reads the answer, or raises `AnswerError`.
+          server: called for each attempt, which it encloses: yields the address, and may turn an error into another.
+          most_bytes: limit of the answer, also after decompression.
+          attempts: the most attempts; None: one more than the retries of the client.
+          fresh: closes the connection after the answer, so that a balancer of connections may choose another server.
 
-        Returns:
-          The answers to come, in order, for `wait_for`; `close` ends requests that nobody waits for.
+        Raises:
+          SourceError: no attempt was answered, or an answer cannot be used.
         """
-
-        async def together() -> list[_Parsed]:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._request("POST", path, body, read, most_bytes))
-                        for body, read in zip(bodies, reads, strict=True)
-                    ]
-            except BaseExceptionGroup as group_error:
-                raise group_error.exceptions[0] from None
-            return [task.result() for task in tasks]
-
-        return asyncio.run_coroutine_threadsafe(together(), self._loop)
+        start = time.monotonic()
+        attempts = self.retries + 1 if attempts is None else attempts
+        async with self._connections:
+            for attempt in range(1, attempts + 1):
+                try:
+                    with server() as url:
+                        return await self._attempt(method, url + path, body, read, most_bytes, fresh)
+                except AttemptError as error:
+                    last, retry_after = str(error), error.retry_after
+                if attempt < attempts:
+                    await self._sleep(wait_before(attempt, random.random(), retry_after))
+        times = "once" if attempts == 1 else f"{attempts} times"
+        raise self._error(
+            f"{self._field}: {method} {url}{path} failed {times} in {time.monotonic() - start:.0f} s "
+            f"(rollout.source.timeout {self._timeout:g} s, rollout.source.retries {self.retries}); last: {last}"
+        )
 
     def hurry(self) -> None:
         """Gives later requests one attempt of a few seconds: the run ends, and its server may hang."""
-        self._retries, self._timeout = 0, min(self._timeout, CONNECT_SECONDS)
+        self.retries, self._timeout = 0, min(self._timeout, CONNECT_SECONDS)
 
     def close(self) -> None:
         """Ends the requests that are under way, and closes the connections."""
         if self._loop.is_closed():
             return
-        self._run(self._end())
-        self._run(self._loop.shutdown_asyncgens())
+        self.run(self._end())
+        self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -190,9 +235,6 @@ class Client:
         shown = " ".join((without_key(text, self._key) if self._key else text).split())[:longest]
         return "".join(letter if letter.isprintable() else "?" for letter in shown)
 
-    def _run(self, request: Coroutine[Any, Any, _Parsed]) -> _Parsed:
-        return wait_for(asyncio.run_coroutine_threadsafe(request, self._loop))
-
     async def _end(self) -> None:
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         for request in requests:
@@ -200,60 +242,54 @@ class Client:
         await asyncio.gather(*requests, return_exceptions=True)
         await self._client.aclose()
 
-    async def _request(
+    async def _attempt(
         self,
         method: str,
-        path: str,
+        url: str,
         body: Mapping[str, Any] | None,
         read: Callable[[bytes], _Parsed],
         most_bytes: int,
+        fresh: bool,
     ) -> _Parsed:
-        start = time.monotonic()
-        attempts = self._retries + 1
-        last = ""
-        async with self._connections:
-            for attempt in range(1, attempts + 1):
-                retry_after = None
-                try:
-                    status, retry_after, content = await self._attempt(method, path, body, most_bytes)
-                    if status in SUCCESSES:
-                        return read(content)
-                    last = f"status {status}: {self.clean(_message(content), 300) or 'no message'}"
-                    if status not in RETRIED:
-                        raise self._error(f"rollout.source: {method} {self.url}{path} was refused with {last}")
-                except TimeoutError:
-                    last = "no complete answer in time"
-                except (httpx.HTTPError, OSError) as error:
-                    last = self.clean(_reason(error), 300)
-                except BrokenBodyError as error:
-                    last = f"the answer has {error}"
-                except AnswerError as error:
-                    last = self.clean(str(error), 500)
-                    if not error.retry:
-                        raise self._error(f"rollout.source: {last}") from None
-                except TooLongError:
-                    raise self._error(
-                        f"rollout.source.max_response_bytes: the answer to {method} {self.url}{path} has more than "
-                        f"{most_bytes} bytes"
-                    ) from None
-                if attempt < attempts:
-                    await self._sleep(wait_before(attempt, random.random(), retry_after))
-        times = "once" if attempts == 1 else f"{attempts} times"
-        raise self._error(
-            f"rollout.source.url: {method} {self.url}{path} failed {times} in {time.monotonic() - start:.0f} s "
-            f"(rollout.source.timeout {self._timeout:g} s, rollout.source.retries {self._retries}); last: {last}"
-        )
+        """Sends a request once; an error that another attempt may mend is an `AttemptError`."""
+        try:
+            status, retry_after, content = await self._exchange(method, url, body, most_bytes, fresh)
+            if status in SUCCESSES:
+                return read(content)
+        except TimeoutError:
+            raise AttemptError("no complete answer in time") from None
+        except (httpx.HTTPError, OSError) as error:
+            raise AttemptError(self.clean(_reason(error), 300)) from None
+        except BrokenBodyError as error:
+            raise AttemptError(f"the answer has {error}") from None
+        except AnswerError as error:
+            text = self.clean(str(error), 500)
+            if error.retry:
+                raise AttemptError(text) from None
+            if error.stale:
+                raise StaleError(self.clean(f"rollout.source: {url}: {text}")) from None
+            raise self._error(f"rollout.source: {text}") from None
+        except TooLongError:
+            raise self._error(
+                f"rollout.source.max_response_bytes: the answer to {method} {url} has more than {most_bytes} bytes"
+            ) from None
+        text = f"status {status}: {self.clean(_message(content), 300) or 'no message'}"
+        if status in RETRIED:
+            raise AttemptError(text, retry_after)
+        raise RefusedError(self.clean(f"rollout.source: {method} {url} was refused with {text}"), status)
 
-    async def _attempt(
-        self, method: str, path: str, body: Mapping[str, Any] | None, most_bytes: int
+    async def _exchange(
+        self, method: str, url: str, body: Mapping[str, Any] | None, most_bytes: int, fresh: bool
     ) -> tuple[int, float | None, bytes]:
         """Sends one request; returns the status, the wait that the server asks for, and the body."""
         # ASCII: a lone surrogate in a stop text has no UTF-8.
         content = None if body is None else json.dumps(body).encode("ascii")
-        headers = None if body is None else {"Content-Type": "application/json"}
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if fresh:
+            headers["Connection"] = "close"
         async with (
             asyncio.timeout(self._timeout),
-            self._client.stream(method, self.url + path, content=content, headers=headers) as response,
+            self._client.stream(method, url, content=content, headers=headers) as response,
         ):
             wait = _retry_after(response.headers.get("Retry-After", ""))
             if response.status_code in SUCCESSES:

@@ -1,4 +1,4 @@
-"""A source that samples on an OpenAI-compatible server."""
+"""A source that samples on OpenAI-compatible servers."""
 
 import dataclasses
 import functools
@@ -21,8 +21,9 @@ from train.distributed.exchange import any_of, run_together
 from train.distributed.global_arrays import gather_rows
 from train.rl.token_fields import ROUTES
 from train.rollouts.routes import records_routes
-from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_models, read_probe
+from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_probe
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
+from train.rollouts.server.engines import Engines
 from train.rollouts.server.key import read_key
 from train.rollouts.server.probe import FIRST_PROMPT, TEMPERATURES, Probe, check_probes, probe_body, second_prompt
 from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
@@ -113,33 +114,36 @@ class ServerSource:
     """
 
     def __init__(self, context: RunContext, section: OpenAISourceSection, client: Client | None = None) -> None:
-        """Connects to the server, and checks the responses to short greedy requests.
+        """Connects to the servers, and checks the responses of each to short greedy requests.
 
         Raises:
-          UserError: the server is unreachable, lacks the model, returns no ids or no usable log-probs, or samples from
+          UserError: a server is unreachable, lacks the model, returns no ids or no usable log-probs, or samples from
             another distribution than it is asked to.
         """
         self._context, self._section = context, section
         self._client = client or Client(
-            section.url,
             timeout=section.timeout,
             retries=section.retries,
             connections=section.concurrency,
             key=read_key(section),
+            field="rollout.source.urls" if section.urls else "rollout.source.url",
         )
+        self._engines = Engines(self._client, section)
         self._model = section.model
         self._step = -1
         try:
-            self._sync: Sync = make_sync(self._client, context)
+            self._sync: Sync = make_sync(self._engines, context)
             self._check()
         except UserError:
             self._client.close()
             raise
 
     def update(self, policy: kljax.Policy, step: int) -> None:
-        """Sends the weights of a new step to the server."""
+        """Sends the weights of a new step to the servers."""
         if step != self._step:
+            self._engines.agree()
             self._model = self._sync.load(policy, step)
+            self._engines.agree()
             self._step = step
 
     def sample(self, request: Request) -> Completions:
@@ -209,17 +213,18 @@ class ServerSource:
         return body
 
     def _start(
-        self, bodies: Sequence[dict[str, Any]], read: Callable[[Requested, bytes], _Read]
+        self, bodies: Sequence[dict[str, Any]], read: Callable[[Requested, bytes], _Read], url: str | None = None
     ) -> Future[list[_Read]]:
-        """Begins to request completions, which come in the order of their requests."""
+        """Begins to request completions, which come in the order of their requests, of one server or any."""
         tokens = max((len(body["prompt"]) + body["max_tokens"] for body in bodies), default=0)
         routes_bytes = routes_size(self._context.model.config) * MOST_BYTES_PER_EXPERT
         per_token = BYTES_PER_TOKEN + (routes_bytes if records_routes(self._context) else 0)
-        return self._client.post_all(
+        return self._engines.complete(
             "/v1/completions",
             bodies,
             [functools.partial(read, self._requested(body)) for body in bodies],
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * per_token,
+            url=url,
         )
 
     def _requested(self, body: Mapping[str, Any]) -> Requested:
@@ -231,6 +236,7 @@ class ServerSource:
             stops="stop" in body,
             log_probs=self._context.config.rollout.record_log_probs,
             routes_of=self._context.model.config if records_routes(self._context) else None,
+            version=None if self._model != self._section.model else self._engines.version,
         )
 
     def _held_rows(self, sent: Sent, answers: Sequence[ServerAnswer]) -> dict[str, np.ndarray]:
@@ -273,37 +279,50 @@ class ServerSource:
             fields={name: arrays[name] for name in field_sizes(self._context)},
             finished=select_own(arrays["finished"]),
             lags=select_own(arrays["lags"]) if config.rollout.ahead else None,
+            metrics=self._engines.metrics,
             texts=decode_completions(tokens, token_mask, mask, self._context.tokenizer),
             timings=received.timings,
         )
 
     def _check(self) -> None:
-        """Requests greedy tokens from the base model, and checks ids, log-probs and experts."""
-        owners = self._client.get("/v1/models", read_models)
-        if self._section.model not in owners:
+        """Checks that weights can reach every server, and ids, log-probs and experts of greedy tokens of each."""
+        models = self._engines.models()
+        if self._section.model not in models:
+            address = self._section.url or "every server of rollout.source.urls"
             raise UserError(
-                f"rollout.source.model: got {self._section.model!r}, but {self._section.url} serves: "
-                f"{self._client.clean(', '.join(owners)) or 'nothing'}"
+                f"rollout.source.model: got {self._section.model!r}, but {address} serves: "
+                f"{self._client.clean(', '.join(models)) or 'nothing'}"
             )
+        if self._section.sync != "none":
+            self._engines.check_routes()
         config = self._context.config
-        first, _ = self._probe(FIRST_PROMPT, temperature=1.0)
+        firsts = self._probe(dict.fromkeys(self._engines.urls, FIRST_PROMPT), temperature=1.0)
         if config.rollout.record_log_probs:
+            prompts = {url: second_prompt(answer.tokens) for url, (answer, _) in firsts.items()}
             # One after the other: together they might be computed in another way than each alone.
-            answers = [self._probe(second_prompt(first.tokens), temperature) for temperature in TEMPERATURES]
-            probes = [Probe(answer.tokens, answer.fields["log_probs"], largest) for answer, largest in answers]
-            check_probes(config, self._section.url, owners[self._section.model], *probes)
-        routes = first.fields.get(ROUTES)
-        if routes is not None and (routes < 0).all() and config.routing.missing == "error":
-            raise UserError(
-                f"routing.replay: got rollout, but the answers of {self._section.url} have no routed_experts; start "
-                "vLLM or SGLang with --enable-return-routed-experts, or set routing.missing=choose or "
-                "routing.replay=none"
-            )
+            at_one, at_half = (self._probe(prompts, temperature) for temperature in TEMPERATURES)
+            for url in prompts:
+                pair = (at_one[url], at_half[url])
+                probes = [Probe(answer.tokens, answer.fields["log_probs"], largest) for answer, largest in pair]
+                check_probes(config, url, models[self._section.model], *probes)
+        for url, (answer, _) in firsts.items():
+            routes = answer.fields.get(ROUTES)
+            if routes is not None and (routes < 0).all() and config.routing.missing == "error":
+                raise UserError(
+                    f"routing.replay: got rollout, but the answers of {url} have no routed_experts; start "
+                    "vLLM or SGLang with --enable-return-routed-experts, or set routing.missing=choose or "
+                    "routing.replay=none"
+                )
 
-    def _probe(self, prompt: Sequence[int], temperature: float) -> tuple[ServerAnswer, list[float]]:
-        """Requests greedy tokens."""
-        body = probe_body(self._body(prompt, 0), self._context.config, prompt, temperature)
-        return wait_for(self._start([body], read_probe))[0]
+    def _probe(
+        self, prompts: Mapping[str, Sequence[int]], temperature: float
+    ) -> dict[str, tuple[ServerAnswer, list[float]]]:
+        """Requests greedy tokens from each server."""
+        sent = {}
+        for url, prompt in prompts.items():
+            body = probe_body(self._body(prompt, 0), self._context.config, prompt, temperature)
+            sent[url] = self._start([body], read_probe, url)
+        return {url: wait_for(answers)[0] for url, answers in sent.items()}
 
 
 __all__ = ["ServerSource", "SourceError"]

@@ -1,13 +1,14 @@
-"""Weight transfer to a server: an adapter beside its base, or all weights in place.
+"""Weight transfer to servers: an adapter beside its base, or all weights in place.
 
-Each version is written to a new folder that server and trainer share, and removed once the next version is in use.
+Each version is written to a new folder that servers and trainer share, and removed once the next version is in use. Its
+label is the name of the folder, which every server tells again before the first request.
 """
 
 import contextlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,23 +17,39 @@ from safetensors import SafetensorError
 
 import kljax
 from train.config.errors import UserError
+from train.config.user_functions import make_with, user_code
 from train.context import RunContext
-from train.distributed.exchange import on_leader, run_together
+from train.distributed.exchange import of_leader, on_leader, run_together
 from train.distributed.peers import is_leader
-from train.rollouts.server.client import Client, acknowledged
+from train.rollouts.server.engines import Engines
 from train.rollouts.source import SourceError
+from train.process.waiting import waiting_for
 from train.weights.files import usable_directory
 from train.weights.peft_experts import stacked_targets
 
 
 class Sync(Protocol):
-    """Transfers the weights of a policy to a server."""
+    """Transfers the weights of a policy to every server."""
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """Sends the weights and returns the model name for requests; raises `SourceError`."""
 
     def close(self) -> None:
-        """Removes the written weights, here and on the server."""
+        """Removes the written weights, here and on the servers."""
+
+
+class Transfer(Protocol):
+    """A transfer of the user, which `rollout.source.sync` makes in every process, from the run context.
+
+    The trainer pauses every server before a transfer, labels the weights and reads the label back after it, and then
+    resumes the servers.
+    """
+
+    def send(self, policy: kljax.Policy, version: str, urls: Sequence[str]) -> None:
+        """Brings the weights of a policy to the servers at these addresses; called in every process."""
+
+    def close(self) -> None:
+        """Frees the resources of the transfer."""
 
 
 class NoSync:
@@ -90,20 +107,17 @@ class _VersionFolders:
 class _FolderSync:
     """Shared state of the transfers by folder: the folders, and the current version.
 
-    With several processes all of them gather the weights, and the leader writes them and speaks to the server.
+    With several processes all of them gather the weights, and the leader writes them and speaks to the servers.
     """
 
-    def __init__(self, client: Client, context: RunContext, *, model: str, folder: str | None) -> None:
-        self._client, self._context, self._model = client, context, model
+    def __init__(self, engines: Engines, context: RunContext, *, model: str, folder: str | None) -> None:
+        self._engines, self._context, self._model = engines, context, model
         self._folders = _VersionFolders(folder, context.config.name)
         self._current: Path | None = None
 
 
 class LoraSync(_FolderSync):
-    """Loads each adapter under a new name before it unloads the previous adapter; requests use that name as model.
-
-    vLLM: `--enable-lora`, `--max-lora-rank` at least that of the adapter, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
-    """
+    """Loads each adapter under a new name before it unloads the previous adapter; requests use that name as model."""
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """Loads the adapter and returns its name."""
@@ -117,10 +131,15 @@ class LoraSync(_FolderSync):
             return path
 
         path = run_together("weights for the server", write)
-        return on_leader("weights for the server", lambda: self._exchange(path))
+        name = on_leader("weights for the server", lambda: self._exchange(path))
+        self._engines.expect(name, adapter=True)
+        return self._engines.endpoints.model_of(self._model, name)
 
     def _exchange(self, path: Path) -> str:
-        _post(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+        endpoints = self._engines.endpoints
+        self._engines.everywhere(lambda server: endpoints.load_adapter(server, path.name, path))
+        self._engines.expect(path.name, adapter=True)
+        self._engines.confirm()
         old = self._current
         self._current = path
         self._unload(old)
@@ -128,27 +147,25 @@ class LoraSync(_FolderSync):
 
     def _unload(self, path: Path | None) -> None:
         if path is not None:
-            _post(self._client, "/v1/unload_lora_adapter", {"lora_name": path.name})
+            self._engines.everywhere(lambda server: self._engines.endpoints.unload_adapter(server, path.name))
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Unloads the last adapter, if the server is still reachable."""
+        """Unloads the last adapter, if the servers are still reachable."""
         with contextlib.suppress(SourceError):
             self._unload(self._current)
         self._folders.close()
 
 
 class WeightSync(_FolderSync):
-    """Writes all weights, merged with any adapter, and makes the server reload them in place.
+    """Writes all weights, merged with any adapter, and makes the servers load them in place.
 
-    They are rounded to the dtype of the sampler, as the server would round them: bfloat16 is half of the bytes.
-
-    vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`, and no `--enable-lora`. The server is paused
-    during the reload, and its prefix cache is reset, as it belongs to the old weights.
+    They are rounded to the dtype of the sampler, as a server would round them: bfloat16 is half of the bytes. All
+    servers are paused until the last of them has the new weights.
     """
 
     def load(self, policy: kljax.Policy, step: int) -> str:
-        """Reloads the weights and returns the name of the base model."""
+        """Loads the weights and returns the name of the base model."""
         from train.weights.huggingface import save_folder
 
         source = self._context.config.model.path
@@ -161,49 +178,67 @@ class WeightSync(_FolderSync):
             return path
 
         path = run_together("weights for the server", write)
-        on_leader("weights for the server", lambda: self._reload(path))
+        self._engines.expect(on_leader("weights for the server", lambda: self._exchange(path)))
         return self._model
 
-    def _reload(self, path: Path) -> None:
-        _post(self._client, "/pause", {})
-        try:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            _post(self._client, "/collective_rpc", reload)
-            _post(self._client, "/reset_prefix_cache", {})
-        finally:
-            _post(self._client, "/resume", {})
+    def _exchange(self, path: Path) -> str:
+        endpoints = self._engines.endpoints
+        with self._engines.paused():
+            self._engines.everywhere(lambda server: endpoints.load_folder(server, path, path.name))
+            self._engines.expect(path.name)
+            self._engines.confirm()
         self._remove()
         self._current = path
+        return path.name
 
     def _remove(self) -> None:
         if self._current is not None:
             shutil.rmtree(self._current, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes the written weights, which the server has read."""
+        """Removes the written weights, which the servers have read."""
         self._remove()
         self._folders.close()
 
 
-LORA_HINT = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true"
-DEVELOPMENT_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1"
-FOLDER_HINT = "rollout.source.folder has to be a path that trainer and server both see"
+class UserSync:
+    """Lets a transfer of the user bring the weights, while all servers are paused."""
+
+    def __init__(self, engines: Engines, context: RunContext, name: str, model: str) -> None:
+        self._engines, self._context, self._model = engines, context, model
+        self._label = f"rollout.source.sync: {name}"
+        with waiting_for(self._label):
+            self._transfer: Transfer = make_with("rollout.source.sync", name, Transfer, context)
+
+    def load(self, policy: kljax.Policy, step: int) -> str:
+        """Sends the weights and returns the name of the base model."""
+        label = f"{self._context.config.name}-{step}-{uuid.uuid4().hex[:8]}"
+        version = of_leader("weights for the server", label)
+        pause = self._engines.paused() if is_leader() else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            run_together("weights for the server", lambda: stack.enter_context(pause))
+            run_together("weights for the server", lambda: self._send(policy, version))
+            on_leader("weights for the server", lambda: self._confirm(version))
+        self._engines.expect(version)
+        return self._model
+
+    def _send(self, policy: kljax.Policy, version: str) -> None:
+        label = f"{self._label}: send"
+        with waiting_for(label), user_code(label, SourceError):
+            self._transfer.send(policy, version, tuple(self._engines.urls))
+
+    def _confirm(self, version: str) -> None:
+        self._engines.everywhere(lambda server: self._engines.endpoints.set_version(server, version))
+        self._engines.expect(version)
+        self._engines.confirm()
+
+    def close(self) -> None:
+        """Frees the resources of the transfer."""
+        with user_code(f"{self._label}: close", SourceError):
+            self._transfer.close()
 
 
-def _post(client: Client, path: str, body: Mapping[str, object]) -> None:
-    """Posts a request, and adds a hint to the error if the path is unknown or the folder is not shared."""
-    try:
-        client.post(path, body, acknowledged)
-    except SourceError as error:
-        hint = ""
-        if "Not Found" in str(error):
-            hint = f"; {LORA_HINT if 'lora' in path else DEVELOPMENT_HINT}"
-        elif "No adapter found" in str(error):
-            hint = f"; {FOLDER_HINT}"
-        raise SourceError(f"{error}{hint}") from error
-
-
-def make_sync(client: Client, context: RunContext) -> Sync:
+def make_sync(engines: Engines, context: RunContext) -> Sync:
     """Makes the transfer that `rollout.source.sync` selects; raises `UserError` if it is not possible."""
     section = context.config.rollout.source
     if section.type != "openai":
@@ -229,5 +264,7 @@ def make_sync(client: Client, context: RunContext) -> Sync:
         )
     if kind == "none":
         return NoSync(section.model)
+    if kind not in ("lora", "weights"):
+        return UserSync(engines, context, kind, section.model)
     sync_class = LoraSync if kind == "lora" else WeightSync
-    return sync_class(client, context, model=section.model, folder=section.folder)
+    return sync_class(engines, context, model=section.model, folder=section.folder)

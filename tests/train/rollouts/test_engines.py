@@ -1,0 +1,362 @@
+"""Several engines: each gets every weight, none samples from old ones, and a failing one is named."""
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.goldens.vllm import tiny
+from tests.train.rollouts.fake_engines import PLAIN, FakeEngine, FakeRouter, FakeSglang, serving_all
+from tests.train.rollouts.fake_server import Answer, serving
+from train.config.errors import UserError
+from train.context import RunContext
+from train.rollouts.open import open_source
+from train.rollouts.server import ServerSource
+from train.rollouts.source import Completions, Request, SourceError
+
+ROWS = len(tiny.PROMPTS) * tiny.SAMPLES
+WEIGHTS = ("model.tie_embeddings=false",)
+PHASES = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+
+
+def context_of(addresses: str, *options: str) -> RunContext:
+    """The context of a run whose source has these addresses."""
+    source = f"rollout.source={{type: openai, model: m, retries: 0, timeout: 5.0, {addresses}}}"
+    return tiny.context_of(tiny.config_of("http://unused", source, *options))
+
+
+@contextlib.contextmanager
+def opened(addresses: str, *options: str) -> Iterator[tuple[RunContext, ServerSource]]:
+    context = context_of(addresses, *(options or WEIGHTS))
+    with contextlib.closing(open_source(context)) as source:
+        yield context, source
+
+
+def step(context: RunContext, source: ServerSource, number: int) -> Completions:
+    """Sends the weights of a step, and samples with them."""
+    source.update(tiny.policy_of(context, number), number)
+    return source.sample(Request.of(context, number))
+
+
+def in_list(urls: Sequence[str]) -> str:
+    return f"urls: [{', '.join(urls)}]"
+
+
+def versions(engine: FakeEngine) -> list[str]:
+    """The steps of the weights that completions came from, without repeats."""
+    return [name.split("-")[1] if "-" in name else name for name in dict.fromkeys(engine.sampled)]
+
+
+@pytest.fixture
+def engines():
+    return [FakeEngine(), FakeEngine()]
+
+
+# One address with several servers behind it.
+
+
+@pytest.mark.parametrize("policy", ["next", "first"])
+@pytest.mark.parametrize("options", [WEIGHTS, (tiny.LORA,)])
+def test_router_as_the_server_is_refused(engines, policy, options):
+    with (
+        serving_all(engines) as urls,
+        serving(FakeRouter(urls, policy=policy)) as router,
+        pytest.raises(UserError, match=r"url: got the address of a router with 2 servers; .*source\.urls, and set") as e,
+        opened(f"url: '{router}'", *options) as (context, source),
+    ):
+        step(context, source, 0)
+    assert f"rollout.source.router={router}" in str(e.value)
+
+
+@pytest.mark.parametrize("made", [{}, {"disk": False}, {"disk": False, "labels": False}])
+def test_silent_balancer_is_refused_at_the_update(made):
+    """Its engines hold different weights, or only one of them is paused."""
+    engines = [FakeEngine(**made), FakeEngine(**made)]
+    with (
+        serving_all(engines) as urls,
+        serving(FakeRouter(urls, lists=False)) as balancer,
+        opened(f"url: '{balancer}'") as (context, source),
+        pytest.raises(SourceError) as caught,
+    ):
+        step(context, source, 0)
+    assert "rollout.source.urls" in str(caught.value) or "/start_weight_update" in str(caught.value)
+    assert not engines[0].sampled and not engines[1].sampled
+
+
+def test_adapter_behind_a_silent_balancer_is_refused(engines):
+    with (
+        serving_all(engines) as urls,
+        serving(FakeRouter(urls, lists=False)) as balancer,
+        opened(f"url: '{balancer}'", tiny.LORA) as (context, source),
+        pytest.raises(SourceError, match=r"has the weights .*no such adapter.*rollout\.source\.urls"),
+    ):
+        step(context, source, 0)
+
+
+def test_router_without_weights_to_send_is_accepted(engines):
+    with (
+        serving_all(engines) as urls,
+        serving(FakeRouter(urls)) as router,
+        opened(f"url: '{router}', sync: none") as (context, source),
+    ):
+        step(context, source, 0)
+    assert [len(engine.sampled) for engine in engines] == [ROWS / 2, ROWS / 2]
+
+
+def test_server_without_labels_is_warned_about_once(capsys):
+    engine = FakeEngine(disk=False, labels=False, tells_paused=False)
+    with serving(engine) as url, opened(f"url: '{url}'") as (context, source):
+        for number in range(2):
+            assert step(context, source, number).metrics == {}
+    assert capsys.readouterr().err.count("does not tell which weights it has") == 1
+    assert versions(engine) == ["0", "1"]
+
+
+# Several addresses.
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("kind", ["phases", "reload", "lora", "sglang", "sglang lora"])
+def test_every_engine_samples_from_every_update(kind, routed):
+    made = {"phases": FakeEngine, "reload": lambda: FakeEngine(disk=False), "lora": FakeEngine}
+    engines = [made.get(kind, FakeSglang)() for _ in range(2)]
+    options = (tiny.LORA,) if kind.endswith("lora") else WEIGHTS
+    with serving_all(engines) as urls, serving(FakeRouter(urls)) as router:
+        addresses = in_list(urls) + (f", router: '{router}'" if routed else "")
+        with opened(addresses, *options) as (context, source):
+            for number in range(3):
+                assert step(context, source, number).metrics == {"rollout_engines": 2.0}
+        # Probes of a router's answers would count otherwise.
+    for engine in engines:
+        assert versions(engine) == (["0", "1", "2"] if kind != "sglang lora" else ["m:run", "m:run", "m:run"][:1])or kind
+        assert len(engine.sampled) == 3 * ROWS / 2
+        assert not engine.paused
+        assert not engine.adapters
+    if kind == "phases":
+        update = ["/pause", *PHASES[1:], "/reset_prefix_cache", "/resume"]
+        assert engines[0].calls == ["/pause", *PHASES, "/reset_prefix_cache", "/resume", *update, *update]
+    if kind == "reload":
+        later = ["/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"]
+        assert engines[1].calls[-5:] == later
+
+
+def test_no_engine_resumes_before_all_are_updated(engines):
+    order = []
+
+    class Ordered(FakeEngine):
+        def __call__(self, path: str, body: dict) -> Answer:
+            if path == "/update_weights" and self is slow:
+                time.sleep(0.2)
+            if path in ("/finish_weight_update", "/resume"):
+                order.append(path)
+            return super().__call__(path, body)
+
+    slow, other = Ordered(), Ordered()
+    with serving_all([slow, other]) as urls, opened(in_list(urls)) as (context, source):
+        step(context, source, 0)
+    assert order == ["/finish_weight_update"] * 2 + ["/resume"] * 2
+
+
+def test_requests_go_to_the_least_busy_engine(engines):
+    """One engine answers nothing until the other has answered all that one of two connections can take."""
+    slow, quick = engines
+    with serving_all(engines) as urls:
+        with opened(in_list(urls) + ", concurrency: 2") as (context, source):
+            source.update(tiny.policy_of(context, 0), 0)
+            slow.hangs.add("/v1/completions")
+            timer = threading.Timer(0.5, lambda: (slow.hangs.clear(), slow.over.set()))
+            timer.start()
+            source.sample(Request.of(context, 0))
+            timer.join()
+    assert (len(slow.sampled), len(quick.sampled)) == (1, ROWS - 1)
+
+
+# An engine fails.
+
+FAULTS = {
+    "status 500 at finish": lambda engine: engine.fails.update({"/finish_weight_update": 500}),
+    "no answer at pause": lambda engine: engine.fails.update({"/pause": None}),
+    "dead": lambda engine: setattr(engine, "down", True),
+    "hangs at update": lambda engine: engine.hangs.add("/update_weights"),
+    "label is not set": lambda engine: engine.fails.update({"/weight_info": 404}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("action", ["stop", "drop"])
+def test_engine_that_fails_an_update_is_named(engines, fault, action, capsys):
+    with serving_all(engines) as urls:
+        addresses = in_list(urls) + f", on_engine_failure: {action}, timeout: 1.0"
+        with opened(addresses) as (context, source):
+            step(context, source, 0)
+            FAULTS[fault](engines[1])
+            if fault == "label is not set":
+                step(context, source, 1)
+                assert f"{urls[1]} does not tell which weights" in capsys.readouterr().err
+                return
+            if action == "stop":
+                with pytest.raises(SourceError, match=rf"{urls[1]}.*1 of 2 engines are left, set .*=drop"):
+                    step(context, source, 1)
+                assert not engines[0].paused
+                return
+            assert step(context, source, 1).metrics == {"rollout_engines": 1.0}
+            assert step(context, source, 2).metrics == {"rollout_engines": 1.0}
+    error = capsys.readouterr().err
+    assert error.count(f"{urls[1]} is left out from now on, 1 engines remain: ") == 1
+    assert versions(engines[0]) == ["0", "1", "2"]
+    assert versions(engines[1]) == ["0"]
+
+
+def test_last_engine_that_fails_ends_the_run(engines):
+    with serving_all(engines) as urls, opened(in_list(urls) + ", on_engine_failure: drop") as (context, source):
+        step(context, source, 0)
+        for engine in engines:
+            engine.down = True
+        with pytest.raises(SourceError, match=rf"{urls[0]}.*{urls[1]}.*no engine is left"):
+            step(context, source, 1)
+
+
+@pytest.mark.parametrize("options", [WEIGHTS, (tiny.LORA,)])
+@pytest.mark.parametrize("event", ["restarts", "dies"])
+@pytest.mark.parametrize("action", ["stop", "drop"])
+def test_engine_lost_within_a_batch_gives_no_completion(options, event, action):
+    """Its requests are repeated by the other engine: those that it answered after a restart too."""
+
+    class Fragile(FakeEngine):
+        def _complete(self, body: dict) -> Answer:
+            if len(self.sampled) == ROWS // 2 + 1 and event == "restarts":
+                self.restart()
+            if len(self.sampled) == ROWS // 2 + 1 and event == "dies":
+                self.down = True
+                return None
+            return super()._complete(body)
+
+    engines = [FakeEngine(), Fragile()]
+    with serving_all(engines) as urls:
+        with opened(in_list(urls) + f", on_engine_failure: {action}", *options) as (context, source):
+            step(context, source, 0)
+            if action == "stop":
+                with pytest.raises(SourceError, match=rf"{urls[1]}.* set rollout\.source\.on_engine_failure=drop"):
+                    step(context, source, 1)
+                return
+            assert step(context, source, 1).metrics == {"rollout_engines": 1.0}
+    assert len(engines[0].sampled) == ROWS // 2 + ROWS
+
+
+def test_engine_restarted_between_steps_gets_the_weights(engines):
+    with serving_all(engines) as urls, opened(in_list(urls)) as (context, source):
+        step(context, source, 0)
+        engines[1].restart()
+        step(context, source, 1)
+    assert versions(engines[1]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("event", ["fails the update", "restarts"])
+def test_lost_engine_leaves_the_router(engines, event):
+    with serving_all(engines) as urls, serving(router := FakeRouter(urls)) as front:
+        with opened(in_list(urls) + f", router: '{front}', on_engine_failure: drop") as (context, source):
+            step(context, source, 0)
+            if event == "restarts":
+                source.update(tiny.policy_of(context, 1), 1)
+                engines[1].restart()
+                source.sample(Request.of(context, 1))
+            else:
+                engines[1].fails["/finish_weight_update"] = 500
+                step(context, source, 1)
+        assert router.urls == [urls[0]]
+    assert engines[0].sampled[-ROWS:] == [engines[0].weights] * ROWS
+
+
+def test_router_with_another_engine_is_refused(engines):
+    """At the start if it tells its servers, else at the first update."""
+    with serving_all([*engines, FakeEngine()]) as urls:
+        with (
+            serving(FakeRouter(urls)) as router,
+            pytest.raises(UserError, match=r"has 3 servers, but rollout\.source\.urls has 2; list every server"),
+            opened(in_list(urls[:2]) + f", router: '{router}'"),
+        ):
+            pass
+        with (
+            serving(FakeRouter(urls, lists=False)) as router,
+            opened(in_list(urls[:2]) + f", router: '{router}'") as (context, source),
+            pytest.raises(SourceError, match=rf"{router} has the weights .*{PLAIN}"),
+        ):
+            step(context, source, 0)
+
+
+def test_completion_of_other_weights_is_an_error(engines):
+    """SGLang tells them with each completion, vLLM for spans of tokens."""
+
+    class Old(FakeSglang):
+        def __call__(self, path: str, body: dict) -> Answer:
+            answer = super().__call__(path, body)
+            if answer is None or path != "/v1/completions" or self.label == PLAIN:
+                return answer
+            text = json.loads(answer[1]) | {"metadata": {"weight_version": "old"}}
+            return 200, json.dumps(text)
+
+    class Spans(FakeEngine):
+        def _choice(self, body: dict) -> dict:
+            spans = [{"version": version, "start": 0, "end": 1} for version in (self.label, "old")]
+            return super()._choice(body) | ({"weight_versions": spans} if self.label != PLAIN else {})
+
+    for kind in (Old, Spans):
+        with (
+            serving(kind()) as url,
+            opened(f"url: '{url}'") as (context, source),
+            pytest.raises(SourceError, match=rf"{url}.*weight_version of the answer: got .*old, expected .*-0-"),
+        ):
+            step(context, source, 0)
+
+
+def test_refusals_name_the_field(engines):
+    with serving_all([FakeEngine(), FakeSglang()]) as urls:
+        with pytest.raises(UserError, match=r"urls: got servers of SGLang and vLLM, expected one kind"), opened(
+            in_list(urls)
+        ):
+            pass
+    with serving_all(engines) as urls:
+        engines[1].down = True
+        with pytest.raises(SourceError, match=rf"rollout\.source\.urls: GET {urls[1]}/v1/models failed once"), opened(
+            in_list(urls)
+        ):
+            pass
+
+
+SENT: list[tuple[str, tuple[str, ...]]] = []
+
+
+class _Bridge:
+    def send(self, policy, version, urls):
+        SENT.append((version, urls))
+
+    def close(self):
+        SENT.append(("closed", ()))
+
+
+def bridge(context):
+    return _Bridge()
+
+
+def broken(context):
+    made = _Bridge()
+    made.send = lambda policy, version, urls: 1 / 0
+    return made
+
+
+def test_function_sends_the_weights_of_paused_engines(engines):
+    SENT.clear()
+    with serving_all(engines) as urls:
+        with opened(in_list(urls) + f", sync: '{__name__}:bridge'") as (context, source):
+            step(context, source, 0)
+        assert [names for _, names in SENT] == [tuple(urls), ()]
+        assert [engine.label for engine in engines] == [SENT[0][0]] * 2
+        with opened(in_list(urls) + f", sync: '{__name__}:broken'") as (context, source):
+            with pytest.raises(SourceError, match=r"rollout\.source\.sync: .*:broken: send: ZeroDivisionError"):
+                step(context, source, 0)
+        assert not engines[0].paused
+    assert Counter(engines[0].calls)["/update_weight_version"] == 1

@@ -1,0 +1,295 @@
+"""A pool of servers that sample: control goes to each of them, requests to the least busy one or to a router."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from train.config.errors import UserError, warn
+from train.config.rollout import OpenAISourceSection
+from train.distributed.exchange import exchange_json
+from train.rollouts.server.answers import read_models, read_workers
+from train.rollouts.server.client import CONNECT_SECONDS, AttemptError, Client, RefusedError, StaleError
+from train.rollouts.server.control import Endpoints, Server, balancer_hint, check_version, endpoints_of
+from train.rollouts.source import SourceError
+
+LEAVE_OUT = "set rollout.source.on_engine_failure=drop to go on without it"
+
+_Parsed = TypeVar("_Parsed")
+
+
+class Engines:
+    """The servers of `rollout.source.urls`, or the one of `url`.
+
+    An engine that fails a control call, or has other weights than it was given, ends the run or leaves the pool, as
+    `on_engine_failure` says. An engine that fails a request is avoided until the end of the batch, and judged then.
+
+    Attributes:
+      urls: the addresses in use.
+      endpoints: of the program that all of them run.
+      version: the label of the weights that each of them has to have; None before the first update.
+    """
+
+    def __init__(self, client: Client, section: OpenAISourceSection) -> None:
+        """Takes the client of the requests, and the addresses."""
+        self.urls = [url.rstrip("/") for url in section.urls or (section.url or "",)]
+        self.endpoints: Endpoints = endpoints_of("")
+        self.version: str | None = None
+        self._client = client
+        self._router = section.router and section.router.rstrip("/")
+        self._drops = section.on_engine_failure == "drop"
+        self._is_pool = bool(section.urls)
+        self._of_adapter = False
+        self._lost: set[str] = set()
+        self._down: set[str] = set()
+        self._under_way: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._warned = False
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The number of engines in use, for a pool."""
+        return {"rollout_engines": float(len(self.urls))} if self._is_pool else {}
+
+    def models(self) -> dict[str, str]:
+        """Returns the models that every server has, with their owners, and takes the endpoints of these.
+
+        Raises:
+          UserError: the servers run different programs; `SourceError` if one is not reachable.
+        """
+        addresses = [*self.urls, *([self._router] if self._router else [])]
+        listed = [self._client.get(f"{url}/v1/models", read_models) for url in addresses]
+        common = {name: owner for name, owner in listed[0].items() if all(name in models for models in listed)}
+        programs = {endpoints_of(owner).name for models in listed for owner in models.values()}
+        if len(programs) > 1:
+            raise UserError(f"rollout.source.urls: got servers of {' and '.join(sorted(programs))}, expected one kind")
+        if common:
+            self.endpoints = endpoints_of(next(iter(common.values())))
+            return common
+        return {f"{name} ({url})": "" for url, models in zip(addresses, listed, strict=True) for name in models}
+
+    def check_routes(self) -> None:
+        """Checks that each address is one server, and the router has as many as there are.
+
+        Raises:
+          UserError: an address is a router, or the router has others.
+        """
+
+        async def count(url: str) -> int:
+            server = Server(self._client, url)
+            counts = [await server.read_if_there(path, read_workers) for path in ("/list_workers", "/workers")]
+            return max(number or 0 for number in counts)
+
+        for url in self.urls:
+            if (workers := self._client.run(count(url))) > 1:
+                field = "rollout.source.urls" if self._is_pool else "rollout.source.url"
+                raise UserError(f"{field}: got the address of a router with {workers} servers; {balancer_hint(url)}")
+        if self._router and (workers := self._client.run(count(self._router))) not in (0, len(self.urls)):
+            raise UserError(
+                f"rollout.source.router: {self._router} has {workers} servers, but rollout.source.urls has "
+                f"{len(self.urls)}; list every server behind the router, and no other"
+            )
+
+    def agree(self) -> None:
+        """Takes the engines out that another process has lost."""
+        for url in sorted({url for lost in exchange_json("engines", sorted(self._lost)) for url in lost}):
+            if url in self.urls:
+                if len(self.urls) == 1:
+                    raise SourceError(f"rollout.source.urls: no engine is left; the last one to fail was {url}")
+                self.urls.remove(url)
+            self._lost.add(url)
+
+    def everywhere(self, call: Callable[[Server], Awaitable[Any]]) -> None:
+        """Calls every engine at the same time, and waits for all; an engine that fails ends the run or is left out.
+
+        Raises:
+          SourceError: as `on_engine_failure` says, or no engine is left.
+        """
+        self._client.run(self._everywhere(call))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pauses every engine; at the end resumes all of them, also those that failed."""
+        urls = list(self.urls)
+        try:
+            self.everywhere(self.endpoints.pause)
+            yield
+        except BaseException:
+            self._client.run(self._resume_if_possible(urls))
+            raise
+        self._client.run(self._resume_if_possible([url for url in urls if url not in self.urls]))
+        self.everywhere(self.endpoints.resume)
+
+    def expect(self, version: str, *, adapter: bool = False) -> None:
+        """Sets the label of the weights that every engine has to have from now on."""
+        self.version, self._of_adapter = version, adapter
+
+    def confirm(self) -> None:
+        """Reads the label of the weights back from every engine."""
+        self._client.run(self._judge(self.urls))
+
+    def complete(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        reads: Sequence[Callable[[bytes], _Parsed]],
+        *,
+        most_bytes: int,
+        url: str | None = None,
+    ) -> Future[list[_Parsed]]:
+        """Begins to post all bodies, and returns at once; the first error ends all.
+
+        A request that an engine fails goes to another. At the end each engine tells its weights again, and requests
+        that an engine with other weights answered are repeated.
+
+        Args:
+          path: path of the requests.
+          bodies: JSON of each request.
+          reads: for each request, reads the answer or raises `AnswerError`.
+          most_bytes: limit of each answer, also after decompression.
+          url: the engine to ask; None: any.
+
+        Returns:
+          The answers to come, in order, for `wait_for`.
+        """
+        return self._client.start(self._complete(path, bodies, reads, most_bytes, url))
+
+    async def _complete(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        reads: Sequence[Callable[[bytes], _Parsed]],
+        most_bytes: int,
+        url: str | None,
+    ) -> list[_Parsed]:
+        answers: dict[int, tuple[str, _Parsed]] = {}
+
+        async def ask(number: int) -> None:
+            tried: list[str] = [] if url is None else [url]
+            attempts = self._client.retries + (1 if url or self._router else len(self.urls))
+            answer = await self._client.request(
+                "POST",
+                path,
+                bodies[number],
+                reads[number],
+                lambda: contextlib.nullcontext(url) if url else self._choose(tried),
+                most_bytes=most_bytes,
+                attempts=attempts,
+            )
+            answers[number] = tried[-1], answer
+
+        while missing := [number for number in range(len(bodies)) if number not in answers]:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number in missing:
+                        group.create_task(ask(number))
+            except BaseExceptionGroup as group_error:
+                raise group_error.exceptions[0] from None
+            if url is not None:
+                break
+            before = len(self.urls)
+            await self._judge({*self.urls} if self._router else {asked for asked, _ in answers.values()})
+            if len(self.urls) < before:
+                # Nobody knows which requests a router sent to the lost engine.
+                answers = {} if self._router else {n: pair for n, pair in answers.items() if pair[0] in self.urls}
+        return [answers[number][1] for number in range(len(bodies))]
+
+    @contextlib.contextmanager
+    def _choose(self, tried: list[str]) -> Iterator[str]:
+        """Yields the address for an attempt; an engine that fails it is avoided by later ones."""
+        if self._router:
+            url = self._router
+        else:
+            ready = [url for url in self.urls if url not in self._down] or self.urls
+            others = [url for url in ready if url not in tried] or ready
+            url = min(others, key=lambda url: (self._under_way[url], self._sent[url]))
+        tried.append(url)
+        self._under_way[url] += 1
+        self._sent[url] += 1
+        try:
+            yield url
+            self._down.discard(url)
+        except AttemptError:
+            self._down.add(url)
+            raise
+        except (StaleError, RefusedError) as error:
+            lacks_adapter = isinstance(error, RefusedError) and error.status == 404 and self._of_adapter
+            if isinstance(error, RefusedError) and not lacks_adapter:
+                raise
+            if self._drops and not self._router and len(self.urls) > 1:
+                self._down.add(url)
+                raise AttemptError(str(error)) from None
+            hint = LEAVE_OUT if self._is_pool else balancer_hint(url)
+            raise SourceError(f"{error}; {hint if self._is_pool else f'it restarted, or {hint}'}") from None
+        finally:
+            self._under_way[url] -= 1
+
+    async def _everywhere(
+        self, call: Callable[[Server], Awaitable[Any]], urls: Collection[str] | None = None
+    ) -> None:
+        asked = [url for url in self.urls if urls is None or url in urls]
+        results = await asyncio.gather(*(call(Server(self._client, url)) for url in asked), return_exceptions=True)
+        failed = {url: result for url, result in zip(asked, results, strict=True) if isinstance(result, BaseException)}
+        for error in failed.values():
+            if not isinstance(error, SourceError):
+                raise error
+        if not failed:
+            return
+        left = len(self.urls) - len(failed)
+        text = "; ".join(str(error) for error in failed.values())
+        if not self._is_pool:
+            raise SourceError(text) from None
+        if not self._drops or not left:
+            hint = f"; {left} of {len(self.urls)} engines are left, {LEAVE_OUT}" if left else "; no engine is left"
+            raise SourceError(f"{text}{hint}") from None
+        for url, error in failed.items():
+            await self._leave_out(url, error)
+
+    async def _leave_out(self, url: str, error: BaseException) -> None:
+        """Takes an engine out of the pool, and out of the router: it may still answer, with old weights."""
+        self.urls.remove(url)
+        self._lost.add(url)
+        self._down.discard(url)
+        warn(f"rollout.source.urls: {url} is left out from now on, {len(self.urls)} engines remain: {error}")
+        if self._router:
+            router = Server(self._client, self._router)
+            try:
+                await router.post(f"/remove_worker?url={url}", {}, attempts=1)
+                left = await router.read_if_there("/list_workers", read_workers)
+            except SourceError as refusal:
+                raise SourceError(f"{error}; and rollout.source.router cannot leave it out: {refusal}") from None
+            if left != len(self.urls):
+                raise SourceError(f"{error}; and {self._router} still sends requests to {left} servers") from None
+
+    async def _judge(self, urls: Collection[str]) -> None:
+        """Asks engines for the label of their weights, and those that failed a request whether they are there."""
+        version = self.version
+
+        async def check(server: Server) -> None:
+            if version is None:
+                await server.get("/v1/models", read_models)
+            elif not await check_version(self.endpoints, server, version, adapter=self._of_adapter):
+                self._warn_unchecked(server.url)
+
+        await self._everywhere(check, {*self._down} if version is None else {*urls, *self._down})
+        self._down.clear()
+        if self._router and version is not None:
+            await check_version(self.endpoints, Server(self._client, self._router), version, adapter=self._of_adapter)
+
+    def _warn_unchecked(self, url: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"rollout.source: {url} does not tell which weights it has (GET /weight_info), so nothing checks that "
+                "completions are from the newest; use a newer vLLM with VLLM_SERVER_DEV_MODE=1"
+            )
+
+    async def _resume_if_possible(self, urls: Sequence[str]) -> None:
+        async def resume(url: str) -> None:
+            with contextlib.suppress(SourceError, TimeoutError):
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await self.endpoints.resume(Server(self._client, url))
+
+        await asyncio.gather(*(resume(url) for url in urls))
