@@ -41,13 +41,13 @@ class OpenAISourceSection(Section):
     urls: Urls = ()
     """openai: addresses of several servers with the same model, in place of `url`; weights go to each of them."""
     router: Url | None = None
-    """openai: address of a router in front of `urls`, which gets the requests; null: the least busy server gets them."""
+    """openai: address of a router in front of `urls`, which gets the requests; null: the least busy server does."""
     on_engine_failure: Literal["stop", "drop"] = "stop"
     """openai: with `urls`, `stop` ends the run if a server fails or has old weights; `drop` goes on without it."""
     model: Text
     """openai: the server's name of the base model."""
     sync: SyncName | None = None
-    """openai: what is sent before each step, or a function that sends it; null: `lora` with an adapter, else `weights`."""
+    """openai: what is sent before each step, or who sends it; null: `lora` if an adapter is trained, else `weights`."""
     folder: PathText | None = None
     """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None

@@ -67,7 +67,7 @@ class Recorder(httpx.AsyncBaseTransport):
         response = await self._inner.handle_async_request(request)
         content = await response.aread()
         body = json.loads(request.content) if request.content else None
-        said = {"method": request.method, "path": request.url.path, "request": body}
+        said = {"method": request.method, "path": request.url.raw_path.decode(), "request": body}
         self.exchanges.append(said | {"status": response.status_code, "response": content.decode()})
         # Decompressed already, and not read.
         return httpx.Response(response.status_code, stream=httpx.ByteStream(content))

@@ -25,6 +25,7 @@ class FakeEngine(Digits):
       fails: what is answered to a path in place of its answer: a status, or None to close the connection.
       hangs: paths that are answered when `over` is set.
       down: whether every connection is closed without an answer.
+      keeps_label: whether an update leaves the label as it is.
     """
 
     def __init__(self, *, disk: bool = True, labels: bool = True, tells_paused: bool = True) -> None:
@@ -34,7 +35,7 @@ class FakeEngine(Digits):
         self.fails: dict[str, int | None] = {}
         self.hangs: set[str] = set()
         self.over = threading.Event()
-        self.down = False
+        self.down = self.keeps_label = False
         self._disk, self._labels, self._tells_paused = disk, labels, tells_paused
         self.restart()
 
@@ -92,14 +93,16 @@ class FakeEngine(Digits):
                 assert body == {"init_info": {}}
                 done = {"message": "Weight transfer initialized"}
             case "/start_weight_update" if self._disk:
-                assert self.paused and self._phase is None
+                assert self.paused
+                assert self._phase is None
                 self._phase = "started"
             case "/update_weights" if self._disk:
                 assert self._phase == "started"
                 self._phase, self.weights = "updated", body["update_info"]["path"].rpartition("/")[2]
             case "/finish_weight_update" if self._disk:
                 assert self._phase == "updated"
-                self._phase, self.label = None, body["weight_version"]
+                self._phase = None
+                self.label = self.label if self.keeps_label else body["weight_version"]
             case "/collective_rpc":
                 assert body["method"] == "reload_weights"
                 self.weights = body["kwargs"]["weights_path"].rpartition("/")[2]
@@ -126,7 +129,8 @@ class FakeSglang(FakeEngine):
             case "/continue_generation":
                 self.paused = False
             case "/update_weights_from_disk":
-                assert self.paused and body["flush_cache"] is True
+                assert self.paused
+                assert body["flush_cache"] is True
                 self.weights = body["model_path"].rpartition("/")[2]
                 self.label = body["weight_version"]
                 done = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}

@@ -17,9 +17,7 @@ from train.rollouts.source import SourceError
 
 
 @contextlib.contextmanager
-def client_of(
-    *, timeout: float = 5, retries: int = 3, key: str | None = None
-) -> Iterator[tuple[Client, list[float]]]:
+def client_of(*, timeout: float = 5, retries: int = 3, key: str | None = None) -> Iterator[tuple[Client, list[float]]]:
     """A client that does not wait, and the waits that it would have made."""
     waits: list[float] = []
 

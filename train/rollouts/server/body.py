@@ -12,7 +12,11 @@ ENCODINGS = ("identity", "gzip")
 
 
 class TooLongError(Exception):
-    """Raised for a body of more bytes than allowed."""
+    """Raised for a body of more bytes than `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
 
 
 class BrokenBodyError(Exception):
@@ -44,7 +48,7 @@ async def read_body(response: httpx.Response, limit: int) -> bytes:
             # One byte over the limit is enough to know.
             body += chunk if unzip is None else _decompress(unzip, chunk, limit + 1 - len(body))
             if max(received, len(body)) > limit:
-                raise TooLongError
+                raise TooLongError(limit)
     if unzip is not None and not unzip.eof:
         raise BrokenBodyError("gzip that ends too early")
     return bytes(body)

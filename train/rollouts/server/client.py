@@ -204,7 +204,8 @@ class Client:
             for attempt in range(1, attempts + 1):
                 try:
                     with server() as url:
-                        return await self._attempt(method, url + path, body, read, most_bytes, fresh)
+                        exchange = self._exchange(method, url + path, body, most_bytes=most_bytes, fresh=fresh)
+                        return await self._attempt(f"{method} {url}{path}", exchange, read)
                 except AttemptError as error:
                     last, retry_after = str(error), error.retry_after
                 if attempt < attempts:
@@ -243,17 +244,11 @@ class Client:
         await self._client.aclose()
 
     async def _attempt(
-        self,
-        method: str,
-        url: str,
-        body: Mapping[str, Any] | None,
-        read: Callable[[bytes], _Parsed],
-        most_bytes: int,
-        fresh: bool,
+        self, request: str, exchange: Awaitable[tuple[int, float | None, bytes]], read: Callable[[bytes], _Parsed]
     ) -> _Parsed:
-        """Sends a request once; an error that another attempt may mend is an `AttemptError`."""
+        """Awaits one exchange, and reads its answer; an error that another attempt may mend is an `AttemptError`."""
         try:
-            status, retry_after, content = await self._exchange(method, url, body, most_bytes, fresh)
+            status, retry_after, content = await exchange
             if status in SUCCESSES:
                 return read(content)
         except TimeoutError:
@@ -267,19 +262,19 @@ class Client:
             if error.retry:
                 raise AttemptError(text) from None
             if error.stale:
-                raise StaleError(self.clean(f"rollout.source: {url}: {text}")) from None
+                raise StaleError(self.clean(f"rollout.source: {request}: {text}")) from None
             raise self._error(f"rollout.source: {text}") from None
-        except TooLongError:
+        except TooLongError as error:
             raise self._error(
-                f"rollout.source.max_response_bytes: the answer to {method} {url} has more than {most_bytes} bytes"
+                f"rollout.source.max_response_bytes: the answer to {request} has more than {error.limit} bytes"
             ) from None
         text = f"status {status}: {self.clean(_message(content), 300) or 'no message'}"
         if status in RETRIED:
             raise AttemptError(text, retry_after)
-        raise RefusedError(self.clean(f"rollout.source: {method} {url} was refused with {text}"), status)
+        raise RefusedError(self.clean(f"rollout.source: {request} was refused with {text}"), status)
 
     async def _exchange(
-        self, method: str, url: str, body: Mapping[str, Any] | None, most_bytes: int, fresh: bool
+        self, method: str, url: str, body: Mapping[str, Any] | None, *, most_bytes: int, fresh: bool
     ) -> tuple[int, float | None, bytes]:
         """Sends one request; returns the status, the wait that the server asks for, and the body."""
         # ASCII: a lone surrogate in a stop text has no UTF-8.

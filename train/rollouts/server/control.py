@@ -12,7 +12,7 @@ from train.rollouts.server.client import Client, RefusedError, acknowledged
 from train.rollouts.source import SourceError
 
 READS = 8
-"""Times that a label is read, each over a connection of its own: a balancer in front of servers sends some elsewhere."""
+"""Times that a label is read, each over its own connection: a balancer in front of servers sends some elsewhere."""
 LORA_HINT = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true"
 DEVELOPMENT_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 FOLDER_HINT = "rollout.source.folder has to be a path that trainer and server both see"
@@ -108,12 +108,11 @@ class Vllm:
         self._in_phases: dict[str, bool] = {}
 
     async def pause(self, server: Server) -> None:
-        """Waits for the requests under way. Older releases, which label no weights, tell whether they are paused."""
+        """Waits for the requests under way; then every answer has to say that the server is paused."""
         await server.post("/pause?mode=wait", {})
-        if await self.version(server) is None:
-            paused = [await server.read_if_there("/is_paused", _read_paused) for _ in range(READS)]
-            if False in paused:
-                raise SourceError(f"{server.url} is not paused after /pause; {balancer_hint(server.url)}")
+        reads = (server.read_if_there("/is_paused", _read_paused) for _ in range(READS))
+        if False in await asyncio.gather(*reads):
+            raise SourceError(f"rollout.source: {server.url} is not paused after /pause; {balancer_hint(server.url)}")
 
     async def resume(self, server: Server) -> None:
         """Goes on sampling."""
@@ -135,7 +134,7 @@ class Vllm:
         await server.post("/reset_prefix_cache", {})
 
     async def _initialize(self, server: Server) -> bool:
-        """Begins the first phase; False if the server has no such phases, or no backend that needs no more than this."""
+        """Begins the first phase; False if the server has no phases, or no backend that needs nothing else."""
         try:
             answer = await server.client.request(
                 "POST", "/init_weight_transfer_engine", {"init_info": {}}, bytes, server._address, attempts=1
@@ -252,9 +251,7 @@ async def check_version(endpoints: Endpoints, server: Server, version: str, *, a
     if versions == [version]:
         return True
     shown = server.client.clean(" and ".join(str(value) for value in versions), 300)
-    remedy = (
-        balancer_hint(server.url) if len(versions) > 1 else "it restarted, or another program changed its weights"
-    )
+    remedy = balancer_hint(server.url) if len(versions) > 1 else "it restarted, or another program changed its weights"
     raise SourceError(f"rollout.source: {server.url} has the weights {shown}, expected {version}; {remedy}")
 
 

@@ -226,9 +226,7 @@ class Engines:
         finally:
             self._under_way[url] -= 1
 
-    async def _everywhere(
-        self, call: Callable[[Server], Awaitable[Any]], urls: Collection[str] | None = None
-    ) -> None:
+    async def _everywhere(self, call: Callable[[Server], Awaitable[Any]], urls: Collection[str] | None = None) -> None:
         asked = [url for url in self.urls if urls is None or url in urls]
         results = await asyncio.gather(*(call(Server(self._client, url)) for url in asked), return_exceptions=True)
         failed = {url: result for url, result in zip(asked, results, strict=True) if isinstance(result, BaseException)}

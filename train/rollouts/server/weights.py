@@ -21,9 +21,9 @@ from train.config.user_functions import make_with, user_code
 from train.context import RunContext
 from train.distributed.exchange import of_leader, on_leader, run_together
 from train.distributed.peers import is_leader
+from train.process.waiting import waiting_for
 from train.rollouts.server.engines import Engines
 from train.rollouts.source import SourceError
-from train.process.waiting import waiting_for
 from train.weights.files import usable_directory
 from train.weights.peft_experts import stacked_targets
 
