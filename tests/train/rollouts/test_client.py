@@ -117,9 +117,12 @@ def test_malformed_json_answer_is_retried():
         with pytest.raises(SourceError, match=r"^rollout.source: the answer: got \[\], expected an object$"):
             client.get(f"{url}/v1/models", read_models)
         assert not waits
-    with serving(lambda path, body: (200, "<html>starting</html>")) as url, client_of() as (client, waits):
-        with pytest.raises(SourceError, match=r"failed 4 times .*; last: the answer is not JSON .*starting</html>$"):
-            client.get(f"{url}/v1/models", read_models)
+    with (
+        serving(lambda path, body: (200, "<html>starting</html>")) as url,
+        client_of() as (client, waits),
+        pytest.raises(SourceError, match=r"failed 4 times .*; last: the answer is not JSON .*starting</html>$"),
+    ):
+        client.get(f"{url}/v1/models", read_models)
 
 
 def test_web_page_does_not_confirm_loaded_weights():

@@ -310,12 +310,12 @@ def test_completion_of_other_weights_is_an_error(engines):
 
 
 def test_refusals_name_the_field(engines):
-    with serving_all([FakeEngine(), FakeSglang()]) as urls:
-        with (
-            pytest.raises(UserError, match=r"urls: got servers of SGLang and vLLM, expected one kind"),
-            opened(in_list(urls)),
-        ):
-            pass
+    with (
+        serving_all([FakeEngine(), FakeSglang()]) as urls,
+        pytest.raises(UserError, match=r"urls: got servers of SGLang and vLLM, expected one kind"),
+        opened(in_list(urls)),
+    ):
+        pass
     with serving_all(engines) as urls:
         engines[1].down = True
         with (
@@ -323,6 +323,18 @@ def test_refusals_name_the_field(engines):
             opened(in_list(urls)),
         ):
             pass
+
+
+def test_engine_lost_in_another_process_is_left_out(engines, monkeypatch):
+    """Each process sends requests of its own; the leader alone sends weights."""
+    with serving_all(engines) as urls, opened(in_list(urls) + ", on_engine_failure: drop") as (context, source):
+        step(context, source, 0)
+        monkeypatch.setattr("train.rollouts.server.engines.exchange_json", lambda label, lost: [lost, [urls[0]]])
+        assert step(context, source, 1).metrics == {"rollout_engines": 1.0}
+        assert versions(engines[0]) == ["0"]
+        monkeypatch.setattr("train.rollouts.server.engines.exchange_json", lambda label, lost: [lost, [urls[1]]])
+        with pytest.raises(SourceError, match=rf"urls: no engine is left; the last one to fail was {urls[1]}"):
+            step(context, source, 2)
 
 
 SENT: list[tuple[str, tuple[str, ...]]] = []

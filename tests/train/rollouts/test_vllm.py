@@ -29,10 +29,14 @@ from train.rollouts.source import SourceError
 EXCHANGES = json.loads(record.FIXTURE.read_text())
 
 
+NAMES = ("lora_name", "new_version")
+"""Fields of requests with names that answers repeat."""
+
+
 def without_paths(body: dict | None) -> dict:
     """A request without what differs from run to run: names of adapters and folders."""
     body = copy.deepcopy(body) or {}
-    for name in ("lora_name", "lora_path", "kwargs"):
+    for name in (*NAMES, "lora_path", "kwargs"):
         body.pop(name, None)
     if body.get("model") != tiny.NAME:
         body.pop("model", None)
@@ -44,13 +48,18 @@ class ReplayedServer:
 
     def __init__(self, exchanges: list[dict]) -> None:
         self.left, self._lock = list(exchanges), threading.Lock()
+        self._names: dict[str, str] = {}
 
     def __call__(self, path: str, body: dict) -> Answer:
         with self._lock:
             for said in self.left:
                 if said["path"] == path and without_paths(said["request"]) == without_paths(body):
                     self.left.remove(said)
-                    return said["status"], said["response"]
+                    self._names |= {said["request"][name]: body[name] for name in NAMES if name in body}
+                    response = said["response"]
+                    for recorded, name in self._names.items():
+                        response = response.replace(recorded, name)
+                    return said["status"], response
         return 418, f"not recorded: {path} {without_paths(body)}"
 
 
