@@ -105,6 +105,8 @@ class Digits:
         """One answer."""
         if path == "/v1/models":
             return 200, json.dumps({"data": [{"id": "m"}]})
+        if path != "/v1/completions":
+            return 404, '{"detail":"Not Found"}'
         with self._lock:
             self.bodies.append(body)
             self._lives -= 1
