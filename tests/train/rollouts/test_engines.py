@@ -1,6 +1,8 @@
 """Several engines: each gets every weight, none samples from old ones, and a failing one is named."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import threading
 import time
@@ -9,10 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+import kljax
 from tests.goldens.vllm import tiny
 from tests.train.rollouts.fake_engines import PLAIN, FakeEngine, FakeRouter, FakeSglang, serving_all
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.context import RunContext
 from train.rollouts.open import open_source
 from train.rollouts.server import ServerSource
@@ -23,22 +27,32 @@ WEIGHTS = ("model.tie_embeddings=false",)
 PHASES = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
-def context_of(addresses: str, *options: str) -> RunContext:
-    """The context of a run whose source has these addresses."""
-    source = f"rollout.source={{type: openai, model: m, retries: 0, timeout: 2.0, {addresses}}}"
-    return tiny.context_of(tiny.config_of("http://unused", source, *options))
+@functools.cache
+def shared_context(*options: str) -> RunContext:
+    return tiny.context_of(tiny.config_of("http://unused", *options))
+
+
+policy_of = functools.cache(lambda options, number: tiny.policy_of(shared_context(*options), number))
 
 
 @contextlib.contextmanager
 def opened(addresses: str, *options: str) -> Iterator[tuple[RunContext, ServerSource]]:
-    context = context_of(addresses, *(options or WEIGHTS))
+    options = options or WEIGHTS
+    source = f"rollout.source={{type: openai, model: m, retries: 0, timeout: 2.0, {addresses}}}"
+    plan = Plan.of(tiny.config_of("http://unused", source, *options))
+    context = dataclasses.replace(shared_context(*options), plan=plan)
     with contextlib.closing(open_source(context)) as source:
         yield context, source
 
 
+def policy(context: RunContext, number: int) -> kljax.Policy:
+    """The policy of a step."""
+    return policy_of(WEIGHTS if context.config.lora is None else (tiny.LORA,), number)
+
+
 def step(context: RunContext, source: ServerSource, number: int) -> Completions:
     """Sends the weights of a step, and samples with them."""
-    source.update(tiny.policy_of(context, number), number)
+    source.update(policy(context, number), number)
     return source.sample(Request.of(context, number))
 
 
@@ -165,7 +179,7 @@ def test_requests_go_to_the_least_busy_engine(engines):
     """One engine answers nothing until the other has answered all that one of two connections can take."""
     slow, quick = engines
     with serving_all(engines) as urls, opened(in_list(urls) + ", concurrency: 2") as (context, source):
-        source.update(tiny.policy_of(context, 0), 0)
+        source.update(policy(context, 0), 0)
         slow.hangs.add("/v1/completions")
         timer = threading.Timer(0.5, lambda: (slow.hangs.clear(), slow.over.set()))
         timer.start()
@@ -200,7 +214,7 @@ def test_engine_that_fails_an_update_is_named(engines, fault, action, capsys):
         for number in (1, 2):
             assert step(context, source, number).metrics == {"rollout_engines": 1.0}
     error = capsys.readouterr().err
-    assert error.count(f"{urls[1]} is left out from now on, 1 engines remain: ") == 1
+    assert error.count(f"{urls[1]} is left out from now on, 1 of 2 servers remain: ") == 1
     assert versions(engines[0]) == ["0", "1", "2"]
     assert versions(engines[1]) == ["0"]
 
@@ -259,7 +273,7 @@ def test_lost_engine_leaves_the_router(engines, event):
         step(context, source, 0)
         if event == "fails the update":
             engines[1].fails["/finish_weight_update"] = 500
-        source.update(tiny.policy_of(context, 1), 1)
+        source.update(policy(context, 1), 1)
         if event == "restarts":
             engines[1].restart()
         source.sample(Request.of(context, 1))

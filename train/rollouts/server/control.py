@@ -40,11 +40,13 @@ class Server:
                 hint = f"; {LORA_HINT if 'lora' in path else DEVELOPMENT_HINT}"
             elif "No adapter found" in str(error):
                 hint = f"; {FOLDER_HINT}"
+            elif path == "/update_weights":
+                hint = f"; vLLM needs the backend disk in --weight-transfer-config, or none, and {FOLDER_HINT}"
             if hint and isinstance(error, RefusedError):
                 raise RefusedError(f"{error}{hint}", error.status) from error
             raise SourceError(f"{error}{hint}") from error
 
-    async def read_if_there(self, path: str, read: Callable[[bytes], _Parsed]) -> _Parsed | None:
+    async def read_if_there(self, path: str, read: Callable[[bytes], _Parsed], **options: Any) -> _Parsed | None:
         """Returns an answer over a connection of its own; None if the server has no such path, or answers otherwise."""
 
         def parsed(content: bytes) -> _Parsed | None:
@@ -54,7 +56,7 @@ class Server:
                 return None
 
         try:
-            return await self.get(path, parsed, fresh=True)
+            return await self.get(path, parsed, fresh=True, **options)
         except RefusedError:
             return None
 

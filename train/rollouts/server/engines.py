@@ -79,8 +79,11 @@ class Engines:
 
         async def count(url: str) -> int:
             server = Server(self._client, url)
-            counts = [await server.read_if_there(path, read_workers) for path in ("/list_workers", "/workers")]
-            return max(number or 0 for number in counts)
+            counts = [0]
+            for path in ("/list_workers", "/workers"):
+                with contextlib.suppress(SourceError):
+                    counts.append(await server.read_if_there(path, read_workers, attempts=1) or 0)
+            return max(counts)
 
         for url in self.urls:
             if (workers := self._client.run(count(url))) > 1:
@@ -93,7 +96,11 @@ class Engines:
             )
 
     def agree(self) -> None:
-        """Takes the engines out that another process has lost."""
+        """Takes the engines out that another process has lost.
+
+        Raises:
+          SourceError: none is left.
+        """
         for url in sorted({url for lost in exchange_json("engines", sorted(self._lost)) for url in lost}):
             if url in self.urls:
                 if len(self.urls) == 1:
@@ -250,16 +257,17 @@ class Engines:
         self.urls.remove(url)
         self._lost.add(url)
         self._down.discard(url)
-        warn(f"rollout.source.urls: {url} is left out from now on, {len(self.urls)} engines remain: {error}")
+        left = len(self.urls)
+        warn(f"rollout.source.urls: {url} is left out from now on, {left} of {left + 1} servers remain: {error}")
         if self._router:
             router = Server(self._client, self._router)
-            try:
+            # Refused if another process was first: the list tells.
+            with contextlib.suppress(SourceError):
                 await router.post(f"/remove_worker?url={url}", {}, attempts=1)
-                left = await router.read_if_there("/list_workers", read_workers)
-            except SourceError as refusal:
-                raise SourceError(f"{error}; and rollout.source.router cannot leave it out: {refusal}") from None
-            if left != len(self.urls):
-                raise SourceError(f"{error}; and {self._router} still sends requests to {left} servers") from None
+            routed = await router.read_if_there("/list_workers", read_workers)
+            if routed != left:
+                shown = "does not tell its servers" if routed is None else f"still has {routed} servers"
+                raise SourceError(f"{error}; and rollout.source.router {self._router} {shown}, expected {left}")
 
     async def _judge(self, urls: Collection[str]) -> None:
         """Asks engines for the label of their weights, and those that failed a request whether they are there."""

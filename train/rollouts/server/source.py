@@ -177,8 +177,10 @@ class ServerSource:
     def close(self) -> None:
         """Unloads the adapter, removes the written weights, and closes the connections."""
         self._client.hurry()
-        self._sync.close()
-        self._client.close()
+        try:
+            self._sync.close()
+        finally:
+            self._client.close()
 
     def _prompts(self, request: Request) -> list[list[int]]:
         length = self._context.config.data.max_prompt_length
