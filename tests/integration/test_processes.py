@@ -7,7 +7,8 @@ from pyarrow import parquet
 
 from tests import exactness, peers
 from tests.integration.command import records, run_here
-from tests.train.rollouts.fake_server import PROBES, Digits, serving
+from tests.train.rollouts.fake_engines import FakeEngine, serving_all
+from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.data.tokenizers import ByteTokenizer
 
 TINY = (
@@ -167,3 +168,28 @@ def test_processes_with_other_configs_write_nothing(env, tmp_path):
             assert peer.returncode == 2
             assert "error: seed: process 0 has 1, process 1 has 7; start all processes with the same" in peer.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_two_processes_send_weights_once_to_each_engine(env, tmp_path):
+    """The leader speaks to the engines; one that fails its second update is left out by both processes."""
+
+    class FailsLater(FakeEngine):
+        def __call__(self, path: str, body: dict) -> Answer:
+            if path == "/update_weights" and self.calls.count("/pause") == 2:
+                return 500, "{}"
+            return super().__call__(path, body)
+
+    engines = [FakeEngine(), FailsLater()]
+    with serving_all(engines) as urls:
+        pool = f"urls: [{', '.join(urls)}], on_engine_failure: drop"
+        options = (
+            *("rollout.prompts_per_step=4", "warm_start.steps=0", "rollout.slots=null", "model.tie_embeddings=false"),
+            f"rollout.source={{type: openai, {pool}, model: m, retries: 0}}",
+        )
+        ended = train(env, *options, "steps=3", f"output={tmp_path}", mesh="{data: 2}")
+    for code, out, err in ended:
+        assert code == 0, f"{out}\n{err}"
+    assert [record["rollout_engines"] for record in records(tmp_path / "quickstart", "train")] == [2, 1, 1]
+    assert [len(dict.fromkeys(engine.sampled)) for engine in engines] == [3, 1]
+    assert [engine.calls.count("/finish_weight_update") for engine in engines] == [3, 1]
