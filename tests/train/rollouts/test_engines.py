@@ -19,7 +19,9 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.context import RunContext
 from train.rollouts.open import open_source
-from train.rollouts.server import ServerSource
+from train.rollouts.server import Client, ServerSource
+from train.rollouts.server.client import wait_for
+from train.rollouts.server.engines import Engines
 from train.rollouts.source import Completions, Request, SourceError
 
 ROWS = len(tiny.PROMPTS) * tiny.SAMPLES
@@ -186,6 +188,27 @@ def test_requests_go_to_the_least_busy_engine(engines):
         source.sample(Request.of(context, 0))
         timer.join()
     assert (len(slow.sampled), len(quick.sampled)) == (1, ROWS - 1)
+
+
+def test_all_requests_end_with_the_first_error():
+    """The others are not waited for, and the connections can be used again."""
+    done = threading.Event()
+
+    def answer(path: str, body: dict) -> Answer:
+        if body.get("wait"):
+            done.wait(10)
+        return (400, "no") if body.get("fail") else (200, json.dumps(body))
+
+    began = time.monotonic()
+    with serving(answer) as url, contextlib.closing(Client(timeout=30, retries=3)) as client:
+        engines = Engines(client, tiny.config_of(url).rollout.source)
+        bodies = [{"wait": True}, {"fail": True}, {"wait": True}]
+        with pytest.raises(SourceError, match=r"was refused with status 400: no$"):
+            wait_for(engines.complete("/v1/x", bodies, [json.loads] * 3, most_bytes=100))
+        assert time.monotonic() - began < 5
+        done.set()
+        bodies = [{"number": number} for number in range(20)]
+        assert wait_for(engines.complete("/v1/x", bodies, [json.loads] * 20, most_bytes=100)) == bodies
 
 
 # An engine fails.
