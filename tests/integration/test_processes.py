@@ -167,3 +167,17 @@ def test_processes_with_other_configs_write_nothing(env, tmp_path):
             assert peer.returncode == 2
             assert "error: seed: process 0 has 1, process 1 has 7; start all processes with the same" in peer.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_unchanged_config_continues_on_fewer_processes(env, tmp_path):
+    """The axis of -1 has the two devices of two processes, and then the one device of one."""
+    options = (*TINY, *LEAST, "mesh={data: -1}", "steps=2", "checkpoint={every: 1, keep: 10}", f"output={tmp_path}")
+    sizes = []
+    for processes, more in ((2, ["steps=1"]), (1, ["--resume"])):
+        (code, out, err), *others = peers.run("train", *options, *more, processes=processes, devices=1, env=env)
+        assert code == 0, f"{out}\n{err}"
+        assert [other[0] for other in others] == [0] * (processes - 1)
+        sizes += [line for line in out.splitlines() if line.startswith("mesh: ")]
+    assert sizes == ["mesh: data=2 x fsdp=1 x tensor=1", "mesh: data=1 x fsdp=1 x tensor=1"]
+    assert [record["step"] for record in records(tmp_path / "quickstart", "train")] == [1, 2]

@@ -246,6 +246,19 @@ class Config(Section):
             return raw
         return {**raw, "data": {**task_lengths(raw.get("task"), data), **data}}
 
+    def with_devices(self, count: int) -> "Config":
+        """Returns the config of this many devices, with sizes in place of -1 in `mesh` and `rollout.mesh`.
+
+        Raises:
+          ValueError: the other sizes do not divide the devices.
+        """
+        mesh = self.mesh.filled(count)
+        sampling = self.rollout.mesh
+        rollout = self.rollout
+        if sampling is not None:
+            rollout = rollout.model_copy(update={"mesh": sampling.filled(mesh)})
+        return self.model_copy(update={"mesh": mesh, "rollout": rollout})
+
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

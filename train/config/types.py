@@ -42,6 +42,12 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _not_zero(size: int) -> int:
+    if size == 0:
+        raise ValueError("no devices")
+    return size
+
+
 def expanded_path(text: str, info: ValidationInfo) -> str:
     """Puts the home directory in place of `~`, and the `start` of the context, if there is one, before other paths.
 
@@ -66,6 +72,9 @@ def _expanded_function(text: str, info: ValidationInfo) -> str:
 # A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it. A tuple
 # has the names to suggest.
 Count = Annotated[int, Field(ge=1, le=10**9)]
+AxisSize = Annotated[
+    int, Field(ge=-1, le=10**9), AfterValidator(_not_zero), "an integer >= 1 and <= 1_000_000_000, or -1"
+]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 # Sizes that memory bounds: larger values are typos that would run out of memory.
 Size = Annotated[int, Field(ge=1, le=10**6)]

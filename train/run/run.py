@@ -13,6 +13,7 @@ import kljax
 from kljax._files import write_text_atomic
 from train.config.errors import Note, warn
 from train.config.load import LoadedConfig
+from train.config.mesh import describe_mesh
 from train.config.schema import Config
 from train.context import RunContext
 from train.distributed.exchange import agree, exchange_json, on_leader, run_together
@@ -82,6 +83,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))
     context = make_context(config)
+    if context.config.mesh != config.mesh:
+        console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
     source, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
