@@ -14,6 +14,7 @@ from train.config.optim import Optim
 from train.config.rollout import RolloutSection, recording_defaults
 from train.config.routing import Routing
 from train.config.types import (
+    CacheDirectory,
     Count,
     CountOrZero,
     Decay,
@@ -203,6 +204,8 @@ class Config(Section):
     """A Hugging Face folder or the shape of a new decoder, and its dtypes."""
     lora: Lora | None = None
     """Train a LoRA adapter only; null: train all weights."""
+    compile_cache: CacheDirectory = True
+    """Directory of compiled programs, for later starts; true: that of the user; false: none is kept."""
     mesh: Mesh = Mesh()
     """Devices along each mesh axis."""
     log_probs: LogProbs = LogProbs()

@@ -63,6 +63,15 @@ def expanded_path(text: str, info: ValidationInfo) -> str:
     return os.path.join(info.context["start"], path) if info.context else path
 
 
+def _expanded_directory(value: Any, info: ValidationInfo) -> Any:
+    """Does the same to the path of a directory, in whose place true or false may stand."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("no directory")
+    return expanded_path(value, info)
+
+
 def _expanded_function(text: str, info: ValidationInfo) -> str:
     """Does the same to the file of a function; `module:function` and the name of a task stay."""
     source, colon, name = text.rpartition(":")
@@ -100,6 +109,7 @@ NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded_path), "a path of the file system"]
+CacheDirectory = Annotated[bool | str, BeforeValidator(_expanded_directory), "true, false or a path of the file system"]
 CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),

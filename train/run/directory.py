@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "guard",
     "report",
     "mesh",
+    "compile_cache",
     "optim.host_memory",
     "rewards.workers",
     "rewards.timeout",

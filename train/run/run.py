@@ -16,6 +16,7 @@ from train.config.load import LoadedConfig
 from train.config.mesh import describe_mesh
 from train.config.schema import Config
 from train.context import RunContext
+from train.distributed.compile_cache import start_compile_cache
 from train.distributed.exchange import agree, exchange_json, on_leader, run_together
 from train.distributed.peers import is_leader
 from train.process.error_exit import ending_alone
@@ -78,6 +79,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     start = Path.cwd()
     config, resume = _start_of_leader(loaded.config, resume)
     print_devices(console)
+    agree("compile_cache", config.compile_cache)
+    console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
     config = with_local_model(config)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
