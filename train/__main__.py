@@ -88,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_warnings(loaded)
             print(explain(loaded))
             return 0
+        if loaded.config.log.format == "json":
+            from train.process.json_lines import write_json_lines
+
+            write_json_lines()
         with joined_processes(options):
             show_warnings(loaded)
             # Imported late, so that an error in the config shows before JAX starts.

@@ -25,10 +25,12 @@ from train.config.types import (
     Port,
     Positive,
     RunName,
+    Seconds,
     Section,
     Seed,
     TaskName,
     Text,
+    TracedSteps,
     tag_defaults_to,
 )
 
@@ -177,6 +179,20 @@ class ReportSection(Section):
     """Project of Weights & Biases that gets the metrics too; null: none. WANDB_MODE=offline writes files alone."""
     prometheus_port: Port | None = None
     """Port at which Prometheus reads the last metrics as text, on all interfaces; null: none."""
+    health_port: Port | None = None
+    """Port at which every process answers /healthz with its step and the time of its last progress; null: none."""
+    unhealthy_after: Seconds | None = None
+    """Seconds without progress after which /healthz answers 503, longer than any step or evaluation; null: never."""
+
+
+class Profile(Section):
+    steps: TracedSteps | None = None
+    """First and last step that `jax.profiler` traces, on the devices of process 0, into `profile/`; null: none."""
+
+
+class Log(Section):
+    format: Literal["text", "json"] = "text"
+    """Form of the lines on the terminal; `json`: an object a line with time, process, level and text."""
 
 
 class Config(Section):
@@ -236,6 +252,10 @@ class Config(Section):
     """Checkpoints."""
     report: ReportSection = ReportSection()
     """Records for the page of a run."""
+    profile: Profile = Profile()
+    """Traces of the devices."""
+    log: Log = Log()
+    """Lines on the terminal."""
 
     @model_validator(mode="before")
     @classmethod

@@ -42,6 +42,12 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first is behind the last")
+    return steps
+
+
 def _not_zero(size: int) -> int:
     if size == 0:
         raise ValueError("no devices")
@@ -114,6 +120,12 @@ CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),
     "the full hash of a commit, 40 hexadecimal digits (a branch or tag can move)",
+]
+TracedSteps = Annotated[
+    tuple[Count, Count],
+    Field(strict=False),
+    AfterValidator(_in_order),
+    "the first and the last step, as [10, 12]",
 ]
 RunName = Annotated[
     str,

@@ -46,6 +46,8 @@ MAY_CHANGE = (
     "report",
     "mesh",
     "compile_cache",
+    "profile",
+    "log",
     "optim.host_memory",
     "rewards.workers",
     "rewards.timeout",

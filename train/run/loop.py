@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -257,6 +257,7 @@ def train(
     advance: Callable[[str], None],
     recorder: RolloutRecorder | None = None,
     phase: Phase = nullcontext,
+    traced: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> TrainState:
     """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
@@ -273,7 +274,8 @@ def train(
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
-            with phase(f"step {done + 1}{', compiling its programs first' if done == first else ''}"):
+            compiling = ", compiling its programs first" if done == first else ""
+            with phase(f"step {done + 1}{compiling}"), traced(done + 1):
                 state, values, seconds = rl_step(
                     context,
                     programs,

@@ -42,10 +42,12 @@ from train.run.display import (
     summary_text,
 )
 from train.run.guard import StepGuard
+from train.run.health import serving_health
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
+from train.run.profile import StepTrace
 from train.run.recorder import RolloutRecorder
 from train.run.setup import (
     check_examples,
@@ -97,6 +99,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         closing(
             RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config), run_id=directory.run_id)
         ) as checkpoints,
+        serving_health(config.report),
         ending_alone(),
         progress(console) as bars,
     ):
@@ -252,7 +255,8 @@ def _reinforce(
         checkpoints=checkpoints,
         record=directory.reference,
     )
-    with nullcontext() if recorder is None else closing(recorder):
+    trace = StepTrace(context.config.profile, directory.root, done)
+    with nullcontext() if recorder is None else closing(recorder), closing(trace):
         state = train(
             context,
             programs,
@@ -265,6 +269,7 @@ def _reinforce(
             advance=bars("RL", context.config.steps, done),
             phase=bars.phase,
             recorder=recorder,
+            traced=trace.step,
         )
     assert_unchanged(frozen, before)
     return state

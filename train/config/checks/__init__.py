@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, rollout
+from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, report, rollout
 from train.config.checks.problem import Problem
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -17,6 +17,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *layout.CHECKS,
     *guard.CHECKS,
     *optim.CHECKS,
+    *report.CHECKS,
 )
 
 
