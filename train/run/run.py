@@ -73,12 +73,19 @@ UNMEASURED_KL = (
 )
 
 
-def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
-    """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
+def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
+    """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint.
+
+    Args:
+      loaded: the config.
+      resume: whether to continue the run of this name; None: if there is one.
+    """
     began = time.perf_counter()
     console = default_console()
     # Code of the user may leave the working directory.
     start = Path.cwd()
+    if resume is None:
+        resume = on_leader("run directory", RunDirectory.of(loaded.config).config.is_file)
     config, resume = _start_of_leader(loaded.config, resume)
     print_devices(console)
     agree("compile_cache", config.compile_cache)
