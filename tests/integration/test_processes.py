@@ -173,8 +173,9 @@ def test_processes_with_other_configs_write_nothing(env, tmp_path):
 def test_unchanged_config_continues_on_fewer_processes(env, tmp_path):
     """The axis of -1 has the two devices of two processes, and then the one device of one."""
     options = (*TINY, *LEAST, "mesh={data: -1}", "steps=2", "checkpoint={every: 1, keep: 10}", f"output={tmp_path}")
+    options = (*options, "--resume-or-start")
     sizes = []
-    for processes, more in ((2, ["steps=1"]), (1, ["--resume"])):
+    for processes, more in ((2, ["steps=1"]), (1, [])):
         (code, out, err), *others = peers.run("train", *options, *more, processes=processes, devices=1, env=env)
         assert code == 0, f"{out}\n{err}"
         assert [other[0] for other in others] == [0] * (processes - 1)

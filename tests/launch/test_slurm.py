@@ -20,7 +20,7 @@ def test_job_runs_two_processes_and_goes_on_after_a_signal(tmp_path):
     (tmp_path / "slurm").mkdir()
     # A node without GPUs.
     recipe = tmp_path / "kljax.sbatch"
-    recipe.write_text("".join(line for line in RECIPE.open() if "gpus-per-node" not in line))
+    recipe.write_text("".join(line for line in RECIPE.read_text().splitlines(True) if "gpus-per-node" not in line))
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices=1), "PYTHON": str(ROOT / ".venv/bin/python")}
     with slurm.running(tmp_path / "slurm") as own:
         env = {**own, **settings}

@@ -51,7 +51,7 @@ def start_compile_cache(field: str | bool) -> str:
     Returns:
       A line for the user.
     """
-    if not jax.config.jax_enable_compilation_cache:
+    if not jax.config.values["jax_enable_compilation_cache"]:
         return "compile cache: off, as JAX_ENABLE_COMPILATION_CACHE says"
     if field is True and VARIABLE in os.environ:
         return f"compile cache: {os.environ[VARIABLE] or 'off'}, as {VARIABLE} says"
@@ -92,11 +92,11 @@ def fingerprint() -> str:
 
 def _make(field: str | bool) -> _Directory:
     """Makes the directory of this compiler and CPU, with a file that the other processes look for."""
-    root = (user_directory() if field is True else Path(field)).absolute()
+    root = (user_directory() if isinstance(field, bool) else Path(field)).absolute()
     path, mark = root / fingerprint(), f"mark-{secrets.token_hex(8)}"
     try:
         # Whoever writes a program runs code in the name of those that read it; a team may share a directory of its own.
-        path.mkdir(mode=0o700 if field is True else 0o777, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700 if isinstance(field, bool) else 0o777, parents=True, exist_ok=True)
         _prune(root)
         if shutil.disk_usage(path).free < FREE_BYTES:
             raise OSError(0, f"less than {FREE_BYTES // 2**20} MiB are free")
