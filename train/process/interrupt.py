@@ -14,7 +14,6 @@ from types import FrameType
 from typing import NoReturn
 
 from train.config.errors import UserError
-from train.distributed.exchange import any_of, is_stopping
 
 # SIGHUP comes when the terminal is closed; systems other than Unix have none.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -53,6 +52,9 @@ class Interrupt:
         """Raises `StepLeftError` if a signal came; `together`: every process asks at this place, and all raise it."""
         if not self._leaves:
             return
+        # Imported late: the supervisor needs no JAX.
+        from train.distributed.exchange import any_of, is_stopping
+
         if any_of("interrupt", self.requested) if together else is_stopping(self.requested):
             raise StepLeftError("the step was left before its updates")
 
