@@ -4,6 +4,7 @@ AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
 TORCH_VENV := .venv-torch
 TUNIX_VENV := .venv-tunix
+LAUNCH_VENV := .venv-launch
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
@@ -33,7 +34,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -145,6 +146,21 @@ $(TUNIX_VENV)/.ready: pyproject.toml
 test-tunix: $(TUNIX_VENV)/.ready ## kljax inside the learner of Tunix; needs PyPI and Python 3.12
 	$(TUNIX_VENV)/bin/python -m pytest -q -W default tests/integrations/tunix $(ARGS)
 
+# The schemas of Kubernetes and JobSet; xpk and SkyPilot each with packages of their own, which may not install.
+$(LAUNCH_VENV)/.ready:
+	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
+	$(PYTHON) -m venv $(LAUNCH_VENV)
+	$(LAUNCH_VENV)/bin/python -m pip install --quiet kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0
+	for tool in xpk==1.16.0 skypilot==0.14.1; do \
+	  $(PYTHON) -m venv $(LAUNCH_VENV)/$${tool%%=*} && $(LAUNCH_VENV)/$${tool%%=*}/bin/python -m pip install --quiet $$tool || { \
+	  rm -rf $(LAUNCH_VENV)/$${tool%%=*}; echo "left out: $$tool does not install here"; }; done
+	touch $(LAUNCH_VENV)/.ready
+
+test-launch: $(VENV)/.ready $(LAUNCH_VENV)/.ready ## configs/launch: schemas, dry runs, and a real SLURM (Debian, as root)
+	command -v sbatch >/dev/null || { apt-get update -qq && \
+	  apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } || true
+	LAUNCH_ENV=$(abspath $(LAUNCH_VENV)) $(BIN)/python -m pytest -q -n 0 -rs $(call tests,tests/launch) $(ARGS)
+
 test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
@@ -163,7 +179,7 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen
 	$(MAKE) test-newest $(LONG)
-	$(MAKE) test-recorders test-transformers test-real test-tunix test-vllm
+	$(MAKE) test-recorders test-transformers test-real test-tunix test-launch test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -20,9 +20,13 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 gc.set_threshold(100_000, 50, 100)
 
 from tests import programs  # noqa: E402 (starts JAX)
+from train.distributed import compile_cache  # noqa: E402
+
+# A test that starts the command keeps no program of it, unless it says where.
+os.environ.setdefault(compile_cache.VARIABLE, "")
 
 programs.share_mlir_context()
-programs.write_whole_files()
+compile_cache.write_whole_files()
 programs.compress_quickly()
 programs.keep_in_memory()
 

@@ -4,14 +4,13 @@ import contextlib
 import functools
 import gc
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, lru_cache
+from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 LARGE = 0.1
@@ -31,23 +30,6 @@ def share_mlir_context() -> None:
     make = getattr(mlir, "make_ir_context", None)
     if make is not None:
         mlir.make_ir_context = functools.cache(make)
-
-
-def write_whole_files() -> None:
-    """Lets JAX put a compiled program into a directory at once, so that no other process reads a part of it.
-
-    A release of JAX without this private class keeps its default.
-    """
-    cache, suffix = getattr(lru_cache, "LRUCache", None), getattr(lru_cache, "_CACHE_SUFFIX", None)
-    if cache is None or suffix is None:
-        return
-
-    def put(self: Any, key: str, value: bytes) -> None:
-        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as part:
-            part.write(value)
-        Path(part.name).replace(self.path / f"{key}{suffix}")
-
-    cache.put = put
 
 
 def compress_quickly() -> None:
@@ -119,6 +101,7 @@ def kept_in(directory: Path, written_from: float = 0.0) -> Iterator[None]:
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": jax.config.values["jax_persistent_cache_enable_xla_caches"],
     }
     before = {name: jax.config.values[name] for name in settings}
     # JAX looks at the directory at its first compilation alone.

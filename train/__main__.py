@@ -1,4 +1,4 @@
-"""`python -m train CONFIG [key=value ...] [--resume] [--supervise]`."""
+"""`python -m train CONFIG [key=value ...] [--resume | --resume-or-start] [--supervise]`."""
 
 import argparse
 import sys
@@ -38,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--explain", action="store_true", help="print the algorithm and the origin of its fields")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
+    command.add_argument(
+        "--resume-or-start", action="store_true", help="--resume if there is a run of this name, else start it"
+    )
     command.add_argument("--supervise", action="store_true", help="restart the run with --resume after a loss")
     command.add_argument(
         "--restarts",
@@ -88,12 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_warnings(loaded)
             print(explain(loaded))
             return 0
+        if loaded.config.log.format == "json":
+            from train.process.json_lines import write_json_lines
+
+            write_json_lines()
         with joined_processes(options):
             show_warnings(loaded)
             # Imported late, so that an error in the config shows before JAX starts.
             from train.run.run import run
 
-            return run(loaded, resume=options.resume)
+            return run(loaded, resume=options.resume or (None if options.resume_or_start else False))
 
     code = run_command(command)
     tell_end()

@@ -82,6 +82,7 @@ def show(
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
+    from train.distributed.compile_cache import start_compile_cache
     from train.distributed.exchange import agree
     from train.distributed.peers import is_leader
     from train.run.directory import flat_fields
@@ -97,6 +98,7 @@ def show(
     start = saved or loaded
     assert start is not None
     config = with_local_model(fitting(start.config))
+    start_compile_cache(config.compile_cache)
     agree("command", {**flat_fields(config), "--step": step})
     context = make_context(config)
     if not context.held_out:

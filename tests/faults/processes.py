@@ -47,7 +47,7 @@ def killed(place: Path, moment: str, victim: int, number: signal.Signals) -> str
 def preempted(place: Path, moment: str, victim: int, times: int) -> str:
     """Sends SIGTERM to one process: both end with code 130, and the run can be continued."""
     ended = lost.signalled(place, moment, victim, *[signal.SIGTERM] * times, env=runs.command_environment())
-    said = all("interrupted" in text or "stopping after this step" in text for text in ended.errors)
+    said = all("interrupted" in text or "stopping; the run is saved first" in text for text in ended.errors)
     return _continued(place, "".join(ended.errors)) if ended.codes == (130, 130) and said else "silent"
 
 

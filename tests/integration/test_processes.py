@@ -193,3 +193,18 @@ def test_two_processes_send_weights_once_to_each_engine(env, tmp_path):
     assert [record["rollout_engines"] for record in records(tmp_path / "quickstart", "train")] == [2, 1, 1]
     assert [len(dict.fromkeys(engine.sampled)) for engine in engines] == [3, 1]
     assert [engine.calls.count("/finish_weight_update") for engine in engines] == [3, 1]
+
+
+@pytest.mark.slow
+def test_unchanged_config_continues_on_fewer_processes(env, tmp_path):
+    """The axis of -1 has the two devices of two processes, and then the one device of one."""
+    options = (*TINY, *LEAST, "mesh={data: -1}", "steps=2", "checkpoint={every: 1, keep: 10}", f"output={tmp_path}")
+    options = (*options, "--resume-or-start")
+    sizes = []
+    for processes, more in ((2, ["steps=1"]), (1, [])):
+        (code, out, err), *others = peers.run("train", *options, *more, processes=processes, devices=1, env=env)
+        assert code == 0, f"{out}\n{err}"
+        assert [other[0] for other in others] == [0] * (processes - 1)
+        sizes += [line for line in out.splitlines() if line.startswith("mesh: ")]
+    assert sizes == ["mesh: data=2 x fsdp=1 x tensor=1", "mesh: data=1 x fsdp=1 x tensor=1"]
+    assert [record["step"] for record in records(tmp_path / "quickstart", "train")] == [1, 2]

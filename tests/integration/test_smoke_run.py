@@ -67,6 +67,7 @@ def test_output_is_progress_and_the_table_alone(smoke):
     slow = re.compile(rf"(evaluation|step) .* \.\.\.|(warm start|RL) (?!{STEPS}/)\d+/.*")
     lines = [line for line in smoke.stdout.splitlines() if not slow.fullmatch(line)]
     assert re.fullmatch(r"devices: 8 x cpu; JAX [\d.]+", lines[0])
+    assert re.fullmatch(r"compile cache: \S+, as JAX_COMPILATION_CACHE_DIR says", lines.pop(1))
     assert lines[1] == f"run directory: {smoke.root}"
     assert lines[2].startswith("sampling: weights in place, float32 (the memory of this device is not known); ")
     assert lines[3].startswith(f"warm start {STEPS}/{STEPS}  loss ")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from train.config.adapter import with_adapter
 from train.config.checks import cross_field_problems, cross_field_warnings
-from train.config.errors import ConfigError, Note
+from train.config.errors import ConfigError, Note, UserError
 from train.config.fields import known_fields
 from train.config.installation import RECIPES, recipe_path
 from train.config.messages import Location, did_you_mean, dotted, field_problems, show, unknown_field
@@ -120,6 +120,23 @@ def _value(config: Config, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
+
+
+def fill_mesh(config: Config, devices: int) -> Config:
+    """Returns the config with the sizes of axes that are -1, checked again; without such axes it is the same.
+
+    Raises:
+      UserError: the other sizes do not divide the devices, or other fields do not fit the sizes.
+    """
+    try:
+        filled = config.with_devices(devices)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if filled == config:
+        return config
+    if problems := cross_field_problems(filled):
+        raise ConfigError(f"mesh of {devices} devices", [problem.text for problem in problems])
+    return filled
 
 
 def dump_yaml(config: Config) -> str:

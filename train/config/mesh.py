@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from train.config.types import Count, Section
+from train.config.types import AxisSize, Count, Section
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")
@@ -41,19 +41,57 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name}={size}" for name, size in usual_sizes(sizes).items())
 
 
+REMAINING = -1
+"""The size of the one axis that takes all devices which the others leave."""
+
+
+def fill_axes(sizes: Mapping[str, int], devices: int, name: str) -> dict[str, int]:
+    """Replaces the size -1 of an axis by the devices that the others leave.
+
+    Example:
+      >>> fill_axes({"data": -1, "tensor": 2}, 8, "mesh")
+      {'data': 4, 'tensor': 2}
+
+    Raises:
+      ValueError: the others do not divide the devices.
+    """
+    others = math.prod(size for size in sizes.values() if size != REMAINING)
+    if REMAINING in sizes.values() and (devices % others or not devices):
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        raise ValueError(f"{name}: got -1 beside {shown}, which does not divide the {devices} devices")
+    return {axis: devices // others if size == REMAINING else size for axis, size in sizes.items()}
+
+
 class Mesh(Section):
-    data: Count = 1
-    """Devices that split the rows and replicate the parameters."""
-    fsdp: Count = 1
+    data: AxisSize = 1
+    """Devices that split the rows and replicate the parameters; -1, for one axis: all that the others leave."""
+    fsdp: AxisSize = 1
     """Devices that split rows and parameters."""
-    expert: Count = 1
+    expert: AxisSize = 1
     """Devices that split the experts of a mixture by number; rows and other parameters as fsdp does."""
-    context: Count = 1
+    context: AxisSize = 1
     """Devices that split the tokens of a row, for long sequences; scoring and updates gather keys and values."""
-    tensor: Count = 1
+    tensor: AxisSize = 1
     """Devices that split heads, MLP and vocabulary."""
     slices: Count = 1
     """Slices of TPUs that only a network connects, each with an equal part of data; GPUs on one fabric are one."""
+
+    def axes(self) -> dict[str, int]:
+        """Returns the sizes of the axes by name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def filled(self, devices: int) -> "Mesh":
+        """Returns the mesh of this many devices, without -1; raises ValueError if other sizes do not divide them."""
+        return self.model_copy(update=fill_axes(self.axes(), devices, "mesh"))
+
+    def smallest(self) -> "Mesh":
+        """Returns the mesh with the least size of an axis that is -1."""
+        least = self.slices if self.data == REMAINING else 1
+        return self.filled(least * math.prod(size for size in self.axes().values() if size != REMAINING))
+
+    def is_filled(self) -> bool:
+        """Whether no axis is -1."""
+        return REMAINING not in self.axes().values()
 
     def parts(self, axes: Sequence[str] = AXES) -> Parts:
         """Returns the parts that axes split a size into together."""

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from train.config.algorithms import UserFunction, choice_of
-from train.config.mesh import Mesh, Parts
+from train.config.mesh import Mesh, Parts, fill_axes
 from train.config.model import DType
 from train.config.types import (
     RECORDING,
     Ahead,
+    AxisSize,
     Count,
     CountOrZero,
     Fraction,
@@ -86,10 +87,20 @@ CompletionSource = Annotated[
 
 
 class SamplingMesh(Section):
-    data: Count
-    """Devices that split the rows and replicate the weights."""
-    tensor: Count
+    data: AxisSize
+    """Devices that split the rows and replicate the weights; -1, for data or tensor: all that the other leaves."""
+    tensor: AxisSize
     """Devices that split the weights, the KV cache by heads, and the vocabulary."""
+
+    def filled(self, mesh: Mesh) -> "SamplingMesh":
+        """Returns the sizes without -1, over the devices of `mesh`; raises ValueError if they do not divide these."""
+        sizes = {"data": self.data, "expert": mesh.expert, "tensor": self.tensor}
+        filled = fill_axes(sizes, mesh.parts().count, "rollout.mesh")
+        return self.model_copy(update={"data": filled["data"], "tensor": filled["tensor"]})
+
+    def smallest(self) -> "SamplingMesh":
+        """Returns the mesh with 1 in place of -1."""
+        return self.model_copy(update={"data": max(self.data, 1), "tensor": max(self.tensor, 1)})
 
     def parts(self, mesh: Mesh) -> Parts:
         """Returns the parts of rows; axis expert is that of the update's mesh, as experts stay on their devices."""

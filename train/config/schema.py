@@ -14,6 +14,7 @@ from train.config.optim import Optim
 from train.config.rollout import RolloutSection, recording_defaults
 from train.config.routing import Routing
 from train.config.types import (
+    CacheDirectory,
     Count,
     CountOrZero,
     Decay,
@@ -24,10 +25,12 @@ from train.config.types import (
     Port,
     Positive,
     RunName,
+    Seconds,
     Section,
     Seed,
     TaskName,
     Text,
+    TracedSteps,
     tag_defaults_to,
 )
 
@@ -176,6 +179,20 @@ class ReportSection(Section):
     """Project of Weights & Biases that gets the metrics too; null: none. WANDB_MODE=offline writes files alone."""
     prometheus_port: Port | None = None
     """Port at which Prometheus reads the last metrics as text, on all interfaces; null: none."""
+    health_port: Port | None = None
+    """Port at which every process answers /healthz with its step and the time of its last progress; null: none."""
+    unhealthy_after: Seconds | None = None
+    """Seconds without progress after which /healthz answers 503, longer than any step or evaluation; null: never."""
+
+
+class Profile(Section):
+    steps: TracedSteps | None = None
+    """First and last step that `jax.profiler` traces, on the devices of process 0, into `profile/`; null: none."""
+
+
+class Log(Section):
+    format: Literal["text", "json"] = "text"
+    """Form of the lines on the terminal; `json`: an object a line with time, process, level and text."""
 
 
 class Config(Section):
@@ -203,6 +220,8 @@ class Config(Section):
     """A Hugging Face folder or the shape of a new decoder, and its dtypes."""
     lora: Lora | None = None
     """Train a LoRA adapter only; null: train all weights."""
+    compile_cache: CacheDirectory = True
+    """Directory of compiled programs, for later starts; true: that of the user; false: none is kept."""
     mesh: Mesh = Mesh()
     """Devices along each mesh axis."""
     log_probs: LogProbs = LogProbs()
@@ -233,6 +252,10 @@ class Config(Section):
     """Checkpoints."""
     report: ReportSection = ReportSection()
     """Records for the page of a run."""
+    profile: Profile = Profile()
+    """Traces of the devices."""
+    log: Log = Log()
+    """Lines on the terminal."""
 
     @model_validator(mode="before")
     @classmethod
@@ -245,6 +268,19 @@ class Config(Section):
         if not isinstance(data, dict):
             return raw
         return {**raw, "data": {**task_lengths(raw.get("task"), data), **data}}
+
+    def with_devices(self, count: int) -> "Config":
+        """Returns the config of this many devices, with sizes in place of -1 in `mesh` and `rollout.mesh`.
+
+        Raises:
+          ValueError: the other sizes do not divide the devices.
+        """
+        mesh = self.mesh.filled(count)
+        sampling = self.rollout.mesh
+        rollout = self.rollout
+        if sampling is not None:
+            rollout = rollout.model_copy(update={"mesh": sampling.filled(mesh)})
+        return self.model_copy(update={"mesh": mesh, "rollout": rollout})
 
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""

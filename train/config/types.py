@@ -42,6 +42,18 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first is behind the last")
+    return steps
+
+
+def _not_zero(size: int) -> int:
+    if size == 0:
+        raise ValueError("no devices")
+    return size
+
+
 def expanded_path(text: str, info: ValidationInfo) -> str:
     """Puts the home directory in place of `~`, and the `start` of the context, if there is one, before other paths.
 
@@ -57,6 +69,15 @@ def expanded_path(text: str, info: ValidationInfo) -> str:
     return os.path.join(info.context["start"], path) if info.context else path
 
 
+def _expanded_directory(value: Any, info: ValidationInfo) -> Any:
+    """Does the same to the path of a directory, in whose place true or false may stand."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("no directory")
+    return expanded_path(value, info)
+
+
 def _expanded_function(text: str, info: ValidationInfo) -> str:
     """Does the same to the file of a function; `module:function` and the name of a task stay."""
     source, colon, name = text.rpartition(":")
@@ -66,6 +87,9 @@ def _expanded_function(text: str, info: ValidationInfo) -> str:
 # A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it. A tuple
 # has the names to suggest.
 Count = Annotated[int, Field(ge=1, le=10**9)]
+AxisSize = Annotated[
+    int, Field(ge=-1, le=10**9), AfterValidator(_not_zero), "an integer >= 1 and <= 1_000_000_000, or -1"
+]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 # Sizes that memory bounds: larger values are typos that would run out of memory.
 Size = Annotated[int, Field(ge=1, le=10**6)]
@@ -91,10 +115,17 @@ NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded_path), "a path of the file system"]
+CacheDirectory = Annotated[bool | str, BeforeValidator(_expanded_directory), "true, false or a path of the file system"]
 CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),
     "the full hash of a commit, 40 hexadecimal digits (a branch or tag can move)",
+]
+TracedSteps = Annotated[
+    tuple[Count, Count],
+    Field(strict=False),
+    AfterValidator(_in_order),
+    "the first and the last step, as [10, 12]",
 ]
 RunName = Annotated[
     str,

@@ -17,6 +17,7 @@ T = TypeVar("T")
 POLL_MILLISECONDS = 500
 """A wait ends this often, so that signals are heard."""
 FAILED = "kljax/failed"
+STOPPING = "kljax/stopping"
 READING = {error.__name__: error for error in (FileNotFoundError, ValueError)}
 """Errors of reading, which callers turn into one that names a field."""
 _STATE = {"rounds": 0}
@@ -56,6 +57,16 @@ def agree(label: str, value: Any) -> None:
 def any_of(label: str, flag: bool) -> bool:
     """Whether a flag is set in any process."""
     return any(exchange_json(label, bool(flag)))
+
+
+def is_stopping(flag: bool) -> bool:
+    """Whether a flag is set in this process, or was when another process asked; no process waits for another."""
+    service = coordination()
+    if service is None:
+        return flag
+    if flag:
+        service.key_value_set(f"{STOPPING}/{process()}", "", allow_overwrite=True)
+    return flag or bool(service.key_value_dir_get(STOPPING))
 
 
 def raise_together(label: str, error: Exception | None) -> None:

@@ -191,10 +191,29 @@ def _text(progress: Progress) -> str:
 _watch: PeerWatch | None = None
 
 
+class LastProgress(NamedTuple):
+    """The step and phase that this process is in, and when the phase began: by the monotonic clock, and Unix time."""
+
+    step: int
+    phase: str
+    moved: float
+    time: float
+
+
+_last = LastProgress(0, "start", time.monotonic(), time.time())
+
+
 def enter(step: int, phase: str) -> None:
     """Notes that this process begins a phase of a step, which the others name if it is lost or slow."""
+    global _last  # noqa: PLW0603 (a process has one run)
+    _last = LastProgress(step, phase, time.monotonic(), time.time())
     if _watch is not None:
         _watch.enter(step, phase)
+
+
+def last_progress() -> LastProgress:
+    """Returns where this process is, and since when."""
+    return _last
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`python -m train.plan CONFIG [key=value ...] --topology v5p:4x4x4`: the programs of a step on hardware elsewhere."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
 from train.config.installation import recipe_path
-from train.config.load import LoadedConfig, load
-from train.config.mesh import AXES, describe_mesh
+from train.config.load import LoadedConfig, fill_mesh, load
+from train.config.mesh import AXES, REMAINING, describe_mesh
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
 from train.process.console import (
     check_output,
@@ -145,8 +146,10 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
     if any_mesh:
         return loaded
     if slices > 1 and mesh.slices == 1:
-        loaded = load(path, [*overrides, f"mesh.slices={slices}", f"mesh.data={mesh.data * slices}"])
-        mesh = loaded.config.mesh
+        data = mesh.data if mesh.data == REMAINING else mesh.data * slices
+        loaded = load(path, [*overrides, f"mesh.slices={slices}", f"mesh.data={data}"])
+    loaded = dataclasses.replace(loaded, config=fill_mesh(loaded.config, topology.size))
+    mesh = loaded.config.mesh
     if mesh.slices != slices:
         raise UserError(f"mesh.slices: got {mesh.slices}, but --slices is {slices}; set both to the same")
     size = mesh.parts().count

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from train.config.errors import ConfigError, UserError
-from train.config.load import load
+from train.config.load import fill_mesh, load
+from train.config.mesh import REMAINING
 from train.config.schema import Config
 from train.models.devices import GIB
 from train.models.sharding import make_mesh
@@ -66,6 +67,7 @@ def plan_config(
 
 def abstract_run(config: Config, topology: Topology) -> AbstractRun:
     """Describes a run on the devices of a topology; raises `UserError` if the model does not fit the mesh."""
+    config = fill_mesh(config, topology.size)
     try:
         mesh = make_mesh(**config.mesh.model_dump(), devices=topology_devices(topology))
         return AbstractRun.of(config, mesh)
@@ -83,8 +85,11 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
     """
     start = load(path, overrides).config
     most = start.rows_per_batch() // start.optim.updates_per_batch
-    kept_parts = start.mesh.parts(KEPT_AXES)
-    split = "".join(f", {axis}: {getattr(start.mesh, axis)}" for axis in KEPT_AXES)
+    kept = start.mesh
+    if REMAINING in (kept.expert, kept.context):
+        kept = start.with_devices(topology.size).mesh
+    kept_parts = kept.parts(KEPT_AXES)
+    split = "".join(f", {axis}: {getattr(kept, axis)}" for axis in KEPT_AXES)
     meshes = _meshes(topology.size // kept_parts.count, topology.slices)
     for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
         changed = (
@@ -93,7 +98,7 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
             f"model.remat={remat}",
         )
         try:
-            config = load(path, [*overrides, *changed]).config
+            config = fill_mesh(load(path, [*overrides, *changed]).config, topology.size)
             candidate = _estimated(changed, config, topology)
         except (ConfigError, UserError):
             continue

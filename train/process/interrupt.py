@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP: RL stops at the end of the step and is saved; anything else ends at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: RL stops and is saved; anything else ends at once.
+
+A step is left while its completions are sampled, since they change no state; once its updates begin, it is ended.
+"""
 
 import _thread
 import os
@@ -10,6 +13,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from train.config.errors import UserError
+
 # SIGHUP comes when the terminal is closed; systems other than Unix have none.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 INTERRUPTED = 130
@@ -19,17 +24,45 @@ SHUTDOWN_SECONDS = 5.0
 Handler = Callable[[int, FrameType | None], None]
 
 
+class StepLeftError(UserError):
+    """A step was left before its updates, because of a signal; the state is still that of the step before."""
+
+
 class Interrupt:
-    """A signal handler: the first signal stops at the end of the step, the second at once."""
+    """A signal handler: the first signal stops as soon as the run can be continued from there, the second at once.
+
+    Attributes:
+      requested: whether a signal came.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self._leaves = False
+
+    @contextmanager
+    def leaving_steps(self) -> Iterator[None]:
+        """Lets the waits inside the block end by `StepLeftError`."""
+        self._leaves = True
+        try:
+            yield
+        finally:
+            self._leaves = False
+
+    def check(self, *, together: bool) -> None:
+        """Raises `StepLeftError` if a signal came; `together`: every process asks at this place, and all raise it."""
+        if not self._leaves:
+            return
+        # Imported late: the supervisor needs no JAX.
+        from train.distributed.exchange import any_of, is_stopping
+
+        if any_of("interrupt", self.requested) if together else is_stopping(self.requested):
+            raise StepLeftError("the step was left before its updates")
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        print("\nstopping; the run is saved first, press Ctrl-C again to stop at once", file=sys.stderr)
 
 
 class Ending:
@@ -100,9 +133,22 @@ def exit_with(code: int) -> NoReturn:
     sys.exit(code)
 
 
+_listening: Interrupt | None = None
+
+
 @contextmanager
 def listening() -> Iterator[Interrupt]:
     """Catches the signals while the block runs."""
-    interrupt = Interrupt()
-    with handled(interrupt):
-        yield interrupt
+    global _listening  # noqa: PLW0603 (a process has one run)
+    _listening = interrupt = Interrupt()
+    try:
+        with handled(interrupt):
+            yield interrupt
+    finally:
+        _listening = None
+
+
+def leave_if_stopping(*, together: bool = False) -> None:
+    """Raises `StepLeftError` in a step that may be left, if a signal came; see `Interrupt.check`."""
+    if _listening is not None:
+        _listening.check(together=together)

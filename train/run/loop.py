@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from train.context import RunContext
 from train.data.tasks.user_score import RewardError
 from train.distributed.exchange import any_of, of_leader, run_together
 from train.distributed.peer_watch import enter
-from train.process.interrupt import Interrupt
+from train.process.interrupt import Interrupt, StepLeftError, leave_if_stopping
 from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
 from train.references.store import ReferenceStore, make_reference_store
 from train.rl.batch import Batch, present_arrays
@@ -106,6 +106,7 @@ def rl_step(
     step: int,
     inspect: Callable[[Batch, TrainState, Mapping[str, float], Mapping[str, LargestToken]], None] | None = None,
     recorder: RolloutRecorder | None = None,
+    interrupt: Interrupt | None = None,
 ) -> tuple[TrainState, dict, dict]:
     """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
 
@@ -113,6 +114,7 @@ def rl_step(
     of a `recorder` are per token.
 
     Raises:
+      StepLeftError: a signal came to `interrupt` before the updates; no array of the state is donated yet.
       UserError: a field of the batch is missing, or a reward has the name of a metric.
     """
     config = context.config
@@ -120,7 +122,8 @@ def rl_step(
     began = time.perf_counter()
     enter(step + 1, "rollout")
     run_together("rollout", lambda: source.update(*sampling_policy(state, frozen.base)))
-    drawn = draw(context, source, step)
+    with nullcontext() if interrupt is None else interrupt.leaving_steps():
+        drawn = draw(context, source, step)
     context.layout.release()
 
     # The updates read the references and the past, and must not donate them.
@@ -136,6 +139,8 @@ def rl_step(
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
+    with nullcontext() if interrupt is None else interrupt.leaving_steps():
+        leave_if_stopping(together=True)
 
     enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
@@ -252,6 +257,7 @@ def train(
     advance: Callable[[str], None],
     recorder: RolloutRecorder | None = None,
     phase: Phase = nullcontext,
+    traced: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> TrainState:
     """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
@@ -268,10 +274,23 @@ def train(
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
-            with phase(f"step {done + 1}{', compiling its programs first' if done == first else ''}"):
+            compiling = ", compiling its programs first" if done == first else ""
+            with phase(f"step {done + 1}{compiling}"), traced(done + 1):
                 state, values, seconds = rl_step(
-                    context, programs, source, frozen, state, step=done, inspect=watch.inspect, recorder=recorder
+                    context,
+                    programs,
+                    source,
+                    frozen,
+                    state,
+                    step=done,
+                    inspect=watch.inspect,
+                    recorder=recorder,
+                    interrupt=interrupt,
                 )
+        except StepLeftError:
+            enter(done, "save")
+            watch.save(state, done)
+            break
         except (SourceError, RewardError) as error:
             watch.save(state, done)
             watch.wait()

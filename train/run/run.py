@@ -13,8 +13,10 @@ import kljax
 from kljax._files import write_text_atomic
 from train.config.errors import Note, warn
 from train.config.load import LoadedConfig
+from train.config.mesh import describe_mesh
 from train.config.schema import Config
 from train.context import RunContext
+from train.distributed.compile_cache import start_compile_cache
 from train.distributed.exchange import agree, exchange_json, on_leader, run_together
 from train.distributed.peers import is_leader
 from train.process.error_exit import ending_alone
@@ -40,10 +42,12 @@ from train.run.display import (
     summary_text,
 )
 from train.run.guard import StepGuard
+from train.run.health import serving_health
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
+from train.run.profile import StepTrace
 from train.run.recorder import RolloutRecorder
 from train.run.setup import (
     check_examples,
@@ -69,19 +73,30 @@ UNMEASURED_KL = (
 )
 
 
-def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
-    """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
+def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
+    """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint.
+
+    Args:
+      loaded: the config.
+      resume: whether to continue the run of this name; None: if there is one.
+    """
     began = time.perf_counter()
     console = default_console()
     # Code of the user may leave the working directory.
     start = Path.cwd()
+    if resume is None:
+        resume = on_leader("run directory", RunDirectory.of(loaded.config).config.is_file)
     config, resume = _start_of_leader(loaded.config, resume)
     print_devices(console)
+    agree("compile_cache", config.compile_cache)
+    console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
     config = with_local_model(config)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))
     context = make_context(config)
+    if context.config.mesh != config.mesh:
+        console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
     source, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
@@ -91,6 +106,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         closing(
             RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config), run_id=directory.run_id)
         ) as checkpoints,
+        serving_health(config.report),
         ending_alone(),
         progress(console) as bars,
     ):
@@ -246,7 +262,8 @@ def _reinforce(
         checkpoints=checkpoints,
         record=directory.reference,
     )
-    with nullcontext() if recorder is None else closing(recorder):
+    trace = StepTrace(context.config.profile, directory.root, done)
+    with nullcontext() if recorder is None else closing(recorder), closing(trace):
         state = train(
             context,
             programs,
@@ -259,6 +276,7 @@ def _reinforce(
             advance=bars("RL", context.config.steps, done),
             phase=bars.phase,
             recorder=recorder,
+            traced=trace.step,
         )
     assert_unchanged(frozen, before)
     return state

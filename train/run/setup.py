@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.installation import shell_command
-from train.config.load import with_absolute_paths
+from train.config.load import fill_mesh, with_absolute_paths
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
@@ -85,12 +85,12 @@ def _import_beside(path: str) -> str:
 def make_context(config: Config) -> RunContext:
     """Builds the run context in every process; every mistake that can be found here is found before RL starts.
 
-    Its config has absolute paths, wherever code of the user goes.
+    Its config has absolute paths, wherever code of the user goes, and the sizes of all axes.
 
     Raises:
       UserError: in every process: data, tokenizer or model do not fit the config, or the devices do not fit it.
     """
-    config = with_absolute_paths(config)
+    config = fill_mesh(with_absolute_paths(config), device_count())
     mesh = config_mesh(config)
     if config.optim.host_memory and not has_host_memory(mesh.local_devices[0]):
         kind = mesh.local_devices[0].device_kind
@@ -134,9 +134,9 @@ def data_digest(context: RunContext) -> str:
 
 
 def config_mesh(config: Config) -> Mesh:
-    """Makes the mesh of the config; raises `UserError` if there are too few devices, or a process has none in it."""
+    """Makes the mesh of the config; raises `UserError` if the devices do not fit it, or a process has none in it."""
     try:
-        mesh = make_mesh(**config.mesh.model_dump())
+        mesh = make_mesh(**fill_mesh(config, device_count()).mesh.model_dump())
     except ValueError as error:
         raise UserError(str(error)) from error
     idle = sorted(set(range(processes())) - processes_of(mesh))

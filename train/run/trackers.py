@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.distributed.peer_watch import last_progress
 from train.run.glossary import tag_of
 
 PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
@@ -102,6 +103,10 @@ class PrometheusTracker:
         self._values = prometheus_client.Gauge("kljax_metric", "Last value of a metric", labels, registry=registry)
         self._steps = prometheus_client.Gauge("kljax_step", "Last step of a phase", labels[:2], registry=registry)
         self._name = name
+        progress = prometheus_client.Gauge(
+            "kljax_last_progress_timestamp_seconds", "Unix time at which the last phase began", registry=registry
+        )
+        progress.set_function(lambda: last_progress().time)
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, registry=registry)
         except OSError as error:

@@ -12,6 +12,7 @@ from train.plan.compiler.topology import Topology
 from train.plan.search import best, candidates
 
 SMOKE = "configs/smoke.yaml"
+LENGTHS = ("data.max_prompt_length=8", "data.max_completion_length=4")
 
 
 def topology(memory: int = 2**30) -> Topology:
@@ -46,3 +47,12 @@ def test_oversized_candidates_are_not_compiled():
     assert list(candidates(SMOKE, [], topology(memory=1000))) == []
     with pytest.raises(UserError, match="--search: no mesh of v5e:2x2 holds the state"):
         best(SMOKE, [], topology(memory=1000), most=1, effort=None, tell=print)
+
+
+def test_remaining_devices_are_counted_before_a_search():
+    collected = list(
+        candidates(SMOKE, ["mesh={data: 1, context: -1}", "optim.share_prompts=false", *LENGTHS], topology())
+    )
+    assert {entry.config.mesh.context for entry in collected} == {4}
+    # The axes that a search chooses have no size to keep.
+    assert {entry.config.mesh.data for entry in candidates(SMOKE, ["mesh.data=-1"], topology())} == {1, 2, 4}

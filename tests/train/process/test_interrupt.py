@@ -18,7 +18,7 @@ def test_first_signal_requests_a_stop_second_ends(number, capsys):
         assert not interrupt.requested
         os.kill(os.getpid(), number)
         assert interrupt.requested
-        assert "stopping after this step" in capsys.readouterr().err
+        assert "stopping; the run is saved first" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
 

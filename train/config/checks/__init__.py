@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, rollout
+from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, report, rollout
 from train.config.checks.problem import Problem
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -17,15 +17,28 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *layout.CHECKS,
     *guard.CHECKS,
     *optim.CHECKS,
+    *report.CHECKS,
 )
 
 
 def cross_field_problems(config: Config) -> list[Problem]:
-    """Lists the problems of a combination of fields that are each valid."""
+    """Lists the problems of a combination of fields that are each valid.
+
+    An axis of -1 counts as its least size, until the devices are counted.
+    """
     unreadable = list(loss.user_functions(config))
     if unreadable:  # without their signatures nothing can be said about arrays and passes
         return unreadable
-    return [problem for check in CHECKS for problem in check(config)]
+    repeated = list(layout.one_remaining_axis(config))
+    checks = CHECKS
+    try:
+        if config.mesh.is_filled() and not repeated:
+            config = config.with_devices(config.mesh.parts().count)
+            checks = (*CHECKS, *layout.OF_ALL_SIZES)
+    except ValueError as error:
+        repeated.append(Problem(("rollout.mesh", "mesh"), str(error)))
+    smallest = layout.with_smallest_mesh(config)
+    return [*repeated, *(problem for check in checks for problem in check(smallest))]
 
 
 def cross_field_warnings(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from train.config.checks.problem import Problem, problem
 from train.config.download import HUB_NAME
-from train.config.mesh import ROW_AXES, WIDTH_AXES, Parts, describe_mesh
+from train.config.mesh import REMAINING, ROW_AXES, WIDTH_AXES, Parts, describe_mesh
 from train.config.model import BYTE_VOCABULARY, PRESETS
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
@@ -16,6 +16,27 @@ SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size", "experts.widt
 
 ELEMENTWISE = ("adamw", "adam", "lion", "sgd", "rmsprop")
 """Optimizers that can update one layer of the stack at a time."""
+
+
+def one_remaining_axis(config: Config) -> Iterator[Problem]:
+    """Finds a second axis of a mesh that is -1."""
+    sampling = config.rollout.mesh
+    meshes = {"mesh": config.mesh.axes()}
+    if sampling is not None:
+        meshes["rollout.mesh"] = {"data": sampling.data, "tensor": sampling.tensor}
+    for name, sizes in meshes.items():
+        remaining = [f"{name}.{axis}" for axis, size in sizes.items() if size == REMAINING]
+        if len(remaining) > 1:
+            line = f"got -1, but {remaining[0]} is -1 too, and one axis alone takes all remaining devices; set a size"
+            yield problem(line, remaining[1], remaining[0])
+
+
+def with_smallest_mesh(config: Config) -> Config:
+    """Returns the config of the fewest devices: sizes that it cannot divide, it divides for no number of them."""
+    mesh, sampling, rollout = config.mesh, config.rollout.mesh, config.rollout
+    if sampling is not None:
+        rollout = rollout.model_copy(update={"mesh": sampling.smallest()})
+    return config.model_copy(update={"mesh": mesh.smallest(), "rollout": rollout})
 
 
 def _rows(config: Config) -> Iterator[Problem]:
@@ -278,10 +299,11 @@ CHECKS = (
     _slices,
     _context,
     _divisions,
-    _sampling_mesh,
     _host_memory,
     _folder,
     _revision,
     _trained_dtype,
     _quantization,
 )
+OF_ALL_SIZES = (_sampling_mesh,)
+"""Checks that need the sizes of all axes."""

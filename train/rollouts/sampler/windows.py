@@ -21,6 +21,7 @@ import kljax
 from train.models import Decoder
 from train.models.cache import DecoderState
 from train.models.sharding import replicated
+from train.process.interrupt import leave_if_stopping
 from train.rl.tracing import traced_once
 from train.rollouts.sampler.draw import Sampling
 from train.rollouts.sampler.engine import Samples, State, decode, finish, sample, samples_sharding, start
@@ -142,6 +143,8 @@ class WindowedSampler:
         for number in range(1, len(self.widths)):
             if not np.asarray(running):
                 break
+            # The programs of all processes wait for one another, so that all stop before the same one.
+            leave_if_stopping(together=True)
             state, layers, running = self.window(number)(policy, state, layers.doubled())
         return self._collect(state, prompts, prompt_mask, rows)
 

@@ -9,13 +9,14 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import httpx
 from pydantic_core import from_json
 
+from train.process.interrupt import leave_if_stopping
 from train.rollouts.server.answers import AnswerError
 from train.rollouts.server.body import ENCODINGS, BrokenBodyError, TooLongError, read_body
 from train.rollouts.source import SourceError
@@ -51,9 +52,19 @@ def wait_before(attempt: int, chance: float, retry_after: float | None = None) -
     return max(longest / 2 * (1 + chance), min(retry_after or 0.0, LONGEST_WAIT))
 
 
-def wait_for(future: Future[_Parsed]) -> _Parsed:
-    """Returns the result of a future; an interrupt of the caller cancels it."""
+POLL_SECONDS = 0.25
+"""A wait for answers hears of a signal within this time."""
+
+
+def wait_for(future: Future[_Parsed], *, leaves_step: bool = False) -> _Parsed:
+    """Returns the result of a future; an interrupt of the caller cancels it.
+
+    With `leaves_step` so does `StepLeftError`, after the first signal.
+    """
     try:
+        while leaves_step and not future.done():
+            leave_if_stopping()
+            wait([future], timeout=POLL_SECONDS)
         return future.result()
     except BaseException:
         future.cancel()

@@ -166,7 +166,7 @@ class ServerSource:
     def receive(self, sent: Sent) -> Received:
         """Waits for the answers, and pads them; processes that share rows exchange them."""
         began = time.perf_counter()
-        answers = run_together("rollout", lambda: wait_for(sent.answers))
+        answers = run_together("rollout", lambda: wait_for(sent.answers, leaves_step=True))
         now = time.perf_counter()
         arrays = self._held_rows(sent, answers)
         seconds = (sent.ended or now) - sent.began
