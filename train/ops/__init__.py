@@ -1,0 +1,1 @@
+"""Operators with several implementations: a folder each, one file an implementation, one function that chooses."""
