@@ -1,4 +1,4 @@
-"""Rows that share prompts, and rows without padding. Shapes as in `attention`.
+"""Rows that share prompts, and rows without padding.
 
 Completions that share a prompt go through the layers as packed rows, `[prompt | completion | ... | completion]`, with
 the prompt once; completions do not attend to each other. B rows of P + C tokens with G completions per prompt become
@@ -14,22 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask, token_positions
+from train.models.attention.spans import Spans
 from train.models.sharding import axis_size, constrain
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SharedPromptMask:
-    """The attention masks of packed rows.
-
-    Attributes:
-      prompt: R rows of P queries and P keys.
-      completion: B rows of C queries and P + C keys.
-    """
-
-    prompt: AttentionMask
-    completion: AttentionMask
 
 
 @jax.tree_util.register_dataclass
@@ -42,27 +28,75 @@ class PackedRows:
       prompts: [B] int32, the padded row from which the prompt of each completion was taken; itself if it shares none.
       starts: [B, 2] int32, the slots `packed row * W + column` of the last token of the prompt and of the first of the
         completion; any slot for an empty completion.
-      shared: whether completions share prompts. Splash attention cannot express that.
     """
 
     tokens: jax.Array
     prompts: jax.Array
     starts: jax.Array
-    shared: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
-def shared_prompt_mask(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> SharedPromptMask:
-    """Builds the masks of packed rows.
+def token_positions(token_mask: jax.Array) -> jax.Array:
+    """Counts the real tokens of the row before each one, [B, T] int32."""
+    return jnp.maximum(jnp.cumsum(token_mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def row_spans(token_mask: jax.Array, window: int | None) -> Spans:
+    """Builds the spans of rows of one sequence each, whose padding may be anywhere.
 
     Args:
-      token_mask: [B, P + C] bool of the rows before packing, True at real tokens.
+      token_mask: [B, T] bool, True at real tokens.
+      window: real tokens that a sliding layer attends to, the query included; None: the model has no such layer.
+    """
+    slots = jnp.arange(token_mask.shape[-1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(token_mask, slots, -1), axis=-1, keepdims=True)
+    # The slots of the real tokens, in their order, then those of padding.
+    order = jnp.argsort(~token_mask, axis=-1, stable=True).astype(jnp.int32)
+
+    def ancestors(depth: jax.Array) -> jax.Array:
+        return jnp.where(token_mask, jnp.take_along_axis(order, jnp.maximum(depth, 0), axis=-1), slots)
+
+    positions = token_positions(token_mask)
+    return Spans(
+        end=jnp.where(token_mask, last, slots) + 1,
+        start=ancestors(jnp.zeros_like(positions)),
+        window_start=None if window is None else ancestors(positions - (window - 1)),
+        window=window,
+    )
+
+
+def group_spans(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> Spans:
+    """Builds the spans of prompts with their completions, [prompt | completion | ... | completion].
+
+    Args:
+      token_mask: [R, P + G C] bool, True at real tokens; of each prompt the last ones, of each completion the first.
       prompt: P.
       group: G.
-      window: tokens that a sliding layer attends to; None: the model has no such layer.
+      window: as in `row_spans`.
     """
-    return SharedPromptMask(
-        causal_mask(token_mask[::group, :prompt], window),
-        causal_mask(token_mask, window, first=prompt),
+    rows, width = token_mask.shape
+    length = (width - prompt) // group
+    slots = jnp.arange(width, dtype=jnp.int32)
+    prompts = jnp.sum(token_mask[:, :prompt], axis=-1, keepdims=True, dtype=jnp.int32)
+    completions = jnp.sum(token_mask[:, prompt:].reshape(rows, group, length), axis=-1, dtype=jnp.int32)
+    ends = prompt + jnp.arange(group, dtype=jnp.int32) * length + completions
+    last = jnp.max(jnp.where(completions > 0, ends, prompt), axis=-1, keepdims=True)
+    begins = jnp.where(slots < prompt, prompt, slots - (slots - prompt) % length)  # of the completion of each slot
+    first = prompt - prompts
+    # A token's depth counts its prompt and the tokens before it in its completion.
+    depth = jnp.where(slots < prompt, slots - first, prompts + slots - begins)
+
+    def ancestors(depth: jax.Array) -> jax.Array:
+        depth = jnp.maximum(depth, 0)
+        at = jnp.where((slots >= prompt) & (depth >= prompts), begins + depth - prompts, first + depth)
+        return jnp.where(token_mask, at, slots)
+
+    end = jnp.concatenate([jnp.broadcast_to(last, (rows, prompt)), jnp.repeat(ends, length, axis=-1)], axis=-1)
+    return Spans(
+        end=jnp.where(token_mask, end, slots + 1),
+        start=ancestors(jnp.zeros_like(depth)),
+        window_start=None if window is None else ancestors(depth - (window - 1)),
+        window=window,
+        group=(prompt, length),
     )
 
 
@@ -76,17 +110,6 @@ def pack(x: jax.Array, prompt: int, group: int) -> jax.Array:
 def unpack(x: jax.Array, prompt: int, group: int) -> jax.Array:
     """Unpacks [R, L, ...] to [B, P + C, ...]; every row of a group gets the values of its prompt."""
     return jnp.concatenate([_repeat_rows(x[:, :prompt], group), _completions(x, prompt, group)], axis=1)
-
-
-def attend_shared(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: SharedPromptMask, options: AttentionOptions
-) -> jax.Array:
-    """Computes `attend` of packed rows: [R, L, N, H] from queries [R, L, N, H], keys and values [R, L, K, H]."""
-    rows, prompt, group = len(query), mask.prompt.full.shape[-1], len(mask.completion.full) // len(query)
-    first = attend(query[:, :prompt], key[:, :prompt], value[:, :prompt], mask.prompt, options)
-    queries, keys, values = _completions(query, prompt, group), unpack(key, prompt, group), unpack(value, prompt, group)
-    later = attend(queries, keys, values, mask.completion, options)
-    return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
 
 
 def pack_rows(x: jax.Array, packed: PackedRows, fill: float = 0) -> jax.Array:
@@ -116,10 +139,8 @@ def packed_positions(token_mask: jax.Array, packed: PackedRows) -> jax.Array:
     return pack_rows(token_positions(token_mask), packed)
 
 
-def packed_mask(token_mask: jax.Array, packed: PackedRows, prompt: int, window: int | None) -> AttentionMask:
-    """Builds the attention mask of packed rows.
-
-    A token attends to the tokens up to itself of its own completion and of its prompt.
+def packed_spans(token_mask: jax.Array, packed: PackedRows, prompt: int, window: int | None) -> Spans:
+    """Builds the spans of packed rows: a token attends to its own completion and to its prompt, up to itself.
 
     Args:
       token_mask: [B, T] bool of the padded rows, True at real tokens.
@@ -127,21 +148,38 @@ def packed_mask(token_mask: jax.Array, packed: PackedRows, prompt: int, window: 
       prompt: P.
       window: tokens that a sliding layer attends to; None: the model has no such layer.
     """
-    length, width = token_mask.shape[-1], packed.tokens.shape[-1]
-    rows, real = packed.tokens // length, pack_rows(token_mask, packed)
+    parts, length, width = axis_size("rows"), token_mask.shape[1], packed.tokens.shape[1]
+    real, slots = pack_rows(token_mask, packed), jnp.arange(width, dtype=jnp.int32)
+    tokens = packed.tokens.reshape(parts, -1)
+    starts = packed.starts.reshape(parts, -1, 2) % width
+    counts = jnp.sum(token_mask[:, prompt:], axis=-1, dtype=jnp.int32).reshape(parts, -1)
+    prompts = packed.prompts.reshape(parts, -1)
+    ends = jnp.where(counts > 0, starts[..., 1] + counts, 0)
+    lasts = jax.vmap(lambda x, ids: jax.ops.segment_max(x, ids, len(x)))(ends, prompts)
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        """Gives each slot the number of its padded row."""
+        return _take(x, tokens // length).reshape(packed.tokens.shape)
+
     in_prompt = packed.tokens % length < prompt
-    parts = axis_size("rows")
-    prompts = _take(packed.prompts.reshape(parts, -1), rows.reshape(parts, -1)).reshape(rows.shape)
-    columns = jnp.arange(width)
-    full = (columns <= columns[:, None]) & real[:, :, None] & real[:, None, :]
-    full &= prompts[:, :, None] == prompts[:, None, :]
-    full &= in_prompt[:, None, :] | (rows[:, :, None] == rows[:, None, :])
-    sliding = None
-    if window is not None:
-        positions = packed_positions(token_mask, packed)
-        sliding = (full & (positions[:, :, None] - positions[:, None, :] < window))[:, None]
-    segments = jnp.where(real, prompts + 1, 0)
-    return AttentionMask(full[:, None], sliding, segments, window, by_segments=not packed.shared)
+    last_of_prompt, begins = of_tokens(starts[..., 0]), of_tokens(starts[..., 1])
+    positions = packed_positions(token_mask, packed)
+    # The prompt stands right before its last slot; the positions of a completion count it.
+    size = jnp.where(in_prompt, positions + last_of_prompt - slots + 1, positions - (slots - begins))
+    first = last_of_prompt + 1 - size
+
+    def ancestors(depth: jax.Array) -> jax.Array:
+        depth = jnp.maximum(depth, 0)
+        at = jnp.where(in_prompt | (depth < size), first + depth, begins + depth - size)
+        return jnp.where(real, at, slots)
+
+    end = jnp.where(in_prompt, of_tokens(lasts), of_tokens(ends))
+    return Spans(
+        end=jnp.where(real, end, slots + 1),
+        start=ancestors(jnp.zeros_like(positions)),
+        window_start=None if window is None else ancestors(positions - (window - 1)),
+        window=window,
+    )
 
 
 def unpack_states(states: jax.Array, token_mask: jax.Array, packed: PackedRows, prompt: int) -> jax.Array:

@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from train.config.plan import Plan
 from train.distributed.global_arrays import to_host
 from train.models import Decoder
-from train.models.kernels import device_kind
 from train.models.packing import PackedRows
-from train.models.sharding import axis_size, replicated
+from train.models.sharding import axis_size, device_kind, replicated
 from train.rl.batch import Batch
 
 FINER = 8
@@ -304,4 +303,4 @@ def _write_places(
                     column += length
     # The arrays stay on the host until a program takes them.
     places: Any = tokens.reshape(count, shards * size, -1), prompts.reshape(count, -1), starts.reshape(count, -1, 2)
-    return PackedRows(places[0], places[1], places[2], shared=cells.shared)
+    return PackedRows(places[0], places[1], places[2])

@@ -25,6 +25,7 @@ class Spans:
       window_start: [R, W] int32, the same in sliding layers; None if the model has none.
       lengths: [R] int32, if every row is one sequence from slot 0 on; None for any other row.
       window: tokens that a sliding layer attends to, the query included.
+      group: (P, C), if every row is a prompt of P slots and then completions of C slots, padded; None for any other.
     """
 
     end: jax.Array
@@ -32,6 +33,7 @@ class Spans:
     window_start: jax.Array | None = None
     lengths: jax.Array | None = None
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    group: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def for_layer(self, sliding: bool | jax.Array) -> jax.Array:
         """Selects `start` of a sliding or a full layer; `sliding` may be traced."""

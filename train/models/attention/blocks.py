@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.ops.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import is_key, needed_blocks, visits
 
 Array = jax.Array
 

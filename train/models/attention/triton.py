@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from train.ops.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import is_key, needed_blocks, visits
 
 Array = jax.Array
 BLOCK = 64

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from train.ops.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import is_key, needed_blocks, visits
 
 Array = jax.Array
 LANES, SUBLANES = 128, 8
@@ -122,7 +122,20 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         [(block, head_dim)],
         statics,
-    )(table, count, first, sinks, query, key, value, _across_lanes(end), _across_sublanes(start), cotangent, logsums, delta)
+    )(
+        table,
+        count,
+        first,
+        sinks,
+        query,
+        key,
+        value,
+        _across_lanes(end),
+        _across_sublanes(start),
+        cotangent,
+        logsums,
+        delta,
+    )
 
     queries = pl.BlockSpec(
         (None, None, block, head_dim), lambda r, k, j, g, s, t, c, *_: (r, k * group + g, _step(t, c, r, j, s), 0)

@@ -1,1 +1,0 @@
-"""Operators with several implementations: a folder each, one file an implementation, one function that chooses."""
