@@ -163,7 +163,8 @@ class Runner:
     def measure(self) -> list[Row]:
         """Returns all rows of the part."""
         requests = self.part.tiny if self.tiny else self.part.requests
-        rows, remote = list[Row](), None
+        rows = list[Row]()
+        remote = None
         with contextlib.ExitStack() as stack:
             for number, request in enumerate(requests):
                 # A slow request leaves time for the later ones.
@@ -181,7 +182,8 @@ class Runner:
 
     def _answer(self, remote: Remote, request: str, seconds: float, new: bool) -> list[Row]:
         # Ends the process of a request that takes longer.
-        timer, until = threading.Timer(seconds, remote.kill), time.monotonic() + seconds
+        timer = threading.Timer(seconds, remote.kill)
+        until = time.monotonic() + seconds
         timer.start()
         try:
             if new:
@@ -234,6 +236,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     kind = re.sub(r"\W+", "-", str(machine.get("device", machine["platform"]))).strip("-").lower()
     path = options.out / f"accelerator-{kind}{'-tiny' if tiny else ''}"
     options.json, options.markdown = (pathlib.Path(f"{path}.{suffix}") for suffix in ("json", "md"))
+    cli.prepare_output("--out", options.json)
+    cli.prepare_output("--out", options.markdown)
     return fields
 
 

@@ -169,7 +169,8 @@ def products(size: GroupSizes) -> dict[str, Callable[..., jax.Array]]:
 
 def measure_size(size: GroupSizes, rounds: int, dtype: str = "float32") -> Measured:
     """Times the contenders of a size."""
-    keys, rows = jax.random.split(jax.random.key(1), 3), size.experts * size.rows
+    keys = jax.random.split(jax.random.key(1), 3)
+    rows = size.experts * size.rows
     shapes = (rows, size.inputs), (size.experts, size.inputs, size.outputs), (rows, size.outputs)
     x, weights, g = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
     arrays = (x, weights, jnp.asarray(size.drawn, jnp.int32), g)
@@ -194,7 +195,9 @@ def _of_kind(kind: str, product: Callable[..., Any], *arrays: Any) -> Any:
 
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes a table of each size, and compares with the targets."""
-    parts, checks, failures = list[str | Report](), list[Check](), list[str]()
+    parts = list[str | Report]()
+    checks = list[Check]()
+    failures = list[str]()
     for entry in fields["sizes"]:
         measured = Measured.read(entry, GroupSizes)
         parts += [f"**{measured.size}**", table(COLUMNS, _rows(measured))]
@@ -211,7 +214,8 @@ def report(fields: Mapping[str, Any]) -> Report:
 
 
 def _rows(measured: Measured) -> list[list[Any]]:
-    results, rows = measured.results, list[list[Any]]()
+    results = measured.results
+    rows = list[list[Any]]()
     for kind, title in KINDS.items():
         for name, label in TITLES.items():
             result = results.get(f"{name}_{kind}")
@@ -224,7 +228,8 @@ def _rows(measured: Measured) -> list[list[Any]]:
 
 
 def _decoder_rows(measured: Measured) -> list[list[Any]]:
-    results, rows = measured.results, list[list[Any]]()
+    results = measured.results
+    rows = list[list[Any]]()
     for name, title in DECODERS.items():
         wall, cpu = (results[name].best(clock) or 0.0 for clock in ("wall", "cpu"))
         rows.append([title, wall * 1e3, cpu * 1e3, cpu / (results["dense"].best("cpu") or 1.0)])

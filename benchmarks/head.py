@@ -166,15 +166,19 @@ def title(target: Target) -> str:
 
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes the report of a race; each group of forms is a table."""
-    shared, rounds = HeadOptions(**fields["options"]), fields["rounds"]
+    shared = HeadOptions(**fields["options"])
+    rounds = fields["rounds"]
     how = [
         f"{shared.dtype} hidden states and head",
         *([f"{shared.threads or 'all'} threads"] if shared.device == "cpu" else []),
         f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
     ]
-    tolerances, parts, failures = tolerances_of(shared), list[Report](), list[str]()
+    tolerances = tolerances_of(shared)
+    parts = list[Report]()
+    failures = list[str]()
     for measured in (Measured.read(size, Size) for size in fields["sizes"]):
-        size, meant = measured.size, f"The targets below are meant for {' and '.join(map(str, SIZES))}."
+        size = measured.size
+        meant = f"The targets below are meant for {' and '.join(map(str, SIZES))}."
         paragraphs = [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
         for group, text in forms.GROUPS.items():
             shown = [form for form in forms.FORMS if form.group == group and form.name in measured.results]

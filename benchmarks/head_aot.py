@@ -91,10 +91,12 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         if reason:
             log(f"skipped {name}: {reason}")
     usable = [name for name, reason in reasons.items() if not reason]
-    orders, results = orders_of(options, usable), list[dict[str, Any]]()
+    orders = orders_of(options, usable)
+    results = list[dict[str, Any]]()
     if not orders:
         raise cli.EndError(f"none of --programs is compiled for {', '.join(usable) or 'no target'}")
-    versions, date = compiler.installed(options.env), datetime.date.today().isoformat()
+    versions = compiler.installed(options.env)
+    date = datetime.date.today().isoformat()
     # One program after the other, since each takes all cores and gigabytes.
     for number, order in enumerate(orders, 1):
         try:
@@ -119,7 +121,8 @@ def checks(plans: Mapping[Key, CompiledPlan]) -> list[Check]:
             continue
         value = ratio(getattr(plan, target.value), getattr(other, target.value) if target.baseline else MIB)
         limit = target.limits[device] if isinstance(target.limits, Mapping) else target.limits
-        title, unit = f"{device}, {layout}: {target.title}", "" if target.baseline else "MiB"
+        title = f"{device}, {layout}: {target.title}"
+        unit = "" if target.baseline else "MiB"
         rows.append(Check(title, limit, value, unit=unit, missing="nothing to compare with", digits=3))
     return rows
 

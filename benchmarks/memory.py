@@ -98,7 +98,9 @@ def peaks_of(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
 
     files = (f"model.path={folder}", f"data.train={folder}/problems.jsonl", f"data.eval={folder}/problems.jsonl")
     config = load(CONFIG, [*SMALL, *files, *overrides]).config
-    context, plan, none = make_context(config), Plan.of(config), cast(Any, None)
+    context = make_context(config)
+    plan = Plan.of(config)
+    none = cast(Any, None)
     model, mesh = context.model, context.mesh
     with jax.set_mesh(mesh):
         with phase("load"):
@@ -106,7 +108,8 @@ def peaks_of(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
             state = first_state(plan, model, mesh, base, context.optimizer)
             reference = load_reference(plan, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
             jax.block_until_ready((base, state, reference))
-        source, programs = open_source(context, continued=False), Programs.of(context, state)
+        source = open_source(context, continued=False)
+        programs = Programs.of(context, state)
         with phase("sample"):
             source.update(*sampling_policy(state, base))
             batch = jax.block_until_ready(collect(context, source, 0).batch)

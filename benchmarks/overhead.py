@@ -111,7 +111,10 @@ class Clocks:
         self.rounds: list[dict[str, list[Step]]] = []
         self.verifier = 0.0
         self._last = (rounds + 1) * len(CYCLE)
-        self._interrupt, self.step, self._began, self._stalled = interrupt, 0, _now(), 0.0
+        self._interrupt = interrupt
+        self.step = 0
+        self._began = _now()
+        self._stalled = 0.0
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -137,7 +140,8 @@ class Clocks:
         seconds[kind_of(self.step)].append((wall, cpu, self._stalled))
         self.verifier = VERIFIER * min((plain[0] for plain in seconds["plain"]), default=0.0)
         self._interrupt.requested = self.step == self._last - 1
-        self._began, self._stalled = _now(), 0.0
+        self._began = _now()
+        self._stalled = 0.0
 
 
 def _now() -> Seconds:
@@ -147,7 +151,8 @@ def _now() -> Seconds:
 def measure_steps(work: StepSizes, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
     """Runs the trainer's loop; returns the seconds of the steps of each round by kind, and the bytes of a state."""
     config = config_of(work).model_copy(update={"checkpoint": Checkpoint(every=len(CYCLE))})
-    context, interrupt = make_context(config), Interrupt()
+    context = make_context(config)
+    interrupt = Interrupt()
     learner = Learner.of(context, init_params(context.model, purpose_key(config.seed, "params"), context.mesh))
     clocks = Clocks(rounds, interrupt)
 
@@ -185,7 +190,8 @@ def report(fields: Mapping[str, Any]) -> Report:
         {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in seconds.items()}
         for seconds in fields["steps"]
     ]
-    rows, over = [], dict[str, list[float]]()
+    rows = []
+    over = dict[str, list[float]]()
     for kind, title in TITLES.items():
         wall, cpu, writing = (median(seconds[kind][clock] for seconds in means) for clock in range(3))
         # Over the plain steps of the round; the time in writing, over the rest of the step.

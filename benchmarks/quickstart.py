@@ -107,7 +107,8 @@ class FinishedRun:
 
     def missed(self) -> list[str]:
         """Returns the values of the run that miss a target."""
-        missed, accuracy = [], self.last["accuracy"]
+        missed = []
+        accuracy = self.last["accuracy"]
         if self.label == "quickstart":
             missed += [] if accuracy >= ACCURACY else [f"{accuracy:.1f} %"]
             missed += [] if self.gain >= GAIN else [f"{self.gain:+.1f} points"]
@@ -219,7 +220,8 @@ def run_fooled(output: pathlib.Path, cases: Sequence[SeedCase], *, jobs: int = 1
     """Runs the verifier that can be fooled from the base of the quickstart in each case, with KL and without."""
     run_recipe(output, cases, jobs=jobs)
     training, held_out = write_problems(output)
-    task, runs = (*FOOLED, f"data.train={training}", f"data.eval={held_out}"), []
+    task = (*FOOLED, f"data.train={training}", f"data.eval={held_out}")
+    runs = []
     for case, (kind, coef) in itertools.product(cases, {"kl": KL_COEF, "no-kl": 0}.items()):
         base = output / case.directory("quickstart") / "base"
         changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
@@ -257,7 +259,8 @@ def fooled_table(runs: Sequence[FinishedRun]) -> list[str]:
 
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes the table of the runs, whose labels tell a recipe from the verifier that can be fooled."""
-    runs, jobs = [FinishedRun(**run) for run in fields["runs"]], fields.get("jobs", 1)
+    runs = [FinishedRun(**run) for run in fields["runs"]]
+    jobs = fields.get("jobs", 1)
     beside = [f"{jobs} runs at a time, each on one core"] if jobs > 1 else []
     rows = fooled_table if runs[0].label.startswith("kl.loss.coef=") else recipe_table
     return Report(rows(runs), fields=fields, how=beside)
@@ -277,7 +280,6 @@ def draw_fooled(output: pathlib.Path, case: SeedCase, path: pathlib.Path) -> Non
         f"kl.loss.coef = {KL_COEF}": read_records(output / case.directory("fooled-kl")),
         "kl.loss.coef = 0": read_records(output / case.directory("fooled-no-kl")),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, path, panels, dpi=80)
 
 
@@ -286,6 +288,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise cli.OptionError(f"--config: got {options.config} with --fooled, which runs {CONFIG}; set one of them")
     if lacking := instructions.lacking(options.isa):
         raise cli.OptionError(f"--isa: got {', '.join(lacking)}, which this CPU lacks")
+    cli.prepare_output("--curves", options.curves)
     cases = [SeedCase(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
     fields = machine.conditions("cpu") | {"jobs": options.jobs}
     fields["versions"]["flax"] = version("flax")

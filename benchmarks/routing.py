@@ -165,11 +165,12 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
         hidden, routed = routed_hidden_states(policy, rows)
         stats, _ = token_stats(policy, rows, temperature=1.0, hidden=hidden)
         of_sampler, _ = routed_hidden_states(drawing, sequences)
-        exact = kljax.kl_from_hidden(
-            of_sampler[:, :-1],
+        exact = kljax.token_kl(
+            of_sampler,
             stored_head(sampler, sampled).astype(of_sampler.dtype),
-            hidden[:, :-1],
+            hidden,
             stored_head(trainer, params),
+            mask,
         )
         error = jnp.where(mask, log_probs - stats.log_prob, 0)
         count = mask.sum()
@@ -179,7 +180,7 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
             "mean": jnp.abs(error).sum() / count,
             "k1": jnp.where(mask, error, 0).sum() / count,
             "k3": jnp.where(mask, jnp.expm1(-error) + error, 0).sum() / count,
-            "exact": jnp.where(mask[:, 1:], exact, 0).sum() / count,
+            "exact": exact.sum() / count,
             "outliers": (mask & (jnp.abs(jnp.expm1(-error)) > OUTLIER)).sum() / count,
             "ess": weights.sum() ** 2 / (weights**2).sum() / len(weights),
         }
@@ -196,7 +197,8 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
 
 def report(fields: Mapping[str, Any]) -> Report:
     """Makes the table, means over seeds but for the largest error."""
-    size, seeds = RoutingSizes(**fields["work"]), fields["seeds"]
+    size = RoutingSizes(**fields["work"])
+    seeds = fields["seeds"]
     rows, layers = [], []
     for name, title in ROWS.items():
         of_seeds = [seed[name] for seed in seeds]

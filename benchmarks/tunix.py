@@ -68,7 +68,8 @@ def cpu_seconds(work: TunixWork, config: grpo_learner.GRPOConfig, updates: int) 
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    small, large = TunixWork(vocab=512, layers=2, width=64), TunixWork(vocab=options.vocab)
+    small = TunixWork(vocab=512, layers=2, width=64)
+    large = TunixWork(vocab=options.vocab)
     both = configs(small.samples)
     by_tokens = configs(small.samples, loss_agg_mode="token-mean")
     fields = machine.conditions("cpu") | {

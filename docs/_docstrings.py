@@ -29,7 +29,8 @@ def to_rst(lines: list[str]) -> list[str]:
             literal = indent
             result += [" " * (len(previous) - len(previous.lstrip())) + "::", ""]
         result.append(line if doctest or literal is not None else _inline(line))
-        previous, blank = (line if literal is None else previous), False
+        previous = line if literal is None else previous
+        blank = False
     return result
 
 

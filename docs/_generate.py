@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from kljax.parity.fields import FIELDS
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
+from kljax.tools.parity.fields import FIELDS
+from kljax.tools.systems.migration import OPTIONS
 from train.config import help as train_help
+from train.config.installation import RECIPES
 from train.config.messages import show
 from train.config.systems import with_meanings
 from train.run.glossary import GLOSSARY
@@ -43,6 +45,10 @@ FIRST_FUNCTIONS = (
 """The functions of a first loop, in the order in which it meets them; each also opens its topic."""
 
 
+NOTE = "> `make docs` fills this page's tables, and writes it to `docs/_build`."
+"""What a page with generated parts says in the repository."""
+
+
 def fill(text: str) -> str:
     """The text of a page with each `<!-- KIND ARGUMENTS -->` replaced by what it names; a colon makes a comment."""
 
@@ -50,7 +56,7 @@ def fill(text: str) -> str:
         kind, *arguments = match.group(1).split()
         return GENERATORS[kind](*arguments)
 
-    return re.sub(r"^<!-- ([^:\n]+) -->$", replace, text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- ([^:\n]+) -->$", replace, text.replace(f"{NOTE}\n\n", ""), flags=re.MULTILINE)
 
 
 def topics() -> dict[str, list[str]]:
@@ -146,9 +152,18 @@ def system(key: str) -> str:
 def presets(key: str) -> str:
     """The presets of a system, with the setting that each stands for, and the fields that take its names."""
     lines = ["| preset | of |", "|---|---|"]
-    for path in sorted((train_help.CONFIGS / "presets" / key).glob("*.yaml")):
+    for path in sorted((RECIPES / "presets" / key).glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"| `preset: {key}/{path.stem}` | {_escaped(first)} |")
+    return "\n".join(lines)
+
+
+def config(key: str) -> str:
+    """The options of a system's config, with the fields of the trainer."""
+    lines = ["| option | field | |", "|---|---|---|"]
+    for option in OPTIONS[key]:
+        fields = ", ".join(f"`{field}`" for field in option.fields) or "none"
+        lines.append(f"| `{option.name}` | {fields} | {_escaped(option.note)} |")
     return "\n".join(lines)
 
 
@@ -264,7 +279,8 @@ def _table(rows: Sequence[Any], common: dict[str, str]) -> str:
         return said(row.meaning, clamps, row.divisors and f"divided by: {row.divisors}")
 
     def note(row: Any) -> str:
-        defaults, unchecked = own(row, "defaults"), row.reason if row.call else ""
+        defaults = own(row, "defaults")
+        unchecked = row.reason if row.call else ""
         return said(defaults and f"defaults: {defaults}", row.note, unchecked and f"not recorded: {unchecked}")
 
     def config(row: Any) -> str:
@@ -363,6 +379,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         system,
         names,
         presets,
+        config,
         counts,
         dump_fields,
         algorithms,

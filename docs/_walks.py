@@ -80,7 +80,8 @@ class House:
 
     def called(self, caller: Definition, function: ast.expr) -> Definition | None:
         """Finds the function that an expression calls; a class stands for the function that makes its values."""
-        module, target = caller.module, None
+        module = caller.module
+        target = None
         if isinstance(function, ast.Name):
             target = self.definition(module, function.id)
         elif ast.unparse(function).startswith(("self.", "cls.")) and isinstance(function, ast.Attribute):
@@ -140,7 +141,8 @@ class House:
     ) -> None:
         function, positional = call.func, call.args
         if ast.unparse(function) in ("functools.partial", "partial", "jax.tree.map") and positional:
-            function, positional = positional[0], positional[1:]
+            function = positional[0]
+            positional = positional[1:]
         target = self.called(caller, function)
         receiver = isinstance(function, ast.Attribute) and _carries(function.value, carriers)
         if target is None and receiver and isinstance(function, ast.Attribute):

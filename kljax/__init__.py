@@ -84,6 +84,8 @@ from kljax.log_probs import (
     kl_from_hidden,
     log_probs_from_hidden,
     renormalized_log_probs,
+    token_jsd,
+    token_kl,
     token_log_probs,
     token_loss_from_hidden,
 )
@@ -169,22 +171,25 @@ from kljax.rewards import (
     subtract_kl,
 )
 
+# Large, and needed by few programs: loaded at their first use.
+_LAZY = {"audit": "kljax.tools.audit", "systems": "kljax.systems"}
+
 if TYPE_CHECKING:
-    from kljax import audit as audit
     from kljax import systems as systems
+    from kljax.tools import audit as audit
 else:
 
     def __getattr__(name):
-        """Loads `audit` and `systems` at their first use, as the table and the report are large."""
-        if name in ("audit", "systems"):
-            return importlib.import_module(f"kljax.{name}")
+        """Loads `audit` and `systems`; other names are looked up for the error."""
+        if name in _LAZY:
+            return importlib.import_module(_LAZY[name])
         message = f"module 'kljax' has no attribute {name!r}"
         if not name.startswith("_"):
             message += importlib.import_module("kljax.systems").hint_for_attribute(name, __all__)
         raise AttributeError(message, name=name)
 
     def __dir__():
-        return sorted({*globals(), "audit", "systems"})
+        return sorted({*globals(), *_LAZY})
 
 
 def _names_of_systems(argument: str, value: object) -> str:
@@ -338,6 +343,8 @@ __all__ = [
     "shift_right",
     "sppo_loss",
     "subtract_kl",
+    "token_jsd",
+    "token_kl",
     "token_log_probs",
     "token_loss_from_hidden",
     "token_ratios",

@@ -1,15 +1,14 @@
-"""`python -m kljax COMMAND`. Each command lives in its package, as `command.py`."""
+"""`python -m kljax COMMAND`. A command is the module `kljax.tools.COMMAND.command`."""
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 import kljax
 
-# In the order of --help; a command whose package is absent is left out.
+# In the order of --help.
 COMMANDS = ("systems", "audit", "parity")
 
 
@@ -19,12 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kljax {kljax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        if importlib.util.find_spec(f"kljax.{name}") and importlib.util.find_spec(f"kljax.{name}.command"):
-            module = importlib.import_module(f"kljax.{name}.command")
-            summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
-            subparser = commands.add_parser(name, help=summary, description=summary)
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run, option=None)
+        module = importlib.import_module(f"kljax.tools.{name}.command")
+        summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+        subparser = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run, option=None)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         return 2

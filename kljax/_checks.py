@@ -2,7 +2,11 @@
 
 import dataclasses
 import difflib
+import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +16,28 @@ from jax.typing import DTypeLike
 from kljax._typing import Array, ArrayLike, Mask, Scalar
 from kljax.batches import Groups, Segments, has_known_values
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 # Fewer tokens that all lie between 0 and 1 may be made-up numbers; so many are probabilities.
 MIN_PROBABILITIES = 16
 # Each returns the end of a message for the argument and its unknown value, or nothing; the package adds the names of
 # other systems, whose table is above this module.
 CHOICE_HINTS: list[Callable[[str, object], str]] = []
+
+
+def refuses(**arguments: str) -> Callable[[Function], Function]:
+    """Makes a decorator for a function without these arguments, which says what to pass in place of each."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name, text in arguments.items():
+                if name in kwargs:
+                    raise TypeError(f"{name}: {text}")
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -125,7 +146,9 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
                 "static_argnames"
             )
         check_at_least("num_groups", num_groups, 1)
-        groups, name, limit = Groups(group_ids, num_groups), "group_ids", "num_groups"
+        groups = Groups(group_ids, num_groups)
+        name = "group_ids"
+        limit = "num_groups"
     ids = as_array(groups.ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {ids.dtype}, expected an integer type")
@@ -176,8 +199,53 @@ def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, obj
 
 
 def as_array(value: ArrayLike) -> Array:
-    """Converts to an array of JAX; an array of JAX is returned as it is, without an operation to trace."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    """Converts to an array of JAX; an array of JAX is returned as it is, without an operation to trace.
+
+    Raises:
+      TypeError: naming the argument of the caller, for None, a text and objects.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{_argument(value)}: got {_kind(value)}, expected an array of numbers") from error
+
+
+def as_real(value: ArrayLike) -> Array:
+    """Converts to an array as `as_array` does; complex numbers, which would lose their imaginary part, are refused."""
+    array = as_array(value)
+    check_real(value, array)
+    return array
+
+
+def _kind(value: object) -> str:
+    """Describes a value that is no array: its text, or its type and dtype."""
+    if value is None or isinstance(value, (str, bytes)):
+        return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ if dtype is None else f"{type(value).__name__} of dtype {dtype}"
+
+
+def _argument(value: object) -> str:
+    """Returns the name of a value in the outermost function of this package that has it, for a message."""
+    frame: FrameType | None = sys._getframe(1)
+    name = "an argument"
+    while frame is not None:
+        code = frame.f_code
+        if (frame.f_globals.get("__name__") or "").partition(".")[0] == __package__ and code.co_filename != __file__:
+            parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            same = [parameter for parameter in parameters if frame.f_locals.get(parameter, frame) is value]
+            # Several arguments may be None, or the same array.
+            name = same[0] if len(same) == 1 or (same and value is not None) else name
+        frame = frame.f_back
+    return name
+
+
+def check_real(value: ArrayLike, array: Array) -> None:
+    """Raises `TypeError` naming the argument of the caller for a value whose array is complex."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{_argument(value)}: got dtype {array.dtype}, expected real numbers")
 
 
 def as_type(array: Array, dtype: DTypeLike) -> Array:
@@ -189,8 +257,13 @@ def as_float(*values: ArrayLike) -> list[Array]:
     """Converts to one common float type: float64 if any input is float64, else float32.
 
     Booleans alone become the default float type, as they bring no precision of their own.
+
+    Raises:
+      TypeError: naming the argument of the caller, for complex numbers, and as `as_array`.
     """
     arrays = [as_array(value) for value in values]
+    for value, array in zip(values, arrays, strict=True):
+        check_real(value, array)
     if all(array.dtype == bool for array in arrays):
         return [array.astype(jnp.result_type(float)) for array in arrays]
     wide = any(array.dtype == jnp.float64 for array in arrays)

@@ -148,7 +148,8 @@ def expm1_parts(x: Array) -> Parts:
     x = jnp.maximum(x, -80)
     n = jnp.round(x / math.log(2))
     power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
-    f, g = x - n * 0.693359375, n * (0.693359375 - math.log(2))
+    f = x - n * 0.693359375
+    g = n * (0.693359375 - math.log(2))
     y = f + g
     leading, trailing = split(y)
     cubic = y * y * y / 6 * _exp_tail(y, 3)
@@ -212,7 +213,8 @@ def _python_floors(fraction: float, largest: int) -> tuple[tuple[int, int], list
     raised = n[rounded > floors]
     if not raised.size:
         return (int(floors[best]), best + 1), []
-    step = int(raised[0]) if raised.size == 1 else int(np.gcd.reduce(raised))
+    step = math.gcd(*raised.tolist())
     ends = np.flatnonzero(np.diff(raised) > step)
-    firsts, lasts = raised[np.r_[0, ends + 1]], raised[np.r_[ends, raised.size - 1]]
+    firsts = raised[np.r_[0, ends + 1]]
+    lasts = raised[np.r_[ends, raised.size - 1]]
     return (int(floors[best]), best + 1), [(int(i), int(j), step) for i, j in zip(firsts, lasts, strict=True)]

@@ -38,7 +38,8 @@ else:
 
     Bool = Float = Integer = MaskLike = Real = Shaped = _Shaped
     # The unions under a name: `help` would spell out their members at every argument.
-    ArrayLike, Mask = NewType("ArrayLike", jax.typing.ArrayLike), NewType("Mask", jax.typing.ArrayLike)
+    ArrayLike = NewType("ArrayLike", jax.typing.ArrayLike)
+    Mask = NewType("Mask", jax.typing.ArrayLike)
     ArrayLike.__module__ = Mask.__module__ = "kljax.typing"
 Scalar = float | jax.Array
 AxisName = str | tuple[str, ...] | None

@@ -61,8 +61,7 @@ class WeightedSum:
 
         Args:
           values: array of any shape and float type.
-          mask: same shape, boolean.
-          weights: same shape, the weight of each value; None weighs each 1.
+          weights: the weight of each value; None weighs each 1.
 
         Returns:
           A `WeightedSum` of two scalars, float32 or float64; 0 and 0 where nothing is unmasked.
@@ -318,7 +317,8 @@ def _count_prompts_of_tokens(
 ) -> tuple[Array, Array]:
     """The same of packed rows, whose tokens are told apart by the prompt of each: `[..., 1, 1]` and `[..., B, T]`."""
     check_same_shape(group_ids=groups.ids, mask=mask)
-    ids, in_segment = as_array(groups.ids), as_array(mask.ids) >= 0
+    ids = as_array(groups.ids)
+    in_segment = as_array(mask.ids) >= 0
     ids = jnp.where(in_segment & (ids < groups.count), ids, -1)
 
     def per_prompt(counted: Array) -> Array:

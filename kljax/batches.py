@@ -128,6 +128,6 @@ def _check_segment_ids(ids: jax.Array | np.ndarray, shape: tuple[int, ...]) -> N
     rows = ids.reshape(-1, ids.shape[-1])
     row, first = np.nonzero((rows >= 0) & (np.diff(rows, prepend=-1) != 0))
     runs, count = np.unique(np.stack([row, rows[row, first]]), axis=1, return_counts=True)
-    if count.max(initial=0) > 1:
+    if np.max(count, initial=0) > 1:
         wrong = rows[runs[0, np.argmax(count > 1)]]
         raise ValueError(f"segments.ids: got {wrong.tolist()}, expected each id in one run of consecutive positions")

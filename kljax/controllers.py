@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least
+from kljax._checks import as_real, as_type, check_at_least
 from kljax._typing import Array, ArrayLike
 
 __all__ = ["Controller", "ControllerState", "adaptive_entropy", "adaptive_kl", "fixed_kl", "pi_kl", "scheduled_kl"]
@@ -117,7 +117,7 @@ def adaptive_kl(coef: float, *, target: float, horizon: float) -> Controller:
 
     def update(state: ControllerState, kl: ArrayLike, num_samples: ArrayLike) -> ControllerState:
         dtype = state.coef.dtype
-        error = jnp.clip(jnp.asarray(kl, dtype) / target - 1, -_MAX_ERROR, _MAX_ERROR)
+        error = jnp.clip(as_type(as_real(kl), dtype) / target - 1, -_MAX_ERROR, _MAX_ERROR)
         factor = jnp.maximum(1 + error * jnp.asarray(num_samples, dtype) / horizon, 0)
         return ControllerState(jnp.where(jnp.isnan(factor), state.coef, state.coef * factor))
 
@@ -182,7 +182,7 @@ def pi_kl(
 
     def update(state: _IntegralState, kl: ArrayLike, num_samples: ArrayLike) -> ControllerState:
         dtype = state.coef.dtype
-        error = jnp.clip(jnp.asarray(kl, dtype) / target - 1, -max_error, max_error)
+        error = jnp.clip(as_type(as_real(kl), dtype) / target - 1, -max_error, max_error)
         rest = coef + kp * error
         # Up, or down, as far as the bound; not back, where the proportional part alone is beyond it.
         up = down = state.integral + ki * error
@@ -276,7 +276,7 @@ def adaptive_entropy(
         return _SteppedState(jnp.zeros_like(level), level)
 
     def update(state: _SteppedState, entropy: ArrayLike, num_samples: ArrayLike) -> ControllerState:
-        measured = jnp.asarray(entropy, state.coef.dtype)
+        measured = as_type(as_real(entropy), state.coef.dtype)
         low = measured <= target
         level = jnp.where(low, jnp.minimum(state.level + delta, max_coef), jnp.maximum(state.level - delta, min_coef))
         new = _SteppedState(jnp.where(low, level, 0), level)

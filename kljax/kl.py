@@ -33,7 +33,7 @@ def k1(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b 
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
+      ref_log_probs: log-probs of the reference.
 
     Returns:
       `[..., T]`, float32 or float64, in nats.
@@ -61,7 +61,7 @@ def abs_diff(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
+      ref_log_probs: log-probs of the reference.
 
     Returns:
       `[..., T]`, float32 or float64, in nats, never negative.
@@ -88,7 +88,7 @@ def k2(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b 
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
+      ref_log_probs: log-probs of the reference.
 
     Returns:
       `[..., T]`, float32 or float64, in squared nats, never negative.
@@ -118,7 +118,7 @@ def k3(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b 
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
+      ref_log_probs: log-probs of the reference.
 
     Returns:
       `[..., T]`, float32 or float64, in nats, never negative; infinite where `exp(-x)` overflows.
@@ -147,7 +147,7 @@ def low_var_kl(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLi
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
+      ref_log_probs: log-probs of the reference.
 
     Returns:
       `[..., T]`, float32 or float64, in nats, between 0 and 10.
@@ -190,13 +190,13 @@ def estimate_kl(
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens under the policy being trained, in nats.
-      ref_log_probs: same shape, log-probs of the reference; a constant, whose producer stops its gradient.
-      mask: same shape, boolean; None keeps every position.
+      ref_log_probs: log-probs of the reference; a constant, whose producer stops its gradient.
+      mask: None keeps every position.
       estimator: "none", "k1", "abs", "k2", "k3" or "low_var_kl" (k3 with the clips 20 and 10 unless given).
       gradient: "value" differentiates the estimate; "k2" keeps the value and takes the gradient of `w_const * x^2 / 2`,
         which no clip touches; "weighted_k2" takes the same gradient and leaves `w` out of the value; "none" makes the
         estimate a constant.
-      sampling_log_probs: same shape; log-probs of the policy that drew the tokens. They multiply the estimate
+      sampling_log_probs: log-probs of the policy that drew the tokens. They multiply the estimate
         by the importance ratio `w`, which makes it right off-policy.
       max_ratio: cap of `w`; None does not cap.
       log_ratio_clip: bound `c` of the log-ratio, in nats; None does not clip.

@@ -31,7 +31,7 @@ def masked(values: Real[ArrayLike, "*b"], mask: MaskLike[Mask, "*b"] | None) -> 
 
     Args:
       values: array of any shape and float type.
-      mask: same shape, boolean; None keeps everything.
+      mask: None keeps everything.
 
     Returns:
       Array of the shape of `values`, float32 or float64; masked positions hold 0.
@@ -62,7 +62,6 @@ def masked_sum(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
       axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
@@ -92,7 +91,6 @@ def masked_mean(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
       axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
@@ -126,7 +124,6 @@ def masked_var(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
       ddof: 1 for Bessel's correction (the default of `torch.var`), 0 for the population variance.
       axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
@@ -167,7 +164,6 @@ def masked_whiten(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean.
       axis: the axes to whiten over; None takes the statistics over everything.
       shift_mean: False adds the mean back, so that only the scale changes.
       ddof: degrees of freedom of the variance; 1 as in verl and slime, 0 as in OpenRLHF.
@@ -286,7 +282,7 @@ def highest(scores: Array, candidates: Array, number: Array) -> Array:
 
     Args:
       scores: numbers of any shape.
-      candidates: same shape, boolean.
+      candidates: boolean.
       number: how many to choose; may be traced.
 
     Returns:

@@ -54,7 +54,6 @@ def subtract_kl(
       rewards: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
         With `Segments` `[..., T]`, the reward of each token's sequence.
       kl: `[..., T]`, the KL at each token, in nats; a constant, whose producer stops its gradient.
-      mask: same shape, boolean or `Segments`.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
 
@@ -104,8 +103,7 @@ def kl_shaped_rewards(
       scores: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
         With `Segments` `[..., T]`, the reward of each token's sequence.
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
-      mask: same shape, boolean or `Segments`.
+      ref_log_probs: log-probs of the reference.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
       estimator: any name `estimate_kl` knows; the expected return under "k1" is the score minus `coef` times the
@@ -154,8 +152,7 @@ def distillation_rewards(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
-      teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean.
+      teacher_log_probs: log-probs of the teacher.
       coef: weight of the KL, in reward per nat, at least 0.
       estimator: any name `estimate_kl` knows; the expected sum under "k1" is minus `coef` times the sequence KL.
       value_clip: bound of the estimate, in nats; None does not clip.
@@ -185,7 +182,8 @@ def distillation_rewards(
 
 def _placed(name: str, rewards: ArrayLike, mask: Mask) -> Array:
     """Rewards per row or per token as `[..., T]`, 0 under the mask; `name` is that of the argument in an error."""
-    shape, (rewards,) = check_same_shape(mask=mask), as_float(rewards)
+    shape = check_same_shape(mask=mask)
+    (rewards,) = as_float(rewards)
     if isinstance(mask, Segments):
         if rewards.shape != shape:
             raise ValueError(

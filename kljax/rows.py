@@ -75,7 +75,8 @@ def row_max(values: Array, mask: Mask, *, initial: float) -> Array:
     Returns:
       `[..., S]`, the type of `values`; `initial` without an unmasked token.
     """
-    values, ids = jnp.where(check_mask(mask), values, initial), segment_ids(mask)
+    values = jnp.where(check_mask(mask), values, initial)
+    ids = segment_ids(mask)
     if ids is None:
         return values.max(-1, keepdims=True, initial=initial)
     largest = _per_segment(jax.ops.segment_max, values, ids)

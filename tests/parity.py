@@ -1,7 +1,7 @@
 """Measures the parity command on recorded dumps: `python -m tests.parity [--detail full,loss] [--only NAME]`.
 
-Each dump was recorded with the systems' own PyTorch functions (`tests/goldens/parity`): without a fault, with one
-planted fault, with two. A dump is read in full, or with the loss and its gradient as the only results.
+Each dump was recorded with the systems' own PyTorch functions (`tests/goldens/parity`): without a fault, or with a
+planted one. A dump is read in full, or with the loss and its gradient as the only results.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kljax.parity.command import compare
-from kljax.parity.comparison import ParityReport
-from kljax.parity.dump import write_dump
+from kljax.tools.parity.command import compare
+from kljax.tools.parity.comparison import ParityReport
+from kljax.tools.parity.dump import write_dump
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
 # `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.
@@ -70,17 +70,17 @@ def report_of(dump: Mapping[str, Any], *, detail: str = "full") -> ParityReport:
 def judge(dump: Mapping[str, Any], report: ParityReport) -> Outcome:
     """Compares the named causes with the planted ones."""
     planted = [set(fault["causes"]) for fault in dump["planted"]]
-    first = [{cause.key for cause in (finding.explanations or ((),))[0]} for finding in report.findings]
-    every = [{cause.key for causes in finding.explanations for cause in causes} for finding in report.findings]
+    first = [{cause.key for cause in finding.explanations[:1]} for finding in report.findings]
+    every = [{cause.key for cause in finding.explanations} for finding in report.findings]
     names, possible = set().union(*first), set().union(*every)
     open_findings = [finding for finding in report.findings if not finding.explanations and not finding.follows]
     unknown = tuple(f"unknown {finding.difference.field}" for finding in open_findings)
     known = set().union(*planted)
     extra: set[str] = set()
     for finding in report.findings:
-        keys = [{cause.key for cause in causes} for causes in finding.explanations]
-        if not any(causes <= known for causes in keys):
-            extra |= set().union(*keys[:1]) - known
+        keys = [cause.key for cause in finding.explanations]
+        if not known & {*keys}:
+            extra |= {*keys[:1]}
     return Outcome(
         all(names & causes for causes in planted),
         all(possible & causes for causes in planted),
@@ -89,8 +89,8 @@ def judge(dump: Mapping[str, Any], report: ParityReport) -> Outcome:
 
 
 def kind_of(dump: Mapping[str, Any]) -> str:
-    """Clean, single or pair."""
-    return ("clean", "single", "pair")[len(dump["planted"])]
+    """Clean or single."""
+    return "single" if dump["planted"] else "clean"
 
 
 def measure(detail: str, only: str) -> Iterator[tuple[dict[str, Any], Outcome, float]]:

@@ -9,7 +9,7 @@ from train.config.help import algorithm_help, field_help, overview, search_help
 from train.config.load import load
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
-from train.run.supervise import RESTARTS, supervise
+from train.run.supervise import RESTARTS, supervise, tell_end
 
 EXAMPLES = """\
 examples:
@@ -95,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run(loaded, resume=options.resume)
 
-    return run_command(command)
+    code = run_command(command)
+    tell_end()
+    return code
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class RunContext:
 
 def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tokenizer) -> RunContext:
     """Builds a context without task and prompts, which no program reads."""
-    plan, optimizer, none = Plan.of(config), make_run_optimizer(config.optim), cast(Any, None)
+    plan = Plan.of(config)
+    optimizer = make_run_optimizer(config.optim)
+    none = cast(Any, None)
     layout = make_layout(plan, model, mesh, optimizer, memory=device_memory(mesh))
     return RunContext(plan, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])

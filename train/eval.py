@@ -15,6 +15,7 @@ from train.process.console import (
     make_parser,
     run_command,
     show_warnings,
+    write_file,
 )
 from train.process.interrupt import exit_with
 
@@ -84,12 +85,12 @@ def show(
     from train.distributed.exchange import agree
     from train.distributed.peers import is_leader
     from train.run.directory import flat_fields
-    from train.run.display import default_console, print_evaluation, write_summary
+    from train.run.display import default_console, print_evaluation, summary_text
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import make_context, with_local_model
 
     if file is not None:
-        check_output("--json", file)
+        check_output("--json", file, inputs=[] if loaded is None else [loaded.source])
     if loaded is not None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
     saved = None if loaded is not None else SavedRun.at(what, overrides)
@@ -105,14 +106,15 @@ def show(
             policy, name = _initial_policy(context), str(what)
         else:
             step = saved.step(step)
-            policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
+            policy = saved.policy(context.model, context.mesh, step)
+            name = f"{what} after step {step}"
         metrics = measure(context, policy)
     if not is_leader():
         return
     print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", metrics, config.temperature)
     if file is not None:
         about = {"of": str(what), "step": step, "prompts": len(context.held_out), "temperature": config.temperature}
-        write_summary(file, about | metrics)
+        write_file("--json", file, summary_text(about | metrics))
 
 
 def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:

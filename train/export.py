@@ -145,6 +145,8 @@ def export(
         return
     what = "weights" if merge or policy.adapter is None else "adapter"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
+    if form == "hf" and source is None and config.data.tokenizer is not None:
+        print(f"The folder has no tokenizer: its ids are those of data.tokenizer, {config.data.tokenizer}.")
     if merge and config.model.quantization is not None:
         quantization = config.model.quantization
         print(
@@ -186,6 +188,7 @@ def _write(target: Path, model: "Decoder", policy: "kljax.Policy", tokenizer: "T
             from train.weights.peft import save_adapter
 
             save_adapter(target, model, policy.adapter, base_name=options.base_name, source=options.source)
+            _warn_of_ends(tokenizer, options.source)
         elif options.form == "hf":
             from train.weights.huggingface import save_folder
 
@@ -224,6 +227,19 @@ def _warn_of_rounding(lost: float | None) -> None:
         warn(
             f"--merge: rounding the sum to the dtype of the files made an error of {100 * lost:.0f} % of the adapter's "
             "update; use --dtype float32, or export the adapter without --merge"
+        )
+
+
+def _warn_of_ends(tokenizer: "Tokenizer", source: str | None) -> None:
+    """Warns of ids that ended completions in training, but do not end `generate` of the base of an adapter."""
+    from train.weights.huggingface.save import missing_ends
+
+    missing = missing_ends(source, tokenizer.eos_ids) if source is not None else []
+    if missing:
+        warn(
+            f"--format: a peft folder has no generation_config.json, and that of {source} lacks the ids {missing}, "
+            f"which ended completions in training; pass eos_token_id={list(tokenizer.eos_ids)} to `generate`, or "
+            "stop_token_ids to vLLM"
         )
 
 

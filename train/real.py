@@ -96,7 +96,8 @@ def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path,
       UserError: the run failed; its message was shown.
     """
     command = [sys.executable, "-P", "-m", "train", CONFIG, f"model.path={folder}", *overrides]
-    root, steps = None, []
+    root = None
+    steps = []
     with subprocess.Popen(command, cwd=PLACE, env=child_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -118,7 +119,8 @@ def show_limits(root: pathlib.Path, seconds: Mapping[str, float]) -> str:
     from train.run.setup import make_context
 
     context = make_context(SavedRun.at(root).config)
-    config, examples = context.config, context.prompts.examples
+    config = context.config
+    examples = context.prompts.examples
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     length = [record["completion_length"] for record in records if record["phase"] == "train"][-1]
     prompt = statistics.mean(len(context.tokenizer.prompt_ids(example)) for example in examples)

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.harness.measure import load
 from benchmarks.harness.report import Report
+from kljax._files import check_output, write_output
 
 Option = tuple[str, dict[str, Any]]
 Fields = dict[str, Any]
@@ -40,6 +41,19 @@ OUTPUTS = (
 )
 
 
+def prepare_output(flag: str, path: pathlib.Path | None) -> None:
+    """Makes the directory of a file to write; raises `OptionError` naming the flag if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_output(path, option=f"argument {flag}")
+    except OSError as error:
+        raise OptionError(f"argument {flag}: cannot make {path.parent}: {error.strerror}") from error
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
 def command(
     name: str,
     description: str | None,
@@ -60,6 +74,8 @@ def command(
             parser.add_argument(flag, **settings)
         chosen = parser.parse_args(arguments)
         try:
+            prepare_output("--json", chosen.json)
+            prepare_output("--markdown", chosen.markdown)
             fields = measure(chosen)
         except OptionError as error:
             parser.error(str(error))
@@ -74,8 +90,7 @@ def command(
         print(done.text, end="")
         for path, content in ((chosen.markdown, done.text), (chosen.json, json.dumps(fields, indent=1) + "\n")):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(content)
+                write_output(path, content)
         for line in done.failures:
             print(f"ERROR {line}", file=sys.stderr)
         return 1 if done.failures else 0

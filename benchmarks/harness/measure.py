@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+STATUS = pathlib.Path("/proc/self/status")
+CLEAR = pathlib.Path("/proc/self/clear_refs")
 # Wall-clock seconds, and CPU seconds of all threads of the process.
 Seconds = tuple[float, float]
 

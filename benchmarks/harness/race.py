@@ -23,7 +23,8 @@ class Contenders:
         self, processes: Mapping[str, str], start: Callable[[str], AbstractContextManager[Remote | Worker]]
     ) -> None:
         self.results = {name: ContenderResult(name) for name in processes}
-        self.processes, self.start = dict(processes), start
+        self.processes = dict(processes)
+        self.start = start
         self.remotes: dict[str, Remote | Worker] = {}
 
     def begin(self, stack: contextlib.ExitStack) -> dict[str, str]:
@@ -71,7 +72,8 @@ def race_programs(
     programs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], rounds: int
 ) -> tuple[dict[str, ContenderResult], dict[str, Callable[[], Any]]]:
     """Compiles functions for their arguments, and times them; returns the results and the compiled programs by name."""
-    results, compiled = {name: ContenderResult(name) for name in programs}, dict[str, Callable[[], Any]]()
+    results = {name: ContenderResult(name) for name in programs}
+    compiled = dict[str, Callable[[], Any]]()
     for name, (function, arguments) in programs.items():
         with noted(results[name]):
             program = jax.jit(function).lower(*arguments).compile()
@@ -102,7 +104,8 @@ def noted(result: ContenderResult) -> Iterator[None]:
     except MissingError as error:
         result.problem = str(error)
     except Exception as error:
-        result.problem, result.failed = one_line(error, 300), True
+        result.problem = one_line(error, 300)
+        result.failed = True
     if result.problem is not None:
         log(f"{result.name}: {result.problem}")
 

@@ -170,7 +170,8 @@ class Report:
 
     def paragraphs(self) -> list[str]:
         """Returns conditions, parts and targets."""
-        paragraphs, how = list[str](), list(self.how)
+        paragraphs = list[str]()
+        how = list(self.how)
         if machine := self.fields.get("machine"):
             details = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
             versions = ", ".join(f"{name} {version}" for name, version in self.fields["versions"].items())

@@ -32,7 +32,8 @@ DEFAULT = ROOT / ".venv-aot"
 PACKAGES = {"tpu": "libtpu", "cuda": "jax-cuda12-pjrt"}
 HOW = "make .venv-aot/.ready"
 AXES = ("data", "fsdp", "tensor")
-TOKENS, HEAD = P(("data", "fsdp")), P("fsdp", "tensor")
+TOKENS = P(("data", "fsdp"))
+HEAD = P("fsdp", "tensor")
 # Accelerator, layout and program.
 Key = tuple[str, str, str]
 
@@ -137,7 +138,8 @@ def installed(directory: pathlib.Path) -> dict[str, str]:
 
 def missing(directory: pathlib.Path, platform: str) -> str | None:
     """Explains why an environment cannot compile for a platform and how to change that, or returns None if it can."""
-    have, package = installed(directory), PACKAGES[platform]
+    have = installed(directory)
+    package = PACKAGES[platform]
     if not have:
         return f"there is no environment at {directory}; `{HOW}` makes it"
     if package not in have:
@@ -214,7 +216,8 @@ def _plan(order: Order) -> CompiledPlan:
         compiled = compile_program(build(order.program, mesh, order.problem, tile).lower(), effort=order.effort)
     except DoesNotFitError as error:
         return CompiledPlan(temp_bytes=error.needed, fits=False)
-    module, hertz = hlo.parse(compiled.text), DEVICES[order.device].hertz
+    module = hlo.parse(compiled.text)
+    hertz = DEVICES[order.device].hertz
     moved = collectives(module)
     return CompiledPlan(
         temp_bytes=compiled.temporary,

@@ -97,7 +97,8 @@ def make_part_groups(values: Array, ids: Array, members: Groups) -> GroupedRewar
 def safe_ids(groups: Groups) -> tuple[Array, Array, Array]:
     """Ids to index with, which rows have one, and which name a group that does not exist, seen under `jit` alone."""
     ids = as_array(groups.ids)
-    real, unknown = (ids >= 0) & (ids < groups.count), ids >= groups.count
+    real = (ids >= 0) & (ids < groups.count)
+    unknown = ids >= groups.count
     return jnp.where(real, ids, 0), real, unknown
 
 

@@ -24,9 +24,8 @@ def balanced_advantages(
 
     Args:
       advantages: `[..., T]`, or of rows, given to their tokens by `broadcast_to_tokens`.
-      mask: same shape, boolean.
       balance: -1 to 1.
-      weights: same shape, at least 0, the weights of the tokens in the mean; None weighs all the same.
+      weights: at least 0, the weights of the tokens in the mean; None weighs all the same.
       axis_name: mapped axes, as of `shard_map`, over whose parts the mean is taken as well.
 
     Returns:
@@ -50,7 +49,8 @@ def balanced_advantages(
     check_at_most("balance", balance, 1)
     check_same_shape(advantages=advantages, mask=mask, weights=weights)
     arrays = as_float(advantages, advantages if weights is None else weights)
-    advantages, weights = masked(arrays[0], mask), arrays[1] if weights is not None else jnp.ones_like(arrays[0])
+    advantages = masked(arrays[0], mask)
+    weights = arrays[1] if weights is not None else jnp.ones_like(arrays[0])
     share = jnp.asarray(balance, advantages.dtype)
     factor = jnp.where(advantages > 0, 1 - jnp.maximum(-share, 0), 1 - jnp.maximum(share, 0))
     scaled = advantages * factor

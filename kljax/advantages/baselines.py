@@ -63,7 +63,9 @@ def opmd_advantages(
     groups = make_groups(rewards, as_groups(group_ids, num_groups))
     if baseline == "mean":
         return finish(groups, centered(groups, groups.weights()), groups.rewards, singleton)
-    real, ids, tau = groups.real, groups.ids, jnp.asarray(tau, groups.rewards.dtype)
+    real = groups.real
+    ids = groups.ids
+    tau = jnp.asarray(tau, groups.rewards.dtype)
     below = jnp.where(real, groups.rewards - jnp.where(real, groups.highest()[ids], 0), 0)
     # Of the distances to the maximum nothing overflows, and `expm1` keeps them where `tau` is large.
     soft = tau * jnp.log1p(groups.total(jnp.expm1(below / tau)) / jnp.maximum(groups.size, 1))
@@ -189,7 +191,8 @@ def rae_advantages(
     check_same_shape(rewards=rewards, group_ids=groups.ids)
     if groups.count != baselines.shape[0]:
         raise ValueError(f"baselines: got {baselines.shape[0]}, expected {groups.count}, one for each group")
-    (ids, real, unknown), axis_name = safe_ids(groups), groups.axis_name
+    ids, real, unknown = safe_ids(groups)
+    axis_name = groups.axis_name
     decay = jnp.asarray(decay, rewards.dtype)
 
     def step(now: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:

@@ -35,8 +35,7 @@ def centered_kl_advantages(
     Args:
       advantages: `[..., T]`, or `[...]`, which is given to every unmasked token of its row.
       log_probs: `[..., T]` log-probs of the policy, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
-      mask: same shape, boolean.
+      ref_log_probs: log-probs of the reference.
       coef: weight of the KL, in advantage per nat, at least 0; 0 leaves the advantages untouched.
       estimator: any name `estimate_kl` knows; "k1" is that of ART.
       mean_kl: mean KL of the whole batch, as a scalar or a `WeightedSum`; None takes it from the arrays given here.

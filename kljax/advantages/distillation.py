@@ -39,8 +39,7 @@ def distillation_advantages(
     Args:
       advantages: `[..., T]`, or `[...]`, which is given to every unmasked token of its row.
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
-      teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean.
+      teacher_log_probs: log-probs of the teacher.
       coef: weight of the teacher, in advantage per nat, at least 0; 0 leaves the advantages untouched.
 
     Returns:
@@ -82,8 +81,7 @@ def kimi_advantages(
     Args:
       advantages: `[..., T]`, or `[...]`, which is given to every unmasked token of its row.
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that drew the tokens.
       tau: weight of the log-ratio, in advantage per nat, at least 0; 0 leaves the advantages untouched.
 
     Returns:
@@ -126,8 +124,7 @@ def jsd_advantages(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. A temperature divides both first.
-      teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean.
+      teacher_log_probs: log-probs of the teacher.
       beta: weight of the teacher in the mixture, between 0 and 1.
       coef: scale of the advantages.
 
@@ -180,8 +177,7 @@ def iw_opd_advantages(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
-      teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean or `Segments`.
+      teacher_log_probs: log-probs of the teacher.
       gamma: how much more the first token weighs than one at the end, at least 0; 0 is `distillation_advantages`.
 
     Returns:
@@ -231,8 +227,7 @@ def topd_advantages(
 
     Args:
       log_probs: `[B, T]` log-probs of the policy that drew the tokens, in nats.
-      teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean or `Segments`.
+      teacher_log_probs: log-probs of the teacher.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.

@@ -7,7 +7,7 @@ of it that much more: at a token of negative advantage the entropy falls where `
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._checks import as_float, as_real, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Real, Scalar
@@ -31,9 +31,8 @@ def clip_b_mask(
 
     Args:
       advantages: `[..., T]`, per token.
-      log_probs: same shape, log-probs of the sampled tokens, in nats.
-      entropies: same shape, entropy of the distribution at each position, in nats.
-      mask: same shape, boolean.
+      log_probs: log-probs of the sampled tokens, in nats.
+      entropies: entropy of the distribution at each position, in nats.
       mu: how many standard deviations below the mean are kept, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
@@ -58,7 +57,7 @@ def clip_b_mask(
     std = jnp.sqrt(masked_var(score, mask, ddof=0, axis_name=axis_name))
     centered = score - masked_mean(score, mask, axis_name=axis_name)
     low = centered < -jnp.asarray(mu, score.dtype) * std
-    return check_mask(mask) & ~(low & (jnp.asarray(advantages) < 0))
+    return check_mask(mask) & ~(low & (as_real(advantages) < 0))
 
 
 @auto_sharded
@@ -80,11 +79,10 @@ def clip_v_mask(
 
     Args:
       advantages: `[..., T]`, per token.
-      log_probs: same shape, log-probs of the sampled tokens, in nats.
-      entropies: same shape, entropy of the distribution at each position, in nats.
-      expected_scores: same shape, the mean of `S` over the vocabulary at each position,
+      log_probs: log-probs of the sampled tokens, in nats.
+      entropies: entropy of the distribution at each position, in nats.
+      expected_scores: the mean of `S` over the vocabulary at each position,
         `sum_v p_v^2 (H + log p_v)`.
-      mask: same shape, boolean.
       mu: how many standard deviations below its expectation `S` may be, at least 0.
       max_fraction: bound of the share of tokens that are dropped, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
@@ -111,10 +109,11 @@ def clip_v_mask(
     )
     check_at_least("mu", mu, 0)
     check_at_least("max_fraction", max_fraction, 0)
-    keep, score = check_mask(mask), _score(log_probs, entropies, mask)
+    keep = check_mask(mask)
+    score = _score(log_probs, entropies, mask)
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
-    candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
+    candidates = keep & (as_real(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
     all_keep, below, candidates = all_rows((keep, below, candidates), axis_name)
     most = jnp.maximum(floor_share(max_fraction, all_keep.sum(), all_keep.size), 1)
     return keep & ~local_rows(highest(below, candidates, most), axis_name)

@@ -26,7 +26,6 @@ def high_entropy_mask(
 
     Args:
       entropies: `[..., T]`, entropy of the distribution that each token was drawn from, in nats (`TokenStats.entropy`).
-      mask: same shape, boolean.
       fraction: share of the tokens to keep, between 0 and 1; 1 keeps all.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their entropies are gathered.
 
@@ -49,7 +48,8 @@ def high_entropy_mask(
     check_same_shape(entropies=entropies, mask=mask)
     check_at_least("fraction", fraction, 0)
     check_at_most("fraction", fraction, 1)
-    (entropies,), keep = jax.lax.stop_gradient(as_float(entropies)), check_mask(mask)
+    (entropies,) = jax.lax.stop_gradient(as_float(entropies))
+    keep = check_mask(mask)
     everything, selectable = all_rows((entropies, keep), axis_name)
     descending = -jnp.sort(jnp.where(selectable, -everything, jnp.inf).ravel())
     if descending.size == 0:

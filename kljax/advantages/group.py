@@ -75,7 +75,8 @@ def grpo_advantages(
     check_choice("scale", scale, SCALES)
     check_choice("singleton", singleton, SINGLETONS)
     groups = make_groups(rewards, as_groups(group_ids, num_groups))
-    distances, alone = centered(groups, groups.weights()), groups.rewards
+    distances = centered(groups, groups.weights())
+    alone = groups.rewards
     std, varies = deviations(groups, distances, ddof)
     eps = jnp.asarray(eps, distances.dtype)
     if scale == "none":
@@ -84,11 +85,14 @@ def grpo_advantages(
         divisor = (groups.total(alone) / jnp.maximum(groups.size, 1))[groups.ids] + eps
         varies = varies[groups.ids] & (divisor != 0)
     elif scale == "std":
-        divisor, varies, alone = std[groups.ids] + eps, varies[groups.ids], alone / (1 + eps)
+        divisor = std[groups.ids] + eps
+        varies = varies[groups.ids]
+        alone = alone / (1 + eps)
     else:
         batch = groups.as_one()
         batch_std, varies = deviations(batch, centered(batch, batch.weights()), ddof)
-        divisor, alone = batch_std + eps, alone / (batch_std + eps)
+        divisor = batch_std + eps
+        alone = alone / (batch_std + eps)
     result = jnp.where(varies, distances / jnp.where(varies, divisor, 1), 0)
     return finish(groups, result, alone, singleton)
 
@@ -214,7 +218,8 @@ def opo_advantages(
     elif len(shape) != 2 or shape[:1] != jnp.shape(rewards):
         expected = ", ".join([*map(str, jnp.shape(rewards)), "T"])
         raise ValueError(f"mask: got shape {list(shape)}, expected [{expected}], the tokens of each row")
-    groups, lengths = make_groups(rewards, members), row_count(mask)
+    groups = make_groups(rewards, members)
+    lengths = row_count(mask)
     weights = jnp.where(groups.real, lengths.ravel().astype(groups.rewards.dtype), 0)
     advantages = finish(groups, centered(groups, weights), groups.rewards, singleton)
     if not isinstance(mask, Segments):

@@ -155,7 +155,8 @@ def pass_at_k_advantages(
 
 def _best_row(groups: GroupedRewards, eligible: Array) -> Array:
     """`[G]`: the first of the eligible rows with the highest reward of its group; any row where there is none."""
-    count, last = groups.size.shape[0], groups.rewards.shape[0] - 1
+    count = groups.size.shape[0]
+    last = groups.rewards.shape[0] - 1
     rewards = jax.lax.stop_gradient(groups.rewards)
     top = jax.ops.segment_max(jnp.where(eligible, rewards, -jnp.inf), groups.ids, num_segments=count)
     is_top = eligible & (rewards == top[groups.ids])

@@ -34,7 +34,6 @@ def reinforce_plus_plus_returns(
 
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
-      mask: same shape, boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       masked_tokens: one of the three rules above.
 
@@ -99,8 +98,7 @@ def gae(
 
     Args:
       rewards: `[..., T]`, rewards per token; masked ones are ignored, but for "none".
-      values: same shape, the value of the state before each token; masked ones are ignored, but for "none".
-      mask: same shape, boolean or `Segments`.
+      values: the value of the state before each token; masked ones are ignored, but for "none".
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
       masked_tokens: one of the three rules above; "skip" and "zero" are rules of `reinforce_plus_plus_returns`.

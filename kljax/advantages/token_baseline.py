@@ -53,9 +53,9 @@ def otb_advantages(
 
     Args:
       token_rewards: `[B, T]`, rewards per token; masked ones are ignored.
-      old_log_probs: same shape, log-probs of the policy that is about to be trained, in nats; a constant.
-      sum_squared_probs: same shape, `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
-      mask: same shape, boolean or `Segments`; of the latter, the "position" of a token counts from the start of its
+      old_log_probs: log-probs of the policy that is about to be trained, in nats; a constant.
+      sum_squared_probs: `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
+      mask: of the latter, the "position" of a token counts from the start of its
         segment.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. A row
         without a single token is a padding row too.
@@ -95,8 +95,10 @@ def otb_advantages(
     check_at_least("eps", eps, 0)
     arrays = {"token_rewards": token_rewards, "old_log_probs": old_log_probs, "sum_squared_probs": sum_squared_probs}
     rows, _ = check_same_shape(**arrays, mask=mask, weights=weights)
-    groups, unmasked = as_groups(group_ids, num_groups), check_mask(mask)
-    (ids, real, unknown), axis_name = safe_ids(groups), groups.axis_name
+    groups = as_groups(group_ids, num_groups)
+    unmasked = check_mask(mask)
+    ids, real, unknown = safe_ids(groups)
+    axis_name = groups.axis_name
     if isinstance(mask, Segments):
         check_same_shape(group_ids=ids, mask=mask)
     elif ids.shape != (rows,):
@@ -134,7 +136,8 @@ def _places(keep: Mask, align: BaselineAlignment) -> tuple[Array, Array]:
     if align == "token":
         places = row_cumsum(check_mask(keep), keep) - 1
         return places, places
-    shared, ids = positions(check_mask(keep)), segment_ids(keep)
+    shared = positions(check_mask(keep))
+    ids = segment_ids(keep)
     first = to_tokens(row_first(keep), keep)
     if ids is None:
         return shared - first, shared

@@ -49,7 +49,8 @@ def broadcast_to_steps(
       >>> print(kljax.broadcast_to_steps(jnp.array([0.0, 2.0, -2.0]), jnp.array([0, 0, 1]), num_groups=2))
       [ 2.  2. -2.]
     """
-    (advantages,), groups = as_float(advantages), as_groups(group_ids, num_groups)
+    (advantages,) = as_float(advantages)
+    groups = as_groups(group_ids, num_groups)
     check_same_shape(advantages=advantages, group_ids=groups.ids)
     ids, real, unknown = safe_ids(groups)
 

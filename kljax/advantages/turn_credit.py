@@ -39,7 +39,7 @@ def turn_credit_advantages(
     Args:
       rewards: `[B]`, one reward per row.
       turn_scores: `[B, K]`, how good the state is after each turn; anything where there is no score.
-      scored: same shape, boolean, which turns have a score.
+      scored: boolean, which turns have a score.
       turn_ids: `[B, T]` integers below K, the turn of each sampled token; anything under the mask.
       mask: `[B, T]`, boolean, the sampled tokens; a row without a token belongs to no group.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`.

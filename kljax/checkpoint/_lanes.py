@@ -55,7 +55,8 @@ def device_lanes(array: jax.Array, at_once: int = 1) -> tuple[jax.Array, ...]:
     words = _device_words(array)
     if words.ndim < 2:
         return (words,)
-    blocks, rows = [words], math.prod(words.shape[:-1])
+    blocks = [words]
+    rows = math.prod(words.shape[:-1])
     if (count := math.gcd(rows, at_once)) > 1:
         blocks = list(words.reshape(count, rows // count, words.shape[-1]))
     last = blocks[0].ndim - 1
@@ -100,7 +101,7 @@ def _add_block(lanes: np.ndarray, words: np.ndarray, weights: tuple[np.ndarray, 
     np.bitwise_xor(mixed, other, out=mixed)
     for lane, weight in enumerate((p, q)):
         np.multiply(mixed, weight, out=other)
-        lanes[lane] += np.add.reduce(other, axis=-1, dtype=np.uint32)
+        lanes[lane] += np.sum(other, axis=-1, dtype=np.uint32)
 
 
 def _has_whole_words(shape: tuple[int, ...], size: int) -> bool:
@@ -109,7 +110,8 @@ def _has_whole_words(shape: tuple[int, ...], size: int) -> bool:
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
-    rows, size = np.atleast_1d(np.ascontiguousarray(array)), array.dtype.itemsize
+    rows = np.atleast_1d(np.ascontiguousarray(array))
+    size = array.dtype.itemsize
     if _has_whole_words(array.shape, size):
         return rows.view(np.uint32)
     return rows.view(f"u{size}").astype(np.uint32)

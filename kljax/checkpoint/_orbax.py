@@ -112,7 +112,8 @@ def check_fits(metadata: CheckpointMetadata, abstract: Tree, *, item: str | None
       Traceback (most recent call last):
       ValueError: checkpoint /runs/1 does not fit: w: got float32[2], expected float32[]
     """
-    saved, problems = named_leaves(metadata.tree), []
+    saved = named_leaves(metadata.tree)
+    problems = []
     for name, leaf in named_leaves(_nest(abstract, item)).items():
         got = shape_and_dtype(saved[name]) if name in saved else "no such leaf"
         if got != shape_and_dtype(leaf):
@@ -183,7 +184,8 @@ def check_restored(metadata: CheckpointMetadata, restored: Tree, *, item: str | 
       >>> kljax.checkpoint.check_restored(metadata, saved)
     """
     if metadata.content is not None and metadata.is_checked:
-        nested, digests = _nest(restored, item), metadata.content.get("arrays", {})
+        nested = _nest(restored, item)
+        digests = metadata.content.get("arrays", {})
         check_digests(f"checkpoint {metadata.path}", nested, digests)
 
 

@@ -19,7 +19,7 @@ def effective_sample_size(
 
     Args:
       weights: `[..., T]` importance weights, at least 0, of the whole batch (`truncated_importance_weights`).
-      mask: same shape, boolean; `n` is the number of unmasked positions.
+      mask: `n` is the number of unmasked positions.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
     Returns:
@@ -57,8 +57,7 @@ def explained_variance(
 
     Args:
       values: `[..., T]` values of the whole batch, in the unit of the rewards.
-      returns: same shape, the returns.
-      mask: same shape, boolean.
+      returns: the returns.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
     Returns:
@@ -93,8 +92,7 @@ def probability_correlation(
 
     Args:
       log_probs: `[..., T]` log-probs of the whole batch, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean.
+      rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
     Returns:

@@ -34,9 +34,8 @@ def clipped_tokens(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs at the start of the update.
-      advantages: same shape; a token of advantage 0 is never clipped.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs at the start of the update.
+      advantages: a token of advantage 0 is never clipped.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" have one of the two conditions only.
@@ -76,9 +75,8 @@ def clip_fraction(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs at the start of the update.
-      advantages: same shape; a token of advantage 0 is never counted.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs at the start of the update.
+      advantages: a token of advantage 0 is never counted.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" count one of the two conditions only.
@@ -114,9 +112,8 @@ def dual_clip_fraction(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs at the start of the update.
-      advantages: same shape.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs at the start of the update.
+      advantages: per token; only their sign is read.
       dual_clip: as in the loss, above 1.
       level: whose ratio: "token", "geometric" or "sequence".
 
@@ -151,8 +148,7 @@ def ratio_fraction(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      sampling_log_probs: same shape, log-probs of the denominator policy, usually the one that drew the tokens.
-      mask: same shape, boolean or `Segments`.
+      sampling_log_probs: log-probs of the denominator policy, usually the one that drew the tokens.
       lower: lowest ratio inside, inclusive; None has no lower bound.
       upper: highest ratio inside, inclusive; None has no upper bound.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
@@ -186,9 +182,8 @@ def value_clip_fraction(
 
     Args:
       values: `[..., T]` values `V` being trained, in the unit of the rewards.
-      old_values: same shape, the values at the start of the update.
-      returns: same shape, the targets `R`.
-      mask: same shape, boolean.
+      old_values: the values at the start of the update.
+      returns: the targets `R`.
       clip: how far `c` the value may move from the old one, positive; as in `value_loss`.
 
     Returns:

@@ -32,8 +32,7 @@ def ppo_kl(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs at the start of the update.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs at the start of the update.
       estimator: as in `estimate_kl`; "k1" unless one wants less variance ("k3") or what a system has ("abs", "k2").
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. verl uses 20.
       mode: as in `mean_metric`.
@@ -65,8 +64,7 @@ def reference_kl(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
-      ref_log_probs: same shape, log-probs of the reference.
-      mask: same shape, boolean or `Segments`.
+      ref_log_probs: log-probs of the reference.
       estimator: as in `estimate_kl`; "k1" and "k3" have the KL as their expectation, and "k3" varies less.
       mode: as in `mean_metric`; "seq_mean_token_sum" with "k1" estimates the KL of whole sequences.
 
@@ -99,8 +97,7 @@ def rollout_kl(
 
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler.
       estimator: as in `estimate_kl`.
       mode: as in `mean_metric`.
 
@@ -129,8 +126,7 @@ def log_prob_abs_diff(
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
       mode: as in `mean_metric`.
 
     Returns:
@@ -160,8 +156,7 @@ def log_prob_squared_diff(
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
       mode: as in `mean_metric`.
 
     Returns:
@@ -192,8 +187,7 @@ def chi_squared(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean or `Segments`.
+      sampling_log_probs: log-probs of the policy that drew the tokens.
       level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
         float32 from a log-ratio of 44; verl uses 20.
@@ -231,8 +225,7 @@ def kl_by_position(
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. For the mismatch of a sampler that
         is the rollout policy.
-      ref_log_probs: same shape, log-probs of the other policy.
-      mask: same shape, boolean or `Segments`.
+      ref_log_probs: log-probs of the other policy.
       num_buckets: static number `K` of ranges, see `mean_by_position`.
       max_length: the length that the ranges divide, in tokens; None is T.
       estimator: as in `estimate_kl`.

@@ -42,12 +42,12 @@ class Extremes:
 
         Args:
           values: array of any shape and float type.
-          mask: same shape, boolean.
 
         Returns:
           `Extremes` of two scalars, float32 or float64; infinity and negative infinity where nothing is unmasked.
         """
-        values, unmasked = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+        values = jax.lax.stop_gradient(masked(values, mask))
+        unmasked = check_mask(mask)
         lowest = jnp.where(unmasked, values, jnp.inf).min(initial=jnp.inf)
         return cls(lowest, jnp.where(unmasked, values, -jnp.inf).max(initial=-jnp.inf))
 
@@ -87,8 +87,7 @@ def log_prob_diff_extremes(
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
       axis_name: mapped axes, as of `shard_map`, over whose parts the extremes are taken as well.
@@ -126,8 +125,7 @@ def ratio_quantiles(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the denominator policy.
       quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their ratios are gathered.
@@ -148,7 +146,8 @@ def ratio_quantiles(
     if not all(0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
     log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level)
-    values, unmasked = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level).ravel()
+    values = jax.lax.stop_gradient(log_ratio).ravel()
+    unmasked = level_mask(mask, level).ravel()
     values, unmasked = all_rows((values, unmasked), axis_name)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(unmasked, values, jnp.inf))

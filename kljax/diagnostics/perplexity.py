@@ -19,7 +19,7 @@ def perplexity(
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: same shape, boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
+      mask: `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token.
@@ -43,7 +43,7 @@ def log_perplexity(
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: same shape, boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
+      mask: `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token, in nats.
@@ -72,8 +72,7 @@ def log_perplexity_diff(
 
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler.
       absolute: takes the absolute difference of each row, so that opposite signs do not cancel.
 
     Returns:
@@ -104,8 +103,7 @@ def perplexity_ratio(
 
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
-      rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean or `Segments`.
+      rollout_log_probs: log-probs recorded by the sampler.
 
     Returns:
       `WeightedSum` per row that has a token; 1 where the two agree.

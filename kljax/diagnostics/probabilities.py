@@ -24,8 +24,7 @@ def probability_diff(
 
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats; `p = exp(log_probs)`.
-      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy; `q` is their `exp`.
-      mask: same shape, boolean.
+      rollout_log_probs: log-probs recorded by the sampler, or of any other policy; `q` is their `exp`.
       absolute: takes the absolute difference.
 
     Returns:
@@ -46,6 +45,7 @@ def probability_diff(
     """
     check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
-    log_probs, rollout_log_probs = masked(log_probs, mask), masked(rollout_log_probs, mask)
+    log_probs = masked(log_probs, mask)
+    rollout_log_probs = masked(rollout_log_probs, mask)
     size = bernoulli_tv(log_probs, rollout_log_probs)
     return size if absolute else jnp.where(log_probs < rollout_log_probs, -size, size)

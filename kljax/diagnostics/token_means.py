@@ -33,7 +33,6 @@ def mean_metric(
 
     Args:
       values: `[..., T]`, any float type or booleans.
-      mask: same shape, boolean or `Segments`.
       mode: one of the four names above; the systems disagree about which one a metric called "kl" is.
 
     Returns:
@@ -75,7 +74,7 @@ def masked_fraction(
 
     Args:
       kept: `[..., T]` booleans, the tokens kept; what they are outside `mask` does not matter.
-      mask: same shape, boolean or `Segments`, the tokens there were.
+      mask: boolean or `Segments`, the tokens there were.
       mode: as in `mean_metric`. "seq_mean_token_mean" weighs rows equally; "seq_mean_token_max" is the fraction of rows
         that lose a token.
 
@@ -108,7 +107,6 @@ def mean_by_position(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean or `Segments`.
       num_buckets: static number `K` of ranges, each of `max_length / K` positions.
       max_length: the length that the ranges divide, in tokens; None is T. Parts of a batch that are padded to
         different lengths need one common number. Later positions belong to the last range.
@@ -127,7 +125,8 @@ def mean_by_position(
     """
     check_at_least("num_buckets", num_buckets, 1)
     check_at_least("max_length", max_length, 0, strict=True)
-    values, unmasked = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+    values = jax.lax.stop_gradient(masked(values, mask))
+    unmasked = check_mask(mask)
     length = jnp.asarray(unmasked.shape[-1] if max_length is None else max_length, values.dtype)
     position = positions(unmasked) - to_tokens(row_first(mask), mask)
     bucket = jnp.floor(position.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)

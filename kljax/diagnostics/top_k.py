@@ -18,7 +18,7 @@ def top_k_overlap(
 
     Args:
       indices: `[..., T, K]` integers, distinct at each position: the most probable tokens of the policy.
-      teacher_indices: same shape, indices of the teacher.
+      teacher_indices: indices of the teacher.
       mask: `[..., T]`, boolean.
 
     Returns:

@@ -167,7 +167,8 @@ def policy_loss(
     model: nnx.Module, train_example: WeightedTrainExample, algo_config: TunixGRPOConfig, **_: int
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the part of these rows in the loss of the update, and metrics whose mean over micro-batches is theirs."""
-    example, mask = train_example, train_example.completion_mask
+    example = train_example
+    mask = train_example.completion_mask
     stats = token_stats(model, example, algo_config.temperature)
     old = jax.lax.stop_gradient(stats.log_prob) if example.old_per_token_logps is None else example.old_per_token_logps
     low, high = algo_config.epsilon, algo_config.epsilon_high
@@ -207,7 +208,8 @@ class TunixGRPOLearner(grpo_learner.GRPOLearner):
     """
 
     def __init__(self, rl_cluster: Any, algo_config: TunixGRPOConfig, reward_fns: Any, **options: Any) -> None:
-        cluster, training = rl_cluster.cluster_config, rl_cluster.cluster_config.training_config
+        cluster = rl_cluster.cluster_config
+        training = rl_cluster.cluster_config.training_config
         if not isinstance(algo_config, TunixGRPOConfig):
             raise TypeError(f"algo_config: got a {type(algo_config).__name__}, expected a TunixGRPOConfig")
         if (packed := training.max_seq_token_per_tpu) is not None:
@@ -223,7 +225,8 @@ class TunixGRPOLearner(grpo_learner.GRPOLearner):
     def _generate_and_compute_advantage(
         self, training_input: dict[str, Any], mode: Any = rl_cluster.Mode.TRAIN
     ) -> WeightedTrainExample:
-        config, samples = self.algo_config, self.algo_config.num_generations
+        config = self.algo_config
+        samples = self.algo_config.num_generations
         training = self.rl_cluster.cluster_config.training_config
         prompts = list(training_input["prompts"])
         others = {name: value for name, value in training_input.items() if name != "prompts"}

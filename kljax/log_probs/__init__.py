@@ -6,6 +6,8 @@ from kljax.log_probs._api import (
     kl_from_hidden,
     log_probs_from_hidden,
     renormalized_log_probs,
+    token_jsd,
+    token_kl,
     token_log_probs,
 )
 from kljax.log_probs._head import Head, HeadSharding, Tile
@@ -22,6 +24,8 @@ __all__ = [
     "kl_from_hidden",
     "log_probs_from_hidden",
     "renormalized_log_probs",
+    "token_jsd",
+    "token_kl",
     "token_log_probs",
     "token_loss_from_hidden",
 ]

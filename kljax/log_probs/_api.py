@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 
+from kljax._checks import refuses
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, Mask, Scalar
 from kljax.log_probs._backward import tiled_stats
 from kljax.log_probs._head import Head
@@ -172,8 +173,7 @@ def token_log_probs(
         divergence=None if ref is None else ref.direction,
         targets_name="tokens",
     )
-    if not call.weights.hidden.shape[:-1]:
-        raise ValueError(f"hidden: got shape {list(call.weights.hidden.shape)}, expected [..., T, D]")
+    _check_positions(call)
     return TokenStats(**_run(call, shifted=True))
 
 
@@ -245,19 +245,78 @@ def renormalized_log_probs(
     return TokenStats(**_run(call))
 
 
+TOKEN_MASK = (
+    "got a mask, but hidden states predict the next token, so that a mask of tokens is one position off; call "
+    "kljax.{function} for the values of tokens, or pass `hidden_mask`, True at the hidden states that count"
+)
+
+
+def token_kl(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    ref_hidden: ArrayLike,
+    ref_head: ArrayLike | Head | None = None,
+    mask: Mask | None = None,
+    *,
+    direction: Direction = "reverse",
+    temperature: Scalar = 1.0,
+) -> Array:
+    """Computes the exact KL over the vocabulary at every token of whole sequences, each given the tokens before it.
+
+    With `p` and `q` the distributions of token `t` by policy and reference, from `hidden[t - 1]` and
+    `ref_hidden[t - 1]`, it is `kl_from_hidden` there: aligned with the tokens, as `kljax.token_log_probs`, whose `kl`
+    it equals.
+
+    Args:
+      hidden: `[..., T, D]` final hidden states of the policy, `hidden[t]` after reading token `t`.
+      head: its `kljax.Head`, or its weights `[D, V]`, as in `log_probs_from_hidden`.
+      ref_hidden: `[..., T, D]` hidden states of the reference after the same tokens; `D` may differ.
+      ref_head: its head, as in `kl_from_hidden`; None is `head` itself, as a constant.
+      mask: `[..., T]` boolean, aligned with the tokens: the tokens that count. The others cost nothing; None takes all.
+        Position 0 has no prediction and never counts.
+      direction: "reverse" for KL(policy || reference) or "forward" for KL(reference || policy).
+      temperature: divides the logits of both; a scalar or `[..., T]`, aligned with the tokens; may be traced.
+
+    Returns:
+      `[..., T]`, in nats, float32 or float64, never negative, with position `t` for token `t`. Masked positions and
+      position 0 hold 0.
+
+    Gradient:
+      As `kl_from_hidden`.
+
+    Raises:
+      ValueError: as `log_probs_from_hidden`, and for hidden states without an axis of positions.
+      TypeError: for a pair of hidden states and head in place of `ref_hidden`.
+
+    References:
+      Kullback and Leibler, "On information and sufficiency" (1951).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> policy, reference = jnp.zeros((1, 3, 2)), jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]]]))
+      >>> kl = kljax.token_kl(policy, jnp.eye(2), reference, mask=jnp.array([[0, 1, 1]]))
+      >>> [f"{x:.4f}" for x in kl[0]]
+      ['0.0000', '0.1438', '0.0000']
+    """
+    arguments = hidden, head, ref_hidden, ref_head
+    return _divergence(*arguments, mask=mask, kind=direction, temperature=temperature, shifted=True)
+
+
+@refuses(mask=TOKEN_MASK.format(function="token_kl"))
 def kl_from_hidden(
     hidden: ArrayLike,
     head: ArrayLike | Head,
     ref_hidden: ArrayLike,
     ref_head: ArrayLike | Head | None = None,
     *,
-    mask: Mask | None = None,
+    hidden_mask: Mask | None = None,
     direction: Direction = "reverse",
     temperature: Scalar = 1.0,
 ) -> Array:
-    """Computes the exact KL over the vocabulary between two policies, from their hidden states and never their logits.
+    """Computes the exact KL over the vocabulary between the predictions of two policies, from their hidden states.
 
-    With `p` and `q` the distributions of policy and reference at a position, as in `log_probs_from_hidden`:
+    With `p` and `q` the distributions of policy and reference that two hidden states predict, as in
+    `log_probs_from_hidden`:
 
         "reverse": sum_v p_v log(p_v / q_v)        "forward": sum_v q_v log(q_v / p_v)
 
@@ -271,13 +330,14 @@ def kl_from_hidden(
         vocabulary, which take `V / D` times the memory.
       ref_head: its `kljax.Head`, with its own bias, cap, scale, layout and padding. An array stands for `head` with
         other weights, its bias a constant; None is `head` itself, as a constant.
-      mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
+      hidden_mask: `[...]` boolean, aligned with `hidden`, which predicts the next token; positions where it is 0 cost
+        nothing and may hold anything, NaN too. For a mask of tokens see `kljax.token_kl`.
       direction: "reverse" or "forward".
       temperature: divides the logits of both, as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
 
     Returns:
-      `[...]`, in nats, float32 or float64, never negative; masked positions hold 0. Infinite where one of the two rules
-      out a token that the other, over which the mean is taken, does not.
+      `[...]`, in nats, float32 or float64, never negative; masked positions hold 0. Aligned with `hidden`. Infinite
+      where one of the two rules out a token that the other, over which the mean is taken, does not.
 
     Gradient:
       Of the KL to both hidden states and to the weights and biases of both heads. Apply `stop_gradient` to the
@@ -285,6 +345,7 @@ def kl_from_hidden(
 
     Raises:
       ValueError: as `log_probs_from_hidden`.
+      TypeError: for an argument `mask`, or a pair of hidden states and head in place of `ref_hidden`.
 
     References:
       Kullback and Leibler, "On information and sufficiency" (1951).
@@ -295,25 +356,66 @@ def kl_from_hidden(
       >>> print(f"{kljax.kl_from_hidden(policy, jnp.eye(2), reference).item():.4f}")
       0.1438
     """
-    call = prepare(
-        hidden,
-        head,
-        mask=mask,
-        temperature=temperature,
-        reference=ReferenceStates(ref_hidden, ref_head),
-        divergence=direction,
-        ref_names=("ref_hidden", "ref_head"),
-    )
-    return _run(call)["kl"]
+    arguments = hidden, head, ref_hidden, ref_head
+    return _divergence(*arguments, mask=hidden_mask, kind=direction, temperature=temperature)
 
 
+def token_jsd(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    ref_hidden: ArrayLike,
+    ref_head: ArrayLike | Head | None = None,
+    mask: Mask | None = None,
+    *,
+    beta: Scalar = 0.5,
+    temperature: Scalar = 1.0,
+) -> Array:
+    """Computes `jsd_from_hidden` at every token of whole sequences, each given the tokens before it.
+
+    With `P` and `Q` the distributions of token `t` by policy and teacher, from `hidden[t - 1]` and `ref_hidden[t - 1]`,
+    and `M = (1 - beta) P + beta Q`, it is `beta KL(Q || M) + (1 - beta) KL(P || M)`, aligned with the tokens.
+
+    Args:
+      hidden: `[..., T, D]` final hidden states of the policy, `hidden[t]` after reading token `t`.
+      head: its `kljax.Head`, or its weights `[D, V]`, as in `log_probs_from_hidden`.
+      ref_hidden: `[..., T, D]` hidden states of the teacher after the same tokens; `D` may differ.
+      ref_head: its head, as in `kl_from_hidden`; None is `head` itself, as a constant.
+      mask: `[..., T]` boolean, aligned with the tokens, as in `kljax.token_kl`.
+      beta: weight of the teacher in the mixture, strictly between 0 and 1, as in `jsd_from_hidden`.
+      temperature: divides the logits of both; a scalar or `[..., T]`, aligned with the tokens; may be traced.
+
+    Returns:
+      `[..., T]`, in nats, float32 or float64, never negative and never above `log 2`, with position `t` for token `t`.
+      Masked positions and position 0 hold 0.
+
+    Gradient:
+      As `jsd_from_hidden`.
+
+    Raises:
+      ValueError: as `jsd_from_hidden`, and for hidden states without an axis of positions.
+      TypeError: for a pair of hidden states and head in place of `ref_hidden`.
+
+    References:
+      Agarwal et al., "On-policy distillation of language models" (2024), eq. 1.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> policy, teacher = jnp.zeros((1, 2, 2)), jnp.array([[[50.0, -50.0], [0.0, 0.0]]])
+      >>> [f"{x:.4f}" for x in kljax.token_jsd(policy, jnp.eye(2), teacher)[0]]
+      ['0.0000', '0.2158']
+    """
+    arguments = hidden, head, ref_hidden, ref_head
+    return _divergence(*arguments, mask=mask, kind="jsd", beta=beta, temperature=temperature, shifted=True)
+
+
+@refuses(mask=TOKEN_MASK.format(function="token_jsd"))
 def jsd_from_hidden(
     hidden: ArrayLike,
     head: ArrayLike | Head,
     ref_hidden: ArrayLike,
     ref_head: ArrayLike | Head | None = None,
     *,
-    mask: Mask | None = None,
+    hidden_mask: Mask | None = None,
     beta: Scalar = 0.5,
     temperature: Scalar = 1.0,
 ) -> Array:
@@ -327,18 +429,20 @@ def jsd_from_hidden(
       head: its `kljax.Head`, or its weights `[D, V]`, as in `log_probs_from_hidden`.
       ref_hidden: `[..., D]` hidden states of the teacher; `D` may differ.
       ref_head: its head, as in `kl_from_hidden`; None is `head` itself, as a constant.
-      mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
+      hidden_mask: `[...]` boolean, aligned with `hidden`, as in `kl_from_hidden`.
       beta: weight of the teacher in the mixture; strictly between 0 and 1, as the ends are KLs (`kl_from_hidden`).
       temperature: divides the logits of both, as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
 
     Returns:
-      `[...]`, in nats, float32 or float64, never negative and never above `log 2`; masked positions hold 0.
+      `[...]`, in nats, float32 or float64, never negative and never above `log 2`; masked positions hold 0. Aligned
+      with `hidden`.
 
     Gradient:
       Of the divergence to both hidden states and to the weights and biases of both heads.
 
     Raises:
       ValueError: as `log_probs_from_hidden`, and for a `beta` that is not between 0 and 1.
+      TypeError: for an argument `mask`, or a pair of hidden states and head in place of `ref_hidden`.
 
     References:
       Agarwal et al., "On-policy distillation of language models" (2024), eq. 1.
@@ -349,17 +453,41 @@ def jsd_from_hidden(
       >>> print(f"{kljax.jsd_from_hidden(policy, jnp.eye(2), teacher).item():.4f}")
       0.2158
     """
+    arguments = hidden, head, ref_hidden, ref_head
+    return _divergence(*arguments, mask=hidden_mask, kind="jsd", beta=beta, temperature=temperature)
+
+
+def _divergence(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    ref_hidden: ArrayLike,
+    ref_head: ArrayLike | Head | None,
+    *,
+    mask: Mask | None,
+    kind: str,
+    temperature: Scalar,
+    beta: Scalar | None = None,
+    shifted: bool = False,
+) -> Array:
     call = prepare(
         hidden,
         head,
         mask=mask,
         temperature=temperature,
         reference=ReferenceStates(ref_hidden, ref_head),
-        divergence="jsd",
+        divergence=kind,
         beta=beta,
         ref_names=("ref_hidden", "ref_head"),
+        mask_name="mask" if shifted else "hidden_mask",
     )
-    return _run(call)["kl"]
+    if shifted:
+        _check_positions(call)
+    return _run(call, shifted=shifted)["kl"]
+
+
+def _check_positions(call: CheckedCall) -> None:
+    if not call.weights.hidden.shape[:-1]:
+        raise ValueError(f"hidden: got shape {list(call.weights.hidden.shape)}, expected [..., T, D]")
 
 
 def _run(call: CheckedCall, *, shifted: bool = False) -> dict[str, Array]:

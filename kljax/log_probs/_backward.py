@@ -208,7 +208,8 @@ def scale_hidden_grads(residuals: Residuals, cotangents: Cotangents, hidden: Arr
     assert residuals.grad_target is not None
     assert residuals.grad_logsumexp is not None
     dtype = residuals.logsumexp.dtype
-    target, logsumexp = residuals.grad_target.astype(dtype), residuals.grad_logsumexp.astype(dtype)
+    target = residuals.grad_target.astype(dtype)
+    logsumexp = residuals.grad_logsumexp.astype(dtype)
     total = jnp.zeros_like(logsumexp)
     if cotangents.log_prob is not None:
         total = total + cotangents.log_prob[..., None] * (target - logsumexp)
@@ -318,7 +319,8 @@ def add_products(
     device: DeviceView, chunk: Chunk, tile: RowInputs, logits: tuple[Logits, Logits | None], sums: Gradients
 ) -> Gradients:
     """Adds the gradients of one tile of logits to the gradients of its rows and of the columns of its chunk."""
-    spec, (policy, ref) = device.spec, logits
+    spec = device.spec
+    policy, ref = logits
     to_policy, to_ref = _logit_grads(device, chunk, tile, policy, ref)
     raw = to_policy * policy.slope
     if sums.bias is not None:
@@ -367,7 +369,8 @@ def _logit_grads(
     if cotangents.kl is None or ref is None:
         return grads, None
     assert residuals.ref_logsumexp is not None
-    q, difference = jnp.exp(ref.values - residuals.ref_logsumexp[:, None]), policy.values - ref.values
+    q = jnp.exp(ref.values - residuals.ref_logsumexp[:, None])
+    difference = policy.values - ref.values
     if device.spec.divergence == "jsd":
         to_policy, to_ref = _jsd_grads(p, q, difference, residuals, device.constants)
     else:

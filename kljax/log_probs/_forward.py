@@ -112,9 +112,16 @@ def add_tile(
     if sums.difference is not None and sums.excess is not None:
         lower = reference.max - policy.max
         if spec.divergence == "forward":
-            first, second, factor, difference, lower = e_ref, e, rescale_ref, ref - logits, -lower
+            first = e_ref
+            second = e
+            factor = rescale_ref
+            difference = ref - logits
+            lower = -lower
         else:
-            first, second, factor, difference = e, e_ref, rescale, logits - ref
+            first = e
+            second = e_ref
+            factor = rescale
+            difference = logits - ref
         # Both relative to the largest logit of the first; an overflow shows when the normalisers are compared.
         second = second * jnp.exp(jnp.minimum(lower, _LARGEST_EXPONENT))[:, None]
         new = new._replace(
@@ -286,7 +293,8 @@ def forward(
       with_hidden_grads: whether to compute the gradients to the hidden states here, in place of a backward pass. For a
         head that needs no gradient they are means of its columns under the softmax, and the cotangents scale them.
     """
-    device, leading = DeviceView.of(spec, weights, constants), weights.hidden.shape[:-1]
+    device = DeviceView.of(spec, weights, constants)
+    leading = weights.hidden.shape[:-1]
     sums, columns = _scan_vocabulary(device, with_hidden_grads=with_hidden_grads)
     merged, rescale = merge(spec, sums, device.axes)
     stats, residuals = statistics(spec, merged)
@@ -351,8 +359,10 @@ def _target_columns(device: DeviceView) -> Array:
 
 def statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:
     """Computes the statistics and the residuals of one pass from its sums."""
-    logsumexp, log_total = sums.policy.logsumexp(), jnp.log(sums.policy.total)
-    stats, residuals = {"logsumexp": logsumexp}, Residuals(logsumexp)
+    logsumexp = sums.policy.logsumexp()
+    log_total = jnp.log(sums.policy.total)
+    stats = {"logsumexp": logsumexp}
+    residuals = Residuals(logsumexp)
     if sums.kept is not None and sums.target is not None:
         stats["log_prob"] = (impossible_to_infinite(sums.target) - sums.kept.max) - jnp.log(sums.kept.total)
         kept_logsumexp = sums.kept.logsumexp()

@@ -155,7 +155,8 @@ def _on_device(
     plan: LossPlan, requests: _Requests, weights: Weights, constants: Constants, leaves: Leaves
 ) -> tuple[tuple[Array, Any], Any]:
     """Computes loss, metrics and gradients; gradients have the shapes and types of the weights and leaves."""
-    axes, leading = MeshAxes.of(plan.spec), weights.hidden.shape[:-1]
+    axes = MeshAxes.of(plan.spec)
+    leading = weights.hidden.shape[:-1]
     spec, gathered = _gather_heads(plan.spec, weights)
     device = _in_step(DeviceView.of(spec, gathered, constants), axes)
     packing = device.packing
@@ -199,14 +200,16 @@ def _in_step(device: DeviceView, axes: MeshAxes) -> DeviceView:
         return device
     packing = dataclasses.replace(device.packing, tiles=lax.pmax(device.packing.tiles, axes.tokens))
     # A device without tokens runs tiles of whatever is under the mask.
-    tokens, has_token = device.tokens, device.packing.has_token
+    tokens = device.tokens
+    has_token = device.packing.has_token
     hidden = zero_unless(has_token, tokens.hidden)
     ref_hidden = None if tokens.ref_hidden is None else zero_unless(has_token, tokens.ref_hidden)
     return device._replace(packing=packing, tokens=tokens._replace(hidden=hidden, ref_hidden=ref_hidden))
 
 
 def _empty_carry(inputs: _Inputs) -> _Carry:
-    device, packing = inputs.device, inputs.device.packing
+    device = inputs.device
+    packing = inputs.device.packing
     tile = device.get_tile(jnp.int32(0), device.tokens)
     leaves = inputs.plan.split(inputs.leaves, lambda arrays: device.get_tile(jnp.int32(0), arrays))
 

@@ -257,7 +257,8 @@ def _check_weights(weights: object, name: str) -> None:
         parts = {key: f"[{key!r}]" for key in _WEIGHTS if key in weights}
         kind = f"a {type(weights).__name__} of {', '.join(map(repr, weights)) or 'nothing'}"
     elif weights is None or isinstance(weights, (str, bytes)):
-        parts, kind = {}, repr(weights)
+        parts = {}
+        kind = repr(weights)
     elif hasattr(weights, "shape") or isinstance(weights, (list, tuple)) or hasattr(weights, "__jax_array__"):
         return
     else:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kljax._checks import check_at_least, check_choice, check_mask, check_numbers, check_token_ids
+from kljax._checks import as_real, check_at_least, check_choice, check_mask, check_numbers, check_token_ids
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
@@ -167,9 +167,19 @@ def logit_slope(logits: Array, inverse_temperature: Array, softcap: Array | None
 
 
 def as_reference(reference: Any) -> ReferenceStates | None:
-    """Returns the reference; a pair `(hidden, head)` stands for the reverse KL."""
+    """Returns the reference; a pair `(hidden, head)` stands for the reverse KL.
+
+    Raises:
+      TypeError: for anything else, such as the hidden states alone.
+    """
     if reference is None or isinstance(reference, ReferenceStates):
         return reference
+    if not isinstance(reference, (tuple, list)) or len(reference) != 2:
+        shape = f" of shape {list(reference.shape)}" if hasattr(reference, "shape") else ""
+        raise TypeError(
+            f"reference: got {type(reference).__name__}{shape}, expected (ref_hidden, ref_head), or a "
+            "kljax.ReferenceStates; for the policy's own head pass (ref_hidden, None)"
+        )
     return ReferenceStates(*reference)
 
 
@@ -188,6 +198,7 @@ def prepare(
     beta: Scalar | None = None,
     targets_name: str = "targets",
     ref_names: tuple[str, str] = ("reference.hidden", "reference.head"),
+    mask_name: str = "mask",
 ) -> CheckedCall:
     """Checks every argument and gathers them; errors have the names of the caller's arguments.
 
@@ -222,7 +233,7 @@ def prepare(
         divergence=divergence,
     )
     wide = statistics_dtype(weights)
-    per_token = _per_token(weights.hidden.shape[:-1], {targets_name: targets}, mask, kept_ids)
+    per_token = _per_token(weights.hidden.shape[:-1], {targets_name: targets}, {mask_name: mask}, kept_ids)
     if targets is not None:
         scored = per_token.get("mask")
         check_token_ids(targets_name, per_token["targets"], vocab_size, scored)
@@ -246,7 +257,7 @@ def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict
 
     def compute(weights: Weights, constants: Constants) -> dict[str, Array]:
         if shifted:
-            constants = _shifted_left(constants)
+            constants = _shifted_left(constants, weights.hidden.shape[:-1])
         stats = function(call.spec, weights, completed(call.spec, weights, constants))
         return {name: _shift(x, 1) for name, x in stats.items()} if shifted else stats
 
@@ -282,20 +293,22 @@ def _shift(array: Array, by: int) -> Array:
     return auto_sharded(shift)(array)
 
 
-def _shifted_left(constants: Constants) -> Constants:
-    """Moves the fields per token one position to the left; the last position is masked."""
-    mask, inverse = constants.mask, constants.inverse_temperature
-    assert constants.targets is not None
-    mask = jnp.ones_like(constants.targets, dtype=bool) if mask is None else mask
+def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
+    """Moves the fields per token, of these axes, one position to the left; the last position is masked."""
+    mask, inverse, targets = constants.mask, constants.inverse_temperature, constants.targets
+    if mask is None:
+        mask = jnp.ones(leading, bool) if targets is None else jnp.ones_like(targets, dtype=bool)
     if inverse.ndim:
         inverse = _shift(inverse, -1)
-    targets = _shift(constants.targets, -1)
+    if targets is not None:
+        targets = _shift(targets, -1)
     return constants._replace(targets=targets, mask=_shift(mask, -1), inverse_temperature=inverse)
 
 
 def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:
     """Returns the weights of the policy and the number of tokens of its vocabulary."""
-    hidden, weights = jnp.asarray(hidden), jnp.asarray(head.weights)
+    hidden = as_real(hidden)
+    weights = as_real(head.weights)
     axis = embed_axis(head.layout)
     if weights.ndim != 2 or hidden.shape[-1:] != (weights.shape[axis],):
         raise ValueError(
@@ -316,7 +329,8 @@ def _layout_hint(weights: Array, layout: HeadLayout, width: tuple[int, ...]) -> 
 def _bias(name: str, head: Head, weights: Array) -> Array | None:
     if head.bias is None:
         return None
-    bias, columns = jnp.asarray(head.bias), weights.shape[1 - embed_axis(head.layout)]
+    bias = as_real(head.bias)
+    columns = weights.shape[1 - embed_axis(head.layout)]
     if bias.shape != (columns,):
         raise ValueError(f"{name}: got shape {list(bias.shape)}, expected [{columns}], one per column")
     return bias
@@ -338,7 +352,10 @@ def _with_reference(
 ) -> tuple[Head, Weights]:
     """Returns the head of the reference, with what it takes from the policy's, and the weights of both."""
     hidden_name, head_name = names
-    hidden = jnp.asarray(reference.hidden)
+    if isinstance(reference.hidden, (tuple, Head, ReferenceStates)):
+        got = "a pair" if isinstance(reference.hidden, tuple) else f"a {type(reference.hidden).__name__}"
+        raise TypeError(f"{hidden_name}: got {got}, expected hidden states [..., D]; pass the head as {head_name}")
+    hidden = as_real(reference.hidden)
     if hidden.shape[:-1] != weights.hidden.shape[:-1]:
         raise ValueError(
             f"{hidden_name}: got shape {list(hidden.shape)}, expected the leading axes of hidden "
@@ -352,7 +369,7 @@ def _with_reference(
         ref = dataclasses.replace(head, bias=constant)
         if reference.head is not None:
             ref = dataclasses.replace(ref, weights=as_head(reference.head, head_name).weights)
-    ref_weights = jnp.asarray(ref.weights)
+    ref_weights = as_real(ref.weights)
     axis = embed_axis(ref.layout)
     if ref_weights.ndim != 2:
         raise ValueError(f"{head_name}: got shape {list(ref_weights.shape)}, expected {SHAPES[ref.layout]}")
@@ -362,7 +379,8 @@ def _with_reference(
             f"{hidden_name}: got shape {list(hidden.shape)}, expected [..., D] with the D of {head_name} "
             f"{list(ref_weights.shape)} {SHAPES[ref.layout]}{hint}"
         )
-    bias, tokens = _bias(f"{head_name}.bias", ref, ref_weights), _vocab_size(head_name, ref, ref_weights)
+    bias = _bias(f"{head_name}.bias", ref, ref_weights)
+    tokens = _vocab_size(head_name, ref, ref_weights)
     if tokens != vocab_size:
         raise ValueError(
             f"{head_name}: got {tokens} tokens, expected the {vocab_size} of head; where the weights are padded, set "
@@ -391,7 +409,7 @@ def _check_same_sharding(head: Head, ref: Head, name: str) -> None:
 def _per_token(
     leading: tuple[int, ...],
     targets: dict[str, ArrayLike | None],
-    mask: Mask | None,
+    masks: dict[str, Mask | None],
     kept_ids: ArrayLike | None,
 ) -> dict[str, Array]:
     """Returns the fields of `Constants` that have a value per token, checked against the axes of the tokens."""
@@ -402,10 +420,12 @@ def _per_token(
             got = arrays["targets"].shape
             if got != leading:
                 raise ValueError(f"{name}: got shape {list(got)}, expected {list(leading)} as hidden has")
-    if mask is not None:
-        arrays["mask"] = check_mask(mask)
-        if arrays["mask"].shape != leading:
-            raise ValueError(f"mask: got shape {list(arrays['mask'].shape)}, expected {list(leading)} as hidden has")
+    for name, mask in masks.items():
+        if mask is not None:
+            arrays["mask"] = check_mask(mask, name)
+            got = arrays["mask"].shape
+            if got != leading:
+                raise ValueError(f"{name}: got shape {list(got)}, expected {list(leading)} as hidden has")
     if kept_ids is not None:
         ids = jnp.asarray(kept_ids)
         if ids.shape[:-1] != leading or ids.ndim != len(leading) + 1:
@@ -445,7 +465,8 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
 def _resharded(call: CheckedCall, per_token: tuple[Array, ...]) -> tuple[Any, ...]:
     """Returns the arrays resharded to `sharding`, which a mesh with explicit axes does not do by itself."""
     assert call.spec.sharding is not None
-    mesh, specs = call.spec.sharding.resolved_mesh(), call.spec.specs()
+    mesh = call.spec.sharding.resolved_mesh()
+    specs = call.spec.specs()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
         return call.weights, call.constants, *per_token
 

@@ -39,7 +39,8 @@ class LossPlan:
         if not self.spec.entropy_gradient and "entropy" in stats:
             stats = stats | {"entropy": lax.stop_gradient(stats["entropy"])}
         loss, metrics = self.token_loss(TokenStats(**stats), jax.tree.unflatten(self.tree, leaves))
-        loss, metrics = jnp.asarray(loss), jax.tree.map(jnp.asarray, metrics)
+        loss = jnp.asarray(loss)
+        metrics = jax.tree.map(jnp.asarray, metrics)
         expected = stats["log_prob"].shape
         if loss.shape != expected:
             raise ValueError(

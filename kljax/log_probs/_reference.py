@@ -77,7 +77,9 @@ def _divergence(kind: str, policy: Array, ref: Array, beta: Array | None) -> Arr
     """Returns KL(first || other) or the JSD, from logits, as a sum of terms that are not negative."""
     first, other = (ref, policy) if kind == "forward" else (policy, ref)
     first, other = jnp.maximum(first, IMPOSSIBLE), jnp.maximum(other, IMPOSSIBLE)
-    p, q, difference = jax.nn.softmax(first), jax.nn.softmax(other), other - first
+    p = jax.nn.softmax(first)
+    q = jax.nn.softmax(other)
+    difference = other - first
     # The ratio of the normalisers has to be as accurate as the differences of the logits: near 1, as a mean ratio.
     near = jnp.abs(difference).max(-1) < 1
     ratio = (p * jnp.expm1(jnp.where(near[..., None], difference, 0))).sum(-1)

@@ -197,7 +197,8 @@ def _take_of_pieces(head: Array, at: Array) -> Array:
 
     def take(index: Array, result: Array) -> Array:
         start = jnp.minimum(index * width, columns - width)
-        piece, offset = lax.dynamic_slice_in_dim(head, start, width, axis=1), at - start
+        piece = lax.dynamic_slice_in_dim(head, start, width, axis=1)
+        offset = at - start
         inside = (offset >= 0) & (offset < width)
         return jnp.where(inside[:, None], jnp.take(piece, offset, axis=1, mode="clip").T, result)
 
@@ -235,7 +236,8 @@ def scan_chunks(spec: Spec, weights: Weights, body: Callable[[Any, Chunk], Any],
     Where the width does not divide the columns, the last chunk of the vocabulary starts earlier and is visited first.
     It overlaps the chunk before it; the overlap counts in the other chunk, whose writes come later.
     """
-    axes, local_size = MeshAxes.of(spec), weights.head.shape[1 - embed_axis(spec.layout)]
+    axes = MeshAxes.of(spec)
+    local_size = weights.head.shape[1 - embed_axis(spec.layout)]
     # Padding is at the end: one device does not visit it, and some of many devices may hold nothing else.
     local = local_size if axes.vocab else spec.vocab_size
     width = chunk_width(local, spec.tile.vocab)
@@ -368,7 +370,9 @@ class DeviceView(NamedTuple):
 
     def logits(self, chunk: Chunk, tokens: Tokens) -> tuple[Logits, Logits | None]:
         """Returns the logits of a tile, of the policy and of the reference; invalid columns are `IMPOSSIBLE`."""
-        temperature, constants, spec = tokens.inverse_temperature[:, None], self.constants, self.spec
+        temperature = tokens.inverse_temperature[:, None]
+        constants = self.constants
+        spec = self.spec
 
         def of(hidden: Array, head: Array, layout: HeadLayout, bias: Array | None, options: tuple[Any, Any]) -> Logits:
             product = self._dot(hidden.astype(head.dtype), head, 1, embed_axis(layout))

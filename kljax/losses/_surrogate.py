@@ -35,7 +35,8 @@ def clipped_surrogate(
     `dual_clip`, where two terms tie.
     """
     low, high = (jnp.asarray(bound, log_ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
-    raised, ratio = advantages >= 0, jnp.exp(log_ratio)
+    raised = advantages >= 0
+    ratio = jnp.exp(log_ratio)
     top = jnp.where(raised, high, jnp.inf)
     if max_ratio is not None:
         largest = jnp.asarray(max_ratio, log_ratio.dtype)

@@ -42,9 +42,9 @@ def clip_cov_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean; `n` is the number of unmasked tokens.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: `n` is the number of unmasked tokens.
       key: a PRNG key that decides among the candidates.
       fraction: how many tokens are dropped, as a fraction of `n`, at least 0; one token at the least. A Python number
         is multiplied as Python does it, a traced one in its own type, where 0.29 of 100 may be 29 and not 28.
@@ -79,7 +79,8 @@ def clip_cov_loss(
     check_clip(clip_low, clip_high, dual_clip)
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    keep, log_ratio = check_mask(mask), log_probs - old_log_probs
+    keep = check_mask(mask)
+    log_ratio = log_probs - old_log_probs
     below, above = beyond_clip(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     covariance = _covariance(log_probs, advantages, mask, axis_name)
     candidates = keep & ~(below | above) & (covariance > lower) & (covariance < upper)
@@ -108,9 +109,9 @@ def kl_cov_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean; `n` is the number of unmasked tokens.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: `n` is the number of unmasked tokens.
       fraction: how many tokens pay, as a fraction of `n`, at least 0; one token at the least. verl 2e-4, SkyRL 0.2. A
         Python number is multiplied as Python does it, a traced one in its own type, as in `clip_cov_loss`.
       coef: weight of the penalty. verl 0.1, SkyRL 1.

@@ -33,12 +33,11 @@ def distillation_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      teacher_log_probs: same shape, log-probs that the teacher gives the same tokens; a constant.
-      mask: same shape, boolean.
+      teacher_log_probs: log-probs that the teacher gives the same tokens; a constant.
       estimator: the value, as in `estimate_kl`; "k1" with the gradient "k2" is TRL's sampled-token distillation.
       gradient: "k2" (default): the gradient of KL(pi || teacher) whatever the value; "value": that of the estimator, as
         in verl; "none": a constant.
-      sampling_log_probs: same shape; importance-corrects for tokens that another policy drew.
+      sampling_log_probs: importance-corrects for tokens that another policy drew.
       max_ratio: cap of that importance ratio.
       log_ratio_clip: bound of the log-ratio, in nats.
       value_clip: bound of the estimate, in nats; verl's `loss_max_clamp`.
@@ -94,7 +93,7 @@ def generalized_jsd(
     Args:
       vocab_log_probs: `[..., T, V]` log-probs of the policy over the vocabulary, in nats; each row sums to 1. `-inf` is
         a token without probability.
-      teacher_vocab_log_probs: same shape, log-probs of the teacher; a constant.
+      teacher_vocab_log_probs: log-probs of the teacher; a constant.
       mask: `[..., T]`, boolean.
       beta: weight of the teacher in the mixture, between 0 and 1.
 
@@ -165,7 +164,8 @@ def top_k_with_tail(vocab_log_probs: Float[ArrayLike, "*b T V"], indices: Intege
       >>> print(jnp.exp(kljax.top_k_with_tail(log_probs, jnp.array([[0, 2]]))))
       [[0.5   0.125 0.375]]
     """
-    (log_probs,), indices = as_float(vocab_log_probs), jnp.asarray(indices)
+    (log_probs,) = as_float(vocab_log_probs)
+    indices = jnp.asarray(indices)
     if indices.shape[:-1] != log_probs.shape[:-1]:
         raise ValueError(
             f"indices: got shape {list(indices.shape)}, expected {list(log_probs.shape[:-1])} and an axis of tokens"
@@ -237,7 +237,7 @@ def top_k_forward_kl(
 
     Args:
       top_log_probs: `[..., T, K]` log-probs of the policy for the tokens, in nats.
-      teacher_top_log_probs: same shape, log-probs of the teacher for the same tokens; a constant.
+      teacher_top_log_probs: log-probs of the teacher for the same tokens; a constant.
       mask: `[..., T]`, boolean.
       min_log_prob: lower bound of both log-probs, in nats; None has none. verl's `log_prob_min_clamp`.
 
@@ -298,7 +298,8 @@ def _mixture_terms(policy: Array, teacher: Array, beta: Array) -> Array:
     no_p, no_q = policy == -jnp.inf, teacher == -jnp.inf
     both = ~no_p & ~no_q
     p, q = jnp.where(both, policy, 0), jnp.where(both, teacher, 0)
-    to_p, to_q = log_mix(beta, q - p), log_mix(1 - beta, p - q)
+    to_p = log_mix(beta, q - p)
+    to_q = log_mix(1 - beta, p - q)
     mixed = jnp.where(p > q, p + to_p, q + to_q)
     m = jnp.exp(mixed)
     terms = beta * bregman(jnp.exp(q), m, to_q) + (1 - beta) * bregman(jnp.exp(p), m, to_p)

@@ -22,12 +22,11 @@ def reference_kl_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      ref_log_probs: same shape, log-probs of the reference; a constant.
-      mask: same shape, boolean.
+      ref_log_probs: log-probs of the reference; a constant.
       estimator: the value, as in `estimate_kl`.
       gradient: "k2" (default): the gradient of KL(pi || ref) whatever the value; "weighted_k2": the same, with the
         importance ratio in the gradient but not in the value; "value": that of the estimator; "none": a constant.
-      sampling_log_probs: same shape; importance-corrects for tokens that another policy drew.
+      sampling_log_probs: importance-corrects for tokens that another policy drew.
       max_ratio: cap of that importance ratio.
       log_ratio_clip: bound of the log-ratio, in nats.
       value_clip: bound of the estimate, in nats.
@@ -88,8 +87,7 @@ def rollout_kl_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      rollout_log_probs: same shape, recorded log-probs of the sampler; a constant.
-      mask: same shape, boolean.
+      rollout_log_probs: recorded log-probs of the sampler; a constant.
       estimator: the value, as in `estimate_kl`; prime-rl's squared log-ratio is twice "k2".
       gradient: "value" (default): that of the estimator; "k2": `x` whatever the value; "none": a constant.
       log_ratio_clip: bound of the log-ratio, in nats.

@@ -35,9 +35,8 @@ def dro_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that it is held near; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that it is held near; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       coef: weight of the square, above 0, in the unit of the advantages.
 
     Returns:
@@ -98,9 +97,8 @@ def rec_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       clip_mode: one of the five names above.
       weight: one of the four names above.
       regularizer: "none", "k2" or "forward_kl".

@@ -37,8 +37,7 @@ def reinforce_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -72,8 +71,7 @@ def gpg_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -108,9 +106,8 @@ def importance_sampling_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       log_ratio_clip: bound of `d`, in nats; None does not clip. Trinity-RFT uses 20.
       max_ratio: the cap of `r`, above 0; None does not cap.
 
@@ -154,9 +151,8 @@ def topr_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
-      advantages: same shape; a constant. The paper's are rewards, with or without a baseline.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant.
+      advantages: a constant. The paper's are rewards, with or without a baseline.
       threshold: the largest advantage whose token is weighted.
 
     Returns:
@@ -196,8 +192,7 @@ def opmd_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       tau: strength of the regularisation towards the current policy, at least 0: it makes the step shorter.
 
     Returns:
@@ -236,7 +231,6 @@ def cross_entropy_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      mask: same shape, boolean.
       weight: "none" is 1; "probability" is `pi`, which discounts tokens that the policy is unlikely to draw;
         "uncertainty" is `pi (1 - pi)`, which discounts certain tokens as well.
       max_probability: the probability, at most 1, above which a token is not trained further; None trains all.

@@ -59,7 +59,7 @@ def preference_loss(
 
     Args:
       preferred: `[B]` scores of the preferred sequences, in nats.
-      rejected: same shape, scores of the rejected sequences, a pair with each.
+      rejected: scores of the rejected sequences, a pair with each.
       loss: one of the names above.
       coef: strength of the KL penalty, above 0; the papers' beta (tau of IPO).
       label_smoothing: the probability that a label is wrong, at least 0 and below 1/2; above 0 for "exo_pair".
@@ -136,7 +136,8 @@ def _ipo(preferred: Array, rejected: Array, options: _PairOptions) -> Array:
 
 
 def _exo_pair(preferred: Array, rejected: Array, options: _PairOptions) -> Array:
-    margin, wrong = options.margins(preferred, rejected), options.smoothing
+    margin = options.margins(preferred, rejected)
+    wrong = options.smoothing
     first = times(jax.nn.sigmoid(margin), jax.nn.log_sigmoid(margin) - jnp.log1p(-wrong))
     return first + times(jax.nn.sigmoid(-margin), jax.nn.log_sigmoid(-margin) - jnp.log(wrong))
 
@@ -147,7 +148,8 @@ def _nca_pair(preferred: Array, rejected: Array, options: _PairOptions) -> Array
 
 
 def _robust(preferred: Array, rejected: Array, options: _PairOptions) -> Array:
-    margin, wrong = options.margins(preferred, rejected), options.smoothing
+    margin = options.margins(preferred, rejected)
+    wrong = options.smoothing
     right = times(wrong - 1, jax.nn.log_sigmoid(margin))
     return (right + times(wrong, jax.nn.log_sigmoid(-margin))) / (1 - 2 * wrong)
 
@@ -223,7 +225,7 @@ def kto_loss(
 
     Args:
       scores: `[B]` log-ratios `h` of the sequences, in nats.
-      desirable: same shape, boolean, whether a sequence is wanted.
+      desirable: boolean, whether a sequence is wanted.
       coef: strength of the KL penalty, above 0; the paper's beta.
       kl: the estimate of KL(pi || ref), in nats; a constant of the whole batch.
       desirable_weight: weight of sequences that are wanted, at least 0.
@@ -279,12 +281,11 @@ def dpo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained on the preferred sequences, in nats.
-      ref_log_probs: same shape, log-probs of the reference; a constant.
-      mask: same shape, boolean or `Segments`.
+      ref_log_probs: log-probs of the reference; a constant.
       rejected_log_probs: `[..., T]` log-probs of the policy on the rejected sequences, a row for each preferred one;
         they may have another length.
-      rejected_ref_log_probs: same shape, log-probs of the reference; a constant.
-      rejected_mask: same shape, boolean; `Segments` if the mask is: the segments of two rows that share an id are a
+      rejected_ref_log_probs: log-probs of the reference; a constant.
+      rejected_mask: `Segments` if the mask is: the segments of two rows that share an id are a
         pair.
       coef: strength of the KL penalty, above 0; the papers' beta.
       label_smoothing: the probability `s` that a label is wrong, at least 0 and below 1/2.

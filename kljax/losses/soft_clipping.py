@@ -52,9 +52,8 @@ def sapo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       tau_positive: steepness of the gate for positive advantages, above 0.
       tau_negative: the same for the others; a little larger in the paper.
       through: what is differentiated: the gate ("ratio", as in the paper, verl, SkyRL and TRL), or "log_prob" of
@@ -115,9 +114,8 @@ def gmpo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant, equal over a row (`broadcast_to_tokens`).
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant, equal over a row (`broadcast_to_tokens`).
       clip_low: how far `d` may fall below 0, in nats, at least 0.
       clip_high: how far it may rise above 0, in nats, at least 0.
 
@@ -143,7 +141,8 @@ def gmpo_loss(
     check_clip(clip_low, clip_high)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (-clip_low, clip_high))
-    lowest, highest = jnp.where(advantages < 0, low, -jnp.inf), jnp.where(advantages > 0, high, jnp.inf)
+    lowest = jnp.where(advantages < 0, low, -jnp.inf)
+    highest = jnp.where(advantages > 0, high, jnp.inf)
     clipped = jnp.where(advantages == 0, 0, clip(log_probs - old_log_probs, lowest, highest))
     log_mean, advantage = (row_mean(values, mask) for values in (clipped, advantages))
     loss = importance_weighted(advantage, log_mean)
@@ -170,14 +169,13 @@ def vespo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       k_positive: the power `k` where `A >= 0`, above 0.
       lambda_positive: the rate `lambda` where `A >= 0`, above 0.
       k_negative: the power where `A < 0`.
       lambda_negative: the rate where `A < 0`.
-      weights: same shape, importance weights of the old policy against the sampler, of which the product over the row
+      weights: importance weights of the old policy against the sampler, of which the product over the row
         multiplies `w`; a constant. A weight of the row as a whole goes to one of its tokens, 1 to the others.
       log_ratio_clip: bound of each `d`, in nats; None does not clip. TRL uses 20.
 
@@ -229,5 +227,6 @@ def vespo_loss(
 
 def _chosen(condition: Array, positive: Scalar, negative: Scalar, dtype: jnp.dtype) -> Parts:
     """One of two numbers for each token, in parts."""
-    (high, low), (other_high, other_low) = scalar_parts(positive, dtype), scalar_parts(negative, dtype)
+    high, low = scalar_parts(positive, dtype)
+    other_high, other_low = scalar_parts(negative, dtype)
     return jnp.where(condition, high, other_high), jnp.where(condition, low, other_low)

@@ -40,9 +40,8 @@ def a2po_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      ref_log_probs: same shape, log-probs of the reference; a constant.
-      advantages: same shape; a constant, equal over a row (`broadcast_to_tokens`).
-      mask: same shape, boolean or `Segments`.
+      ref_log_probs: log-probs of the reference; a constant.
+      advantages: a constant, equal over a row (`broadcast_to_tokens`).
       coef: strength of the KL penalty, above 0, in the unit of the rewards; the papers' second beta.
 
     Returns:
@@ -94,10 +93,10 @@ def gvpo_loss(
 
     Args:
       log_probs: `[B, T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that the KL is to, usually the one that drew the tokens; a
+      old_log_probs: log-probs of the policy that the KL is to, usually the one that drew the tokens; a
         constant.
-      advantages: same shape; a constant, equal over a row (`broadcast_to_tokens`).
-      mask: same shape, boolean or `Segments`; a row without a token belongs to no group.
+      advantages: a constant, equal over a row (`broadcast_to_tokens`).
+      mask: a row without a token belongs to no group.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.
@@ -160,10 +159,10 @@ def flowrl_loss(
 
     Args:
       log_probs: `[B, T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
-      ref_log_probs: same shape, log-probs of the reference; a constant.
-      advantages: same shape; a constant, equal over a row: rewards normalised in their group, `grpo_advantages`.
-      mask: same shape, boolean or `Segments`; a row without a token belongs to no group.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant.
+      ref_log_probs: log-probs of the reference; a constant.
+      advantages: a constant, equal over a row: rewards normalised in their group, `grpo_advantages`.
+      mask: a row without a token belongs to no group.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.

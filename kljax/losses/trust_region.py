@@ -41,9 +41,8 @@ def dppo_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that the region is about: the rollout policy in the paper.
-      advantages: same shape.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that the region is about: the rollout policy in the paper.
+      advantages: a constant.
       divergence: "tv" or "kl".
       clip_low: largest distance below, inclusive, at least 0: a probability for "tv", nats for "kl".
       clip_high: largest distance above, inclusive, at least 0.
@@ -99,9 +98,8 @@ def dppo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant. verl gives the old policy's.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant. verl gives the old policy's.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       divergence: "tv" or "kl", as in `dppo_mask`.
       clip_low: as in `dppo_mask`.
       clip_high: as in `dppo_mask`.
@@ -170,9 +168,8 @@ def m2po_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy that drew the tokens; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       threshold: as in `second_moment_mask`.
       log_ratio_clip: bound of `d` in the ratio, in nats; None does not clip.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread.
@@ -218,9 +215,8 @@ def sppo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
-      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the policy at the start of the update; a constant.
+      advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
       clip: how far the ratio may be from 1, as a factor less 1, above 0; both sides whatever the sign of `A`.
 
     Returns:

@@ -22,9 +22,8 @@ def value_loss(
 
     Args:
       values: `[..., T]` values `V` being trained, of the state before each token, in the unit of the rewards.
-      old_values: same shape, the values at the start of the update; a constant. May be None without `clip`.
-      returns: same shape, the targets `R` (from `gae`); a constant.
-      mask: same shape, boolean.
+      old_values: the values at the start of the update; a constant. May be None without `clip`.
+      returns: the targets `R` (from `gae`); a constant.
       clip: how far `c` the value may move from the old one, positive; None leaves the plain squared error.
 
     Returns:
@@ -59,9 +58,8 @@ def value_errors(
 
     Args:
       values: `[..., T]` values being trained, in the unit of the rewards.
-      old_values: same shape, the values at the start of the update; None only without a clip.
-      returns: same shape, the targets.
-      mask: same shape, boolean.
+      old_values: the values at the start of the update; None only without a clip.
+      returns: the targets.
       clip: how far a value may move from the old one, above 0; None does not clip.
 
     Returns:
@@ -71,7 +69,9 @@ def value_errors(
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     check_at_least("clip", clip, 0, strict=True)
     values, old_values, returns = as_float(values, values if old_values is None else old_values, returns)
-    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    values = masked(values, mask)
+    old_values = masked(old_values, mask)
+    returns = masked(returns, mask)
     error = jnp.square(values - returns)
     if clip is None:
         return error, error

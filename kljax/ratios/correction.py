@@ -49,8 +49,8 @@ def correct_rollout(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
-      rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean or `Segments`, which the steps then get.
+      rollout_log_probs: log-probs recorded by the sampler.
+      mask: boolean or `Segments`, which the steps then get.
       steps: functions as above, applied from the first to the last; none leaves the weights 1.
 
     Returns:

@@ -39,8 +39,7 @@ def log_ratios(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the denominator policy.
       log_ratio_clip: bound of the log-ratio, in nats; None does not clip. verl and OpenRLHF use 20.
 
     Returns:
@@ -78,8 +77,7 @@ def token_ratios(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the denominator policy.
       log_ratio_clip: bound of `d_t`, in nats; None does not clip.
 
     Returns:
@@ -110,8 +108,7 @@ def sequence_ratios(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean or `Segments`.
+      old_log_probs: log-probs of the denominator policy.
       log_ratio_clip: bound of the sum `sum_t m_t d_t`, in nats; None does not clip.
 
     Returns:
@@ -143,8 +140,8 @@ def geometric_ratios(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean or `Segments`; `n` is the number of unmasked tokens of the row.
+      old_log_probs: log-probs of the denominator policy.
+      mask: `n` is the number of unmasked tokens of the row.
       log_ratio_clip: bound of the mean `sum_t m_t d_t / n`, in nats; None does not clip.
 
     Returns:
@@ -180,8 +177,7 @@ def level_log_ratios(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean.
+      old_log_probs: log-probs of the denominator policy.
       level: "token", "sequence" (sum over the sequence) or "geometric" (mean over the sequence).
       log_ratio_clip: bound of the result, in nats; None does not clip.
 
@@ -267,7 +263,7 @@ def largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
 
     Args:
       values: numbers of any shape, usually log-weights.
-      kept: same shape, boolean.
+      kept: boolean.
       axis_name: mapped axes, as of `shard_map`, over whose parts it is taken as well.
 
     Returns:

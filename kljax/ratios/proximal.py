@@ -26,9 +26,8 @@ def loglinear_log_probs(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats; a constant here.
-      rollout_log_probs: same shape, log-probs of the sampler.
-      versions: same shape, integers, the number of updates of the policy that sampled each token.
-      mask: same shape, boolean.
+      rollout_log_probs: log-probs of the sampler.
+      versions: integers, the number of updates of the policy that sampled each token.
       version: the number of updates of the policy being trained, at least 1; a traced one is not checked.
 
     Returns:

@@ -36,9 +36,8 @@ def second_moment_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, or of the one before the update, in nats.
-      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      advantages: same shape.
-      mask: same shape, boolean.
+      sampling_log_probs: log-probs of the policy that drew the tokens.
+      advantages: per token; only their sign is read.
       threshold: the largest mean of `d^2` over the candidates that are kept, inclusive, at least 0, in squared nats.
       symmetric: every token is a candidate, whatever the sign of its advantage, as in AReaL.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread; the mean is that of the
@@ -66,7 +65,8 @@ def second_moment_mask(
     arrays = as_float(log_probs, sampling_log_probs, advantages)
     log_probs, behaviour, advantages = (jax.lax.stop_gradient(masked(array, mask)) for array in arrays)
     log_ratio = log_probs - behaviour
-    unmasked, square = check_mask(mask), jnp.square(log_ratio)
+    unmasked = check_mask(mask)
+    square = jnp.square(log_ratio)
     candidates = unmasked & ~jnp.isnan(square)
     if not symmetric:
         candidates &= log_ratio * jnp.sign(advantages) > 0

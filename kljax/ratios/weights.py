@@ -53,8 +53,7 @@ def importance_weights(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
-      sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
-      mask: same shape, boolean or `Segments`.
+      sampling_log_probs: log-probs of the policy that drew the tokens (usually the rollout engine).
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       mode: "truncate", "mask" or "clip".
       lower: lowest ratio, inclusive; for "mask" and "clip". None has no lower bound.
@@ -122,8 +121,7 @@ def truncated_importance_weights(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
-      sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
-      mask: same shape, boolean or `Segments`.
+      sampling_log_probs: log-probs of the policy that drew the tokens (usually the rollout engine).
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       max_weight: the cap; None does not truncate.
 
@@ -162,6 +160,7 @@ def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> 
 def _mean_weight(weights: Array, mask: Mask, normalize: WeightNormalization, axis_name: AxisName) -> Array:
     """The mean of the weights over tokens or sequences; 1 where it is 0."""
     if normalize == "rows":
-        weights, mask = row_mean(weights, mask), row_any(mask)
+        weights = row_mean(weights, mask)
+        mask = row_any(mask)
     mean = masked_mean(masked(weights, mask), mask, axis_name=axis_name)
     return jnp.where(mean == 0, 1, mean)

@@ -122,7 +122,8 @@ def bema_reference(
     _check_same_shapes(average, initial)
     dtype = jnp.result_type(float)
     age = jnp.asarray(lag, dtype) + jnp.asarray(multiplier, dtype) * jnp.asarray(step, dtype)
-    rate, correction = jnp.maximum(age ** -jnp.asarray(power, dtype), min_rate), age ** -jnp.asarray(bias_power, dtype)
+    rate = jnp.maximum(age ** -jnp.asarray(power, dtype), min_rate)
+    correction = age ** -jnp.asarray(bias_power, dtype)
     moved = ema_reference(average, params, decay=1 - rate)
 
     def corrected(mean: Array, new: Array, first: Array) -> Array:

@@ -15,9 +15,8 @@ searches the names, the options and the functions of the systems.
 
 from kljax.systems._call import Call
 from kljax.systems._entry import Entry, Golden, System
-from kljax.systems._hints import hint_for_attribute as hint_for_attribute
-from kljax.systems._hints import hint_for_choice as hint_for_choice
-from kljax.systems._lookup import arguments, entries, get
-from kljax.systems._search import find
+from kljax.systems._lookup import arguments, entries, find, get
+from kljax.systems._lookup import hint_for_attribute as hint_for_attribute
+from kljax.systems._lookup import hint_for_choice as hint_for_choice
 
 __all__ = ["Call", "Entry", "Golden", "System", "arguments", "entries", "find", "get"]

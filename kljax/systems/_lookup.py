@@ -1,17 +1,26 @@
-"""Looks a name up: its entry, its call, or the arguments of its call."""
+"""Looks a name up: its entry, its call, the arguments of its call, and the names that a text may have meant."""
 
 import copy
 import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kljax._checks import check_choice
 from kljax.systems._call import Call
 from kljax.systems._entry import KINDS, Entry
-from kljax.systems._search import did_you_mean
 from kljax.systems._table import ENTRIES, SYSTEMS
 
 # Kinds whose arguments are those of one function.
 FUNCTIONS = {"kl": "estimate_kl", "reduction": "token_weights"}
+# Arguments of this library that take names, by the kind of the names that the systems have for them.
+HINTED = {"mode": "reduction", "estimator": "kl"}
+# Names that an error lists.
+SHOWN, SHOWN_IN_HINTS = 6, 3
+EXACT = (
+    "the exact KL over the vocabulary comes from hidden states: kljax.token_kl, kljax.kl_from_hidden, or the kl of "
+    "kljax.token_log_probs(..., reference=(ref_hidden, ref_head))"
+)
 
 
 def entries(*, system: str | None = None, kind: str | None = None, name: str | None = None) -> tuple[Entry, ...]:
@@ -148,3 +157,106 @@ def require_call(entry: Entry) -> Call:
     if entry.call.arguments.get("loss") == "exo_pair":
         needs = ("label_smoothing",)
     return dataclasses.replace(entry.call, needs=needs, takes=tuple(entry.sources))
+
+
+def find(text: str) -> tuple[Entry, ...]:
+    """Finds the entries whose name, option or function in the system contains a text.
+
+    Case, hyphens and underscores do not matter. The functions are functions of the recorded cases, such as verl's
+    `kl_penalty`, the functions that the options name, and functions of this library.
+
+    Args:
+      text: a name, `system/name`, an option, a function, or a part of one.
+
+    Returns:
+      A tuple of `Entry`: entries with exactly this name, then with this function, then names that contain
+      the text; empty if there are none.
+
+    Raises:
+      TypeError: for a text that is not a string.
+
+    Example:
+      >>> import kljax
+      >>> [entry.key for entry in kljax.systems.find("compute_policy_loss_vanilla")][0]
+      'verl/vanilla'
+      >>> [entry.key for entry in kljax.systems.find("kl_penalty")][:2]
+      ['verl/kl', 'verl/k1']
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text: got {type(text).__name__}, expected a string")
+    ranked = [(rank, entry) for entry in ENTRIES if (rank := _rank(entry, _normalized(text))) is not None]
+    return tuple(entry for _, entry in sorted(ranked, key=lambda pair: pair[0]))
+
+
+def find_by_function(text: str) -> list[Entry]:
+    """Finds the entries with a function of exactly this name."""
+    return [entry for entry in ENTRIES if _normalized(text) in map(_normalized, _functions(entry))]
+
+
+def did_you_mean(text: str, known: Sequence[str], kind: str | None = None) -> str:
+    """Writes the end of an error: the names that the text finds, or else names of a close function, or close names."""
+    system, _, name = text.rpartition("/")
+    matches = [entry for entry in find(name) if kind in (None, entry.kind)] if name else []
+    matches.sort(key=lambda entry: entry.system != system)
+    names = list(dict.fromkeys(entry.key for entry in matches)) or _closest(text, known)
+    if not names:
+        return "; search with kljax.systems.find(text)"
+    more = f" ({len(names) - SHOWN} more: kljax.systems.find({name!r}))" if len(names) > SHOWN else ""
+    return f"; did you mean {', '.join(map(repr, names[:SHOWN]))}?{more}"
+
+
+def _closest(text: str, known: Sequence[str]) -> list[str]:
+    """Lists the known names whose function, or that themselves, are spelled almost like the text."""
+    functions = {function for entry in ENTRIES for function in _functions(entry)}
+    close = difflib.get_close_matches(text.rpartition("/")[2], functions, n=1, cutoff=0.85)
+    keys = [entry.key for function in close for entry in find_by_function(function)]
+    return keys or list(dict.fromkeys(difflib.get_close_matches(text, known, n=6, cutoff=0.5)))
+
+
+def _normalized(text: str) -> str:
+    """Removes case and separators."""
+    return text.casefold().replace("-", "").replace("_", "")
+
+
+def _rank(entry: Entry, text: str) -> int | None:
+    names = [_normalized(entry.key), _normalized(entry.name), _normalized(entry.name.partition("+")[0])]
+    functions = [_normalized(function) for function in _functions(entry)]
+    if text in names:
+        return 0
+    if text in functions:
+        return 1
+    return 2 if any(text in known for known in (*names, *functions, _normalized(entry.option))) else None
+
+
+def _functions(entry: Entry) -> list[str]:
+    """Lists the functions of an entry: recorded ones of the system, and that of this library."""
+    return [*(golden.function for golden in entry.goldens), *([entry.call.function] if entry.call else [])]
+
+
+def hint_for_choice(argument: str, value: object) -> str:
+    """Writes what a reduction or estimator is here that the systems have by this name; nothing for other arguments."""
+    if argument == "estimator" and value in ("exact", "full", "full_kl", "exact_kl"):
+        return f"; {EXACT}"
+    kind = HINTED.get(argument)
+    meanings: dict[str, str] = {}
+    for entry in ENTRIES:
+        if entry.kind == kind and entry.name == value and entry.call and argument in entry.call.arguments:
+            meanings.setdefault(entry.call.arguments[argument], entry.key)
+    listed = [f"{key} is {argument}={meaning!r}" for meaning, key in meanings.items()]
+    return f"; {', '.join(listed[:SHOWN_IN_HINTS])}: see kljax.systems.get(name)" if listed else ""
+
+
+def hint_for_attribute(name: str, public: Iterable[str]) -> str:
+    """Writes which names of the systems have this function or name, and which public name is spelled almost like it."""
+    if name in ("exact_kl", "full_kl", "kl_exact", "kl_full"):
+        return f"; did you mean kljax.token_kl? {EXACT}"
+    stem = name.removesuffix("_loss").removesuffix("_advantages")
+    keys = [entry.key for entry in [*find_by_function(name), *(find(stem) if stem else ())]]
+    # What a system calls exactly so is no misspelling.
+    known = any(key.partition("/")[2].partition("+")[0] == stem for key in keys)
+    close = [] if known else difflib.get_close_matches(name, list(public), n=1, cutoff=0.6)
+    hints = [f"did you mean kljax.{close[0]}?"] if close else []
+    if keys:
+        listed = ", ".join(list(dict.fromkeys(keys))[:SHOWN_IN_HINTS])
+        hints.append(f"other systems have it as {listed}: search with kljax.systems.find({stem!r})")
+    return f"; {'; '.join(hints)}" if hints else ""

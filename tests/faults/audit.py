@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from kljax.__main__ import main
-from kljax.audit import _files
+from kljax.tools.audit import _files
 from tests.faults.case import Fault, refused, run_command
 
 SHAPE = (3, 2, 4)

@@ -18,7 +18,7 @@ from train.data.tasks.jsonl import read_examples
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rollouts.open import open_source
-from train.rollouts.recorded import files, write_rows
+from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Request, Source, SourceError
 
@@ -171,7 +171,7 @@ def _parquet_bomb(directory: pathlib.Path) -> str:
 
     path = directory / "rows.parquet"
     writer.write_table(Table.from_pylist([row(0, 0) | {"note": "x" * 5000} for _ in range(4000)]), path)
-    with mock.patch.object(files, "MAX_DECODED", 1 << 20):
+    with mock.patch("train.data.parquet.MAX_DECODED", 1 << 20):
         return raised(lambda: _open(path), f"{path} has more than", "when it is decompressed")
 
 
@@ -192,7 +192,7 @@ TASKS: dict[str, Run] = {
     "no JSON": task("{", "not JSON"),
     "a list": task("[]", "got list, expected an object"),
     "invalid UTF-8": task(b'{"prompt": "\xff"}', "not UTF-8"),
-    "a byte order mark": task("\ufeff" + GOOD.strip(), "not JSON"),
+    "a byte order mark within a line": task(GOOD.strip() + "\ufeff", "not JSON"),
     "no prompt": task('{"question": "a"}', "field 'prompt' is missing, got question"),
     "an empty prompt": task('{"prompt": " "}', "expected a non-empty string"),
     "a prompt that is a number": task('{"prompt": 3}', "got 3, expected a non-empty string"),

@@ -1,7 +1,7 @@
 """Reward functions that fail, hang, exit or return other than finite numbers."""
 
 import dataclasses
-import datetime
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import numpy as np
 from tests.faults.case import Fault, raised
 from train.config.data import Rewards
 from train.data.tasks.equality import Judge
-from train.data.tasks.reward_function import RewardError, Verifier
+from train.data.tasks.reward_function import Verifier
 from train.data.tasks.rewards import compose
 from train.data.tasks.task import Example
+from train.data.tasks.user_score import RewardError
 
 EXAMPLE = Example("the prompt", "", "", record={"prompt": "the prompt"})
 COMPLETION = "the completion"
@@ -55,11 +56,11 @@ def number(body: str) -> Callable[[Path], str]:
     return run
 
 
-def no_json(directory: Path) -> str:
-    """Sends a record to a worker process that JSON cannot hold."""
+def bound_to_process(directory: Path) -> str:
+    """Has a record that no other process can take."""
     score = verifier(directory, "return 1", workers=1)
-    example = dataclasses.replace(EXAMPLE, record={"day": datetime.date(2020, 1, 1)})
-    words = ("not JSON serializable", "set rewards.workers=0")
+    example = dataclasses.replace(EXAMPLE, record={"lock": threading.Lock()})
+    words = ("cannot pickle", "set rewards.workers=0")
     return raised(lambda: score(example, COMPLETION, True), *NAMED, *words, error=RewardError)
 
 
@@ -141,7 +142,7 @@ IN_PROCESSES = {
     "a hang in a worker process": call(FOREVER, *LATE, workers=1, timeout=0.2),
     "SystemExit in a worker process": call("raise SystemExit(0)", "SystemExit: 0", workers=1),
     "exit when imported in a worker process": imported("import os; os._exit(3)", "exit code 3", workers=1),
-    "a record that is no JSON for a worker process": no_json,
+    "a record that no worker process can take": bound_to_process,
     "an answer that math-verify cannot judge": busy_judge,
 }
 HARMLESS = dict.fromkeys(("a NumPy scalar", "an array without axes"), "they are numbers")

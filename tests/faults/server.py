@@ -9,7 +9,7 @@ import pathlib
 import socket
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from tests import tiny
 from tests.faults.case import Fault, raised
 from tests.faults.wire import Reply, blanks, drips, hangs, resets, response, sends, wire, zipped
-from tests.train.rollouts.fake_server import Digits
+from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import ConfigError, UserError
 from train.config.load import parse
 from train.config.plan import Plan
@@ -137,6 +137,52 @@ def log_probs(values: Any, *words: str) -> Callable[[pathlib.Path], str]:
     return choice("token_logprobs of the answer: got", *words, logprobs={"token_logprobs": values})
 
 
+def judged(*words: str, ids: Sequence[int] = (49, 257), values: Sequence[Any]) -> Callable[[pathlib.Path], str]:
+    """Makes a fault of all completions of a step, that shows when they are judged together."""
+
+    def change(answer: dict[str, Any]) -> None:
+        (completion,) = answer["choices"]
+        completion |= {"token_ids": list(ids), "logprobs": {"token_logprobs": list(values)}}
+
+    def run(directory: pathlib.Path) -> str:
+        completions = _sample(_answer(change), _answer(change))
+        return raised(lambda: tiny.rollout_of(_context(), completions), *words, error=SourceError)
+
+    return run
+
+
+def probed(
+    change: Callable[[dict[str, Any], dict[str, Any]], None], *words: str, options: Sequence[str] = ()
+) -> Callable[[pathlib.Path], str]:
+    """Makes a fault of the answers at the start: `change(request, answer)` replaces parts of the answer."""
+    digits = Digits(ByteTokenizer().eos_id)
+
+    def answer(path: str, body: dict) -> Answer:
+        status, text = digits(path, body)
+        changed = json.loads(text)
+        if path == "/v1/completions":
+            change(body, changed)
+        return status, json.dumps(changed)
+
+    def run(directory: pathlib.Path) -> str:
+        with serving(answer) as url:
+            context = tiny.context_of(tiny.config_of(SOURCE.format(url), *options))
+            return raised(lambda: ServerSource(context, context.config.rollout.source), *words)
+
+    return run
+
+
+def _penalize(request: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Takes the second token in place of a repeated one, as a penalty does."""
+    log_probs = answer["choices"][0]["logprobs"]
+    log_probs["top_logprobs"] = [{"a": value, "b": -0.5} for value in log_probs["token_logprobs"]]
+
+
+def _cut(request: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Has the log-probs of what is left after the cuts."""
+    answer["choices"][0]["logprobs"]["token_logprobs"] = [0.0] * request["max_tokens"]
+
+
 def said(text: str | bytes, *words: str, status: str = "200 OK", **headers: str) -> Callable[[pathlib.Path], str]:
     """Makes a fault of an answer of this text."""
     body = text if isinstance(text, bytes) else text.encode()
@@ -240,7 +286,7 @@ def address(url: str, *words: str, hidden: str = "") -> Callable[[pathlib.Path],
 
 
 DEEP, LONG = "[" * 100_000, "9" * 6_000
-IDS, INDEX, CHOICES = "token_ids of the answer: got", "index of the answer: got", "choices of the answer: got"
+IDS, CHOICES = "token_ids of the answer: got", "choices of the answer: got"
 NOT_JSON = "the answer is not JSON"
 
 CASES: dict[str, Callable[[pathlib.Path], str]] = {
@@ -266,8 +312,8 @@ CASES: dict[str, Callable[[pathlib.Path], str]] = {
     "an id over the vocabulary": choice(IDS, "264, expected an id below 264", token_ids=[264, 257]),
     "a negative id": choice(IDS, "-1", token_ids=[-1, 257]),
     "too many ids": choice(IDS, "at most max_tokens", token_ids=[49] * 50),
-    "too few completions": refused(_choices(lambda choices: choices[:-1]), CHOICES, "1 completions"),
-    "too many completions": refused(_choices(lambda choices: choices * 2), CHOICES, "4 completions"),
+    "too few completions": refused(_choices(lambda choices: choices[:-1]), CHOICES, "0 completions"),
+    "too many completions": refused(_choices(lambda choices: choices * 2), CHOICES, "2 completions"),
     "ids of another prompt": choice("prompt_token_ids of the answer: got [9]", prompt_token_ids=[9]),
     "no reason of the end": choice("finish_reason of the answer: got None", finish_reason=...),
     "a text of 100 MB": refused(sends(response(b" " * 100 * MEGABYTE)), "max_response_bytes", "has more than"),
@@ -278,8 +324,8 @@ CASES: dict[str, Callable[[pathlib.Path], str]] = {
     "an integer of 6,000 digits": said('{"choices": [], "created": ' + LONG + "}", NOT_JSON, "out of range"),
     "completions that are lists": refused(_choices(lambda choices: [[] for _ in choices]), CHOICES),
     "completions that are null": refused(_choices(lambda choices: [None for _ in choices]), CHOICES, "None"),
-    "an index that is text": choice(INDEX, "'0', expected an integer", index="0"),
-    "an index that is null": choice(INDEX, "None", index=None),
+    "a penalty that nobody asked for": probed(_penalize, "does not sample from the distribution of its log-probs"),
+    "log-probs after the cuts": probed(_cut, "those after the cut", options=["rollout.top_k=3"]),
     "ids that are floats": choice(IDS, "49.0", token_ids=[49.0, 257.0]),
     "ids that are text": choice(IDS, "'49'", token_ids=["49", "257"]),
     "ids that are null": choice(IDS, "None", token_ids=[None, None]),
@@ -287,23 +333,17 @@ CASES: dict[str, Callable[[pathlib.Path], str]] = {
     "log-probs that are text": choice("logprobs of the answer: got 'x'", logprobs="x"),
     "a prompt that is a number": choice("prompt_token_ids of the answer: got 5", prompt_token_ids=5),
     "Retry-After of another script": recovered(sends(response(b"", "429 Too Many Requests", Retry_After="\xb2"))),
-    "log-probs NaN": log_probs([float("nan"), -1.0], "nan, expected finite numbers"),
-    "log-probs -inf": log_probs([float("-inf"), -1.0], "-inf, expected finite numbers"),
-    "a log-prob of +3": log_probs([3.0, -1.0], "3.0, expected finite numbers that are at most 0"),
-    "false as log-prob": log_probs([False, -1.0], "False, expected finite numbers"),
+    "log-probs NaN": log_probs([float("nan"), -1.0], "nan, expected numbers that are at most 0"),
+    "log-probs -inf": judged("2 of the 4 sampled tokens have no log-prob", values=[float("-inf"), -1.0]),
+    "a log-prob of +3": log_probs([3.0, -1.0], "3.0, expected numbers that are at most 0"),
+    "false as log-prob": log_probs([False, -1.0], "False, expected numbers"),
     "true as id": choice(IDS, "True", token_ids=[True, 257]),
-    "all completions with index 0": refused(
-        _choices(lambda choices: [item | {"index": 0} for item in choices]),
-        INDEX,
-        "[0, 0], expected each of 0 to 1 once",
-    ),
+    "equal completions of every prompt": judged("all 2 completions are equal, by chance", values=[-20.0, -20.0]),
     "a byte of the body now and then": refused(
         drips(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"), "no complete answer in time", timeout=SHORT
     ),
     "200 MB in 200 kB of gzip": _memory,
-    "unknown fields, and completions out of order": recovered(
-        _answer(lambda answer: {"choices": answer["choices"][::-1], "usage": None, "created": 1.5})
-    ),
+    "unknown fields": recovered(_answer(lambda answer: {**answer, "usage": None, "created": 1.5})),
 }
 """The faults of the study."""
 MORE: dict[str, Callable[[pathlib.Path], str]] = {
@@ -311,15 +351,17 @@ MORE: dict[str, Callable[[pathlib.Path], str]] = {
         drips(b"HTTP/1.1 200 OK\r\nX: ", b"x"), "no complete answer in time", timeout=SHORT
     ),
     "an integer of 400 digits as id": choice(IDS, token_ids=[10**400, 257]),
-    "a log-prob below float32": log_probs([-1e39, -1.0], "-1e+39"),
+    "a log-prob below float32": judged("have no log-prob", values=[-1e39, -1.0]),
     "an id after the end": choice(IDS, "no id after one of stop_token_ids", token_ids=[257, 49]),
     "an end that is no reason": choice("finish_reason of the answer: got length", finish_reason="length"),
     "a stop without an end": choice("finish_reason of the answer: got stop", token_ids=[49, 50]),
     "no id at all": choice(IDS, "0 tokens", token_ids=[], finish_reason="length"),
-    "ids twice": refused(_twice, "token_ids of the answer: got the field 3 times"),
-    "a log-prob of -3e38": log_probs([-3e38, -1.0], "-3e+38", "at least -10000"),
+    "ids twice": refused(_twice, "token_ids of the answer: got the field 2 times"),
+    "a log-prob of -3e38": judged("have no log-prob", values=[-3e38, -1.0]),
     "a million ids": choice("values of the answer: got", "expected at most", token_ids=[49] * 10**6),
-    "no index": choice(INDEX, "None", index=...),
+    "log-probs of another temperature": probed(
+        lambda request, answer: None, "those at temperature 1", options=["temperature=0.6"]
+    ),
     "gzip that ends too early": refused(
         sends(response(zipped(b"{}" * 100).partition(b"\r\n\r\n")[2][:-4], Content_Encoding="gzip")), "ends too early"
     ),

@@ -22,20 +22,21 @@ import pyarrow
 from pyarrow import parquet
 from safetensors.numpy import save
 
-from kljax.parity.dump import DumpError, open_dump
+from kljax.tools.parity.dump import DumpError, open_dump
 from tests import tiny
 from train.config.errors import ConfigError, UserError
 from train.config.fields import known_fields
+from train.config.float32 import fits_float32
 from train.config.load import dump_yaml, load, parse
-from train.config.types import fits_float32
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
-from train.rollouts.recorded import files, write_rows
+from train.rl.token_fields import LEAST_LOG_PROB
+from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
 from train.rollouts.recorded.record import parse_row
 from train.rollouts.recorded.row_checks import with_checks
-from train.rollouts.server.answers import AnswerError, Requested, read_answers
+from train.rollouts.server.answers import AnswerError, Requested, read_answer
 
 ROOT = pathlib.Path(__file__).parents[2]
 CORPUS = pathlib.Path(__file__).parent / "corpus"
@@ -87,36 +88,34 @@ def _file(name: str, content: bytes) -> pathlib.Path:
 
 # Answers of a server.
 
-REQUESTED = Requested([1, 2], 2, 4, VOCABULARY, eos_ids=(EOS,))
+REQUESTED = Requested([1, 2], 4, VOCABULARY, eos_ids=(EOS,))
 
 
-def _choice(index: int, tokens: list[int], reason: str) -> dict[str, Any]:
+def _choice(tokens: list[int], reason: str) -> dict[str, Any]:
     log_probs = {"token_logprobs": [-1.5] * len(tokens), "tokens": ["a"] * len(tokens), "top_logprobs": None}
     return {
-        **{"index": index, "text": "a", "token_ids": tokens, "prompt_token_ids": [1, 2], "logprobs": log_probs},
+        **{"index": 0, "text": "a", "token_ids": tokens, "prompt_token_ids": [1, 2], "logprobs": log_probs},
         **{"finish_reason": reason, "stop_reason": None},
     }
 
 
-def _answer(*choices: dict[str, Any]) -> bytes:
-    return json.dumps({"id": "cmpl-1", "created": 1, "choices": list(choices), "usage": {"total_tokens": 8}}).encode()
+def _answer(choice: dict[str, Any]) -> bytes:
+    return json.dumps({"id": "cmpl-1", "created": 1, "choices": [choice], "usage": {"total_tokens": 8}}).encode()
 
 
-def _read_answers(content: bytes) -> None:
-    answers = read_answers(content, REQUESTED)
-    choices = sorted(json.loads(content)["choices"], key=lambda choice: choice["index"])
-    assert [choice["index"] for choice in choices] == [0, 1]
-    assert content.count(b'"token_ids"') == 2
-    for answer, choice in zip(answers, choices, strict=True):
-        ids = answer.tokens
-        assert ids == choice["token_ids"]
-        assert 1 <= len(ids) <= 4
-        assert all(type(token) is int and 0 <= token < VOCABULARY for token in ids)
-        assert EOS not in ids[:-1]
-        assert answer.finished == (ids[-1] == EOS) == (choice["finish_reason"] == "stop")
-        values = answer.fields["log_probs"]
-        assert len(values) == len(ids)
-        assert all(-1e4 <= value <= 1e-3 for value in values)
+def _read_answer(content: bytes) -> None:
+    answer = read_answer(REQUESTED, content)
+    (choice,) = json.loads(content)["choices"]
+    assert content.count(b'"token_ids"') == 1
+    ids = answer.tokens
+    assert ids == choice["token_ids"]
+    assert 1 <= len(ids) <= 4
+    assert all(type(token) is int and 0 <= token < VOCABULARY for token in ids)
+    assert EOS not in ids[:-1]
+    assert answer.finished == (ids[-1] == EOS) == (choice["finish_reason"] == "stop")
+    values = answer.fields["log_probs"]
+    assert len(values) == len(ids)
+    assert all(value == -math.inf or LEAST_LOG_PROB <= value <= 1e-3 for value in values)
 
 
 # Recorded rows, which carry checks.
@@ -164,7 +163,7 @@ def _as_parquet(compression: str) -> bytes:
 
 def _read_parquet(content: bytes) -> None:
     # A lower limit, so that an input that is decoded up to it costs little.
-    with mock.patch.object(files, "MAX_DECODED", 1 << 22):
+    with mock.patch("train.data.parquet.MAX_DECODED", 1 << 22):
         file = ParquetFile(_file("rows.parquet", content))
     checks = 4 if "kljax_check" in file._table.column_names else 0
     records = [record for _, _, record in file]
@@ -265,10 +264,11 @@ def readers() -> dict[str, Reader]:
     return {
         "answers": Reader(
             [
-                _answer(_choice(0, [49, EOS], "stop"), _choice(1, [49, 50, 51, 52], "length")),
-                _answer(_choice(1, [EOS], "stop"), _choice(0, [1, 2, EOS], "stop")),
+                _answer(_choice([49, EOS], "stop")),
+                _answer(_choice([49, 50, 51, 52], "length")),
+                _answer(_choice([EOS], "stop")),
             ],
-            _read_answers,
+            _read_answer,
             (AnswerError,),
         ),
         "recordings": Reader([_recorded()], _read_recorded, (UserError, ValueError)),

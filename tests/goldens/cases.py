@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kljax.parity.interpreter import program
+from tests.kljax.calls import quick
 
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
@@ -137,8 +137,7 @@ Comparison = tuple[Case, Any, Any]
 def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[list[Comparison]]:
     """Runs exercises as one program that is traced once, each on cases of the same settings.
 
-    NumPy runs the traced operations, as their compilation takes longer. Returns the comparisons of each exercise,
-    `(case, actual, expected)`, for `Case.assert_matches`.
+    Returns the comparisons of each exercise, `(case, actual, expected)`, for `Case.assert_matches`.
     """
     assert all(len({case.settings() for case in cases}) == 1 for cases, _ in exercises)
     collected: list[list[tuple[Any, Any]]] = []
@@ -156,7 +155,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
             collected.append(traced.comparisons)
         return tuple(jax.tree.leaves(collected))
 
-    run = program(compared)
+    run = quick(compared)
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):
         # Cases of the same settings have the same shapes; where there are fewer, the last one is run again.

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import re
 import shlex
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kljax.__main__ import main as kljax_main
-from kljax.audit import report
+from kljax.tools.audit import report
 from tests import parity
 from train.__main__ import parser as train_parser
 from train.config.errors import ConfigError
@@ -63,6 +64,7 @@ def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         np.save(f"{name}.npy", rng.normal(size=(2, 3, 5)))
     arrays = {name: -1 + 0.1 * rng.normal(size=(3, 5)) for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}
     np.savez("batch.npz", mask=np.ones((3, 5)), **arrays)
+    pathlib.Path("config.json").write_text(json.dumps({"beta": 0.04, "max_steps": 10}))
     parity.write(next(dump for dump in parity.dumps() if not dump["planted"]), pathlib.Path("dump.npz"))
 
 
@@ -78,7 +80,7 @@ def test_a_command_of_the_library_runs(
         shown = capsys.readouterr().out
         assert all(word in shown for word in words if word.startswith("--"))
         return
-    if "--out" in words:  # an audit; its pictures are drawn in tests/kljax/audit/test_command.py
+    if "--out" in words:  # an audit; its pictures are drawn in tests/kljax/tools/audit/test_command.py
         monkeypatch.setattr(report, "have_matplotlib", lambda: False)
     if words[0] == "audit":  # the numbers of a page are those of a large vocabulary; what runs is the same
         words = ["500" if word == "32000" else word for word in words] + [
@@ -132,7 +134,7 @@ def test_the_options_of_another_command_exist(line: str, capsys: pytest.CaptureF
 
 
 def test_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = "\n".join((ROOT / name).read_text() for name in ("Makefile", ".ci/more.mk"))
     targets = {words[1] for words in COMMANDS.values() if words[0] == "make" and len(words) > 1}
     assert targets
     # The targets of environments are files under names that are variables.

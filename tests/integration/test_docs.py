@@ -103,6 +103,13 @@ def test_each_migration_page_has_its_presets_and_fields():
         assert all(f"`loss.aggregation: {row.key}`" in page for row in rows if row.key not in NO_FIELD)
 
 
+def test_pages_with_generated_parts_say_where_they_are():
+    for page in PAGES:
+        text = page.read_text()
+        assert (_generate.NOTE in text) == (_generate.fill(text) != text), page
+        assert _generate.NOTE not in _generate.fill(text)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_examples_run(page):
     blocks = [text for language, text in BLOCK.findall(page.read_text()) if language == "python"]

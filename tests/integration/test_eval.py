@@ -75,6 +75,13 @@ def test_impossible_evaluations_are_named(run, evaluate, arguments, message):
     assert message.replace("RUN", str(run)) in printed
 
 
+def test_results_never_replace_a_file_of_the_run(run, capsys):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert main([str(run), "--json", str(run / "metrics.jsonl")]) == 2
+    assert "error: --json: " in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
 def test_directory_in_place_of_the_file_is_refused(run, tmp_path, capsys):
     assert main([str(run), "--json", str(tmp_path)]) == 2
     assert f"error: --json: {tmp_path} is a directory; name a file" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ from safetensors.numpy import load_file
 import kljax
 from tests.integration.command import LORA, PPO, files, saved_arrays, state_arrays
 from train.data.tokenizers import load_tokenizer
-from train.export import main
+from train.export import _warn_of_ends, main
 from train.models import Decoder
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.saved_run import SavedRun, fitting
@@ -21,6 +23,8 @@ from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
 from train.weights.peft import check_adapter, read_peft_config
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +144,14 @@ def test_export_without_run_or_adapter_is_named(full, lora, export, tmp_path):
     assert f"error: {tmp_path} is not the directory of a run: it has no config.yaml" in export(tmp_path)
     (tmp_path / "config.yaml").write_bytes((lora / "config.yaml").read_bytes())
     assert f"error: --step: the run {tmp_path} has no checkpoint yet" in export(tmp_path)
+
+
+def test_adapter_without_ends_of_its_base_warns(capsys):
+    base = str(GOLDENS / "models" / "qwen3")
+    _warn_of_ends(SimpleNamespace(eos_ids=(2,)), base)
+    _warn_of_ends(SimpleNamespace(eos_ids=(9,)), None)
+    assert capsys.readouterr().err == ""
+    _warn_of_ends(SimpleNamespace(eos_ids=(9, 2, 7)), base)
+    error = capsys.readouterr().err
+    assert f"generation_config.json, and that of {base} lacks the ids [9, 7]" in error
+    assert "pass eos_token_id=[9, 2, 7] to `generate`, or stop_token_ids to vLLM" in error

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,36 @@ from tests import processes
 
 ROOT = Path(__file__).parents[2]
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text())
-GROUPS = ("train", "datasets", "docs", "dev")
+EXTRAS, GROUPS = ("train", "datasets"), ("docs", "dev")
+ACCELERATORS = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
 # The oldest releases that have all wheels; README names them.
 GLIBC_MINOR, MACOS = 28, (12, 0)
 SYSTEMS = {"linux x86_64": "Linux", "linux aarch64": "Linux", "darwin arm64": "Darwin"}
 
 
-def wheel_tags(system: str, python: tuple[int, int]) -> set[tags.Tag]:
+def wheel_tags(system: str, python: tuple[int, int], glibc: int = GLIBC_MINOR) -> set[tags.Tag]:
     """Returns the tags of the wheels that an interpreter installs."""
     name, machine = system.split()
     if name == "darwin":
         platforms = list(tags.mac_platforms(MACOS, machine))
     else:
-        platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(GLIBC_MINOR, 16, -1)]
-        platforms += [f"manylinux2014_{machine}"]
+        platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, 4, -1)]
+        platforms += [f"manylinux{year}_{machine}" for year in (2014, 2010, 1)]
     interpreter = f"cp{python[0]}{python[1]}"
     return {*tags.cpython_tags(python, platforms=platforms), *tags.compatible_tags(python, interpreter, platforms)}
 
 
-def locked_packages(system: str, python: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """Yields the packages that the library and `GROUPS` need, as `uv sync` finds them."""
+def locked_packages(system: str, python: tuple[int, int], extras: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the packages that the library, some extras and `GROUPS` need, as `uv sync` finds them."""
     name, machine = system.split()
     version = f"{python[0]}.{python[1]}"
     environment = {"sys_platform": name, "platform_system": SYSTEMS[system], "platform_machine": machine}
     environment |= {"python_version": version, "python_full_version": f"{version}.9"}
+    # The lock file's own name of an extra that another one excludes.
+    environment |= {"extra": f"extra-5-kljax-{extras[-1]}"}
     (root,) = (package for package in LOCK["package"] if package["source"] == {"editable": "."})
     entries = [*root["dependencies"], *(entry for group in GROUPS for entry in root["dev-dependencies"][group])]
+    entries += [entry for extra in extras for entry in root["optional-dependencies"][extra]]
     seen = set()
     while entries:
         entry = entries.pop()
@@ -71,9 +75,18 @@ def lacking(packages: Iterator[dict[str, Any]], accepted: set[tags.Tag]) -> list
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("python", [(3, 11), (3, 12), (3, 13)], ids="{0[0]}.{0[1]}".format)
 def test_every_locked_package_has_a_wheel(system, python):
-    packages = list(locked_packages(system, python))
+    packages = list(locked_packages(system, python, EXTRAS))
     assert {"jaxlib", "orbax-checkpoint", "sphinx", "mypy", "antlr4-python3-runtime"} <= {p["name"] for p in packages}
     assert lacking(iter(packages), wheel_tags(system, python)) == []
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("python", [(3, 11), (3, 12), (3, 13)], ids="{0[0]}.{0[1]}".format)
+def test_every_package_for_an_accelerator_has_a_wheel(accelerator, python):
+    packages = list(locked_packages("linux x86_64", python, (*EXTRAS, accelerator)))
+    assert ACCELERATORS[accelerator] in {package["name"] for package in packages}
+    # libtpu needs a newer Linux than the rest.
+    assert lacking(iter(packages), wheel_tags("linux x86_64", python, glibc=31)) == []
 
 
 def test_a_package_without_a_wheel_is_found():
@@ -95,23 +108,61 @@ NEWER_THAN_3_81 = {
 }
 
 
+MAKEFILES = ("Makefile", ".ci/more.mk")
+
+
 @pytest.mark.parametrize("construct", NEWER_THAN_3_81)
-def test_makefile_runs_with_make_3_81(construct):
-    assert not re.findall(NEWER_THAN_3_81[construct], (ROOT / "Makefile").read_text(), re.M)
+@pytest.mark.parametrize("makefile", MAKEFILES)
+def test_makefile_runs_with_make_3_81(makefile, construct):
+    assert not re.findall(NEWER_THAN_3_81[construct], (ROOT / makefile).read_text(), re.M)
 
 
 def test_make_without_a_target_prints_the_targets():
-    """Each target that a user calls has a text, and no other is printed."""
+    """Each target that a user calls has a text, and no other is printed; those of a contributor come first."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     alone, helped = (
         subprocess.run(["make", *target], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         for target in ([], ["help"])
     )
     assert (alone.stderr, alone.stdout) == ("", helped.stdout)
-    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    printed = [re.fullmatch(r"([a-z-]+) +(\S.*)", line) for line in alone.stdout.splitlines()]
-    assert {line[1] for line in printed} == set(phony.split()) - {"find-newest-python"}
-    assert "train              the main job: warm start, RL, before and after" in alone.stdout.splitlines()
+    for text, makefile in zip(alone.stdout.split("\n\n"), MAKEFILES, strict=True):
+        (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / makefile).read_text(), re.M)
+        printed = [re.fullmatch(r"([a-z-]+) +(\S.*)", line) for line in text.splitlines()]
+        assert {line[1] for line in printed} == set(phony.split()) - {"find-newest-python"}
+    assert re.search("^train +the main job", alone.stdout, re.M)
+
+
+OF_TESTS = ("test", "test-all", "test-isa", "test-library", "test-house")
+
+
+@pytest.mark.parametrize("target", OF_TESTS)
+def test_files_in_args_replace_tests_of_a_target(target):
+    """Options are added to the tests of the target."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+
+    def paths(arguments: str) -> list[str]:
+        command = ["make", "-n", target, f"ARGS={arguments}"]
+        text = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+        words = text.partition("-m pytest")[2].replace("\\\n", " ").split()
+        return [word for word in words if word.startswith(("tests/", "kljax"))]
+
+    assert paths("tests/kljax/test_kl.py::test_a -n 0") == ["tests/kljax/test_kl.py::test_a"]
+    assert paths("tests/kljax tests/train -k kl") == ["tests/kljax", "tests/train"]
+    assert paths("-k kl -p tests.cpu_times") == paths("")
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "train.eval", "train.export", "train.import", "train.report", "train.plan"]
+)
+def test_python_without_packages_names_the_command(module):
+    command = [sys.executable, "-S", "-m", module, "x"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: .* has no package pydantic, which the trainer needs; run \.venv/bin/python -m .*", line
+    )
 
 
 # Stands for Python: tells its version, has ensurepip or not, and writes down how it was called last.
@@ -127,8 +178,9 @@ esac
 @pytest.fixture
 def make(tmp_path):
     """Runs make beside nothing but a Python of a version, or none; returns what it says, and the call of Python."""
-    for name in ("Makefile", "pyproject.toml", "uv.lock"):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in (*MAKEFILES, "pyproject.toml", "uv.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
 
     def run(*arguments: str, name: str = "python3", version: str = "", without: int = 0) -> tuple[str, str]:
         python = tmp_path / "bin" / name

@@ -7,7 +7,7 @@ from pyarrow import parquet
 
 from tests import exactness, peers
 from tests.integration.command import records, run_here
-from tests.train.rollouts.fake_server import Digits, serving
+from tests.train.rollouts.fake_server import PROBES, Digits, serving
 from train.data.tokenizers import ByteTokenizer
 
 TINY = (
@@ -83,8 +83,8 @@ def test_one_process_continues_the_batch_saved_by_two(env, tmp_path):
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/one").succeeded()
         requests = len(server.bodies)
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/two", "--resume").succeeded()
-    # One request to look at the server, and one batch: that of step 4, for which another run would go on.
-    assert len(server.bodies) - requests == 1 + 4
+    # Requests to look at the server, and one batch: that of step 4, for which another run would go on.
+    assert len(server.bodies) - requests == PROBES + 4 * 4
     first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
     assert [record["rollout_lag"] for record in second] == [0, 1, 1]
     for name in ("reward", "completion_length", "finished", "rollout_lag"):

@@ -34,7 +34,3 @@ def test_named_files_exist():
     assert not missing
     shipped = {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} - {"configs/smoke.yaml"}
     assert shipped <= named, "every recipe is in the table of recipes"
-
-
-def test_it_is_short():
-    assert len(README.splitlines()) <= 120

@@ -12,27 +12,45 @@ import kljax
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+MAKEFILES = (ROOT / "Makefile").read_text() + (ROOT / ".ci/more.mk").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILES, re.M))
+WORKFLOWS = ROOT / ".github/workflows"
 GUIDE = ROOT / "docs/contributing"
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
 
 
 def make_targets(script: str) -> set[str]:
     """Returns the targets that the commands of a script call."""
-    lines = re.findall(r"(?:^|\$\()\s*make ([^\n)]*)", script, re.M)
+    lines = re.findall(r"(?:^|\$\(|[;{)]) *make ([^\n;)]*)", script, re.M)
     return {word for line in lines for word in shlex.split(line) if re.fullmatch("[a-z][a-z-]*", word)}
 
 
 def test_ci_script_calls_existing_targets():
     targets = make_targets((ROOT / ".ci/run").read_text())
-    assert {"lint", "types", "test", "test-aot", "test-isa", "test-newest", "find-newest-python"} <= targets
+    assert {"lint", "types", "test", "test-more", "test-aot", "test-isa", "test-newest"} <= targets
     assert targets <= TARGETS
 
 
-def test_workflow_runs_the_ci_script_alone():
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+def test_workflow_runs_each_stage_of_the_ci_script():
+    (job,) = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run ${{ matrix.stage }}"]
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    stages = re.findall(r"^(\w+)\(\)", script.read_text(), re.M)
+    assert job["strategy"]["matrix"]["stage"] == stages
+    assert re.search(r"\$\{\*:-(.*)\}", script.read_text())[1].split() == stages
+
+
+def test_nightly_workflow_runs_existing_targets():
+    (job,) = yaml.safe_load((WORKFLOWS / "nightly.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make nightly"]
+    called = re.findall(r"^\t\$\(MAKE\) (.*)$", MAKEFILES, re.M)
+    assert {word for line in called for word in line.split() if re.fullmatch("[a-z][a-z-]*", word)} <= TARGETS
+
+
+@pytest.mark.parametrize("workflow", ["ci", "nightly"])
+def test_workflow_has_both_pythons(workflow):
+    (job,) = yaml.safe_load((WORKFLOWS / f"{workflow}.yml").read_text())["jobs"].values()
     (setup,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
     assert setup["python-version"].split() == ["3.12", "3.11"]
 

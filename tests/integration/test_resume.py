@@ -218,7 +218,7 @@ def test_resuming_a_finished_run_changes_nothing(uninterrupted, resume, tmp_path
     before = files(root)
     done = resume().succeeded()
     # The lines after the table name the directory, which is another one here.
-    table = uninterrupted.stdout[uninterrupted.stdout.index("held-out") : uninterrupted.stdout.index("done: ")]
+    table = uninterrupted.stdout[uninterrupted.stdout.index("held-out accuracy") : uninterrupted.stdout.index("done: ")]
     assert table in done.stdout
     after = files(root)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}

@@ -21,7 +21,6 @@ import pytest
 
 import kljax
 from kljax._checks import check_mask
-from kljax.parity import interpreter
 from kljax.typing import ArrayLike, Mask
 from tests import oracles, programs
 
@@ -122,9 +121,10 @@ class StandIn(NamedTuple):
 
 
 GIVEN = StandIn()
+MASKS = ("mask", "hidden_mask")
 TYPES = {
     **{"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates},
-    **{"mask": kljax.Segments, "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
+    **{**dict.fromkeys(MASKS, kljax.Segments), "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
 }
 CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
 HEAD = StandIn("DV", (("bias", StandIn("V")), *CAPPED))
@@ -192,8 +192,14 @@ VARIANTS: dict[str, list[Options]] = {
         {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
         {"head": NAIVE},
     ],
-    "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
-    "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
+    **{
+        name: [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}]
+        for name in ("kl_from_hidden", "token_kl")
+    },
+    **{
+        name: [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}]
+        for name in ("jsd_from_hidden", "token_jsd")
+    },
     "token_loss_from_hidden": [
         {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
@@ -205,7 +211,10 @@ VARIANTS: dict[str, list[Options]] = {
 TOGETHER: dict[str, Options] = {
     **{
         name: {"temperature": GIVEN, "head": HEAD}
-        for name in ("log_probs_from_hidden", "renormalized_log_probs", "kl_from_hidden", "jsd_from_hidden")
+        for name in (
+            *("log_probs_from_hidden", "renormalized_log_probs"),
+            *("kl_from_hidden", "token_kl", "jsd_from_hidden", "token_jsd"),
+        )
     },
     "token_log_probs": {"temperature": GIVEN, "head": HEAD, "entropy": GIVEN, "sum_squared_probs": True},
     "token_loss_from_hidden": {
@@ -325,22 +334,9 @@ def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
     return jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
 
 
-def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the same results, traced once and run by NumPy: to compile it takes longer."""
-    structures = []
-
-    def of_leaves(*arguments: Any) -> tuple[Any, ...]:
-        leaves, structure = jax.tree.flatten(function(*arguments))
-        structures.append(structure)
-        return tuple(leaves)
-
-    run = interpreter.program(of_leaves)
-
-    def traced(*arguments: Any) -> Any:
-        leaves = jax.tree.leaves(run(*arguments))
-        return jax.tree.unflatten(structures[-1], leaves)
-
-    return traced
+def quick(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a program of the function, which runs a few times: its compilation is what costs."""
+    return jax.jit(function, compiler_options=known_options())
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -387,7 +383,7 @@ def _plain_options(name: str) -> Options:
     extra = ["upper"] if {"lower", "upper"} <= set(known) and known["upper"].default is None else []
     return {
         **required,
-        **{parameter: GIVEN for parameter in (*extra, "mask", *_number_of_groups(name)) if parameter in known},
+        **{parameter: GIVEN for parameter in (*extra, *MASKS, *_number_of_groups(name)) if parameter in known},
     }
 
 
@@ -459,7 +455,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
             value = SAMPLES[parameter]
         kinds["scalars" if _is_scalar(about) and isinstance(value, (int, float)) else "static"][parameter] = value
     unusual = {k: v for kind in ("scalars", "static") for k, v in kinds[kind].items() if v != known[k].default}
-    inputs = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
+    inputs = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k not in MASKS]
     fields = [
         f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
         for parameter, value in options.items()
@@ -518,13 +514,15 @@ def _is_scalar(about: inspect.Parameter) -> bool:
 
 
 def _shape(name: str, parameter: str) -> tuple[int, ...]:
-    """The shape that the docstring gives for a parameter; "same shape" is that of the one before it."""
+    """The shape that the docstring gives for a parameter; without one it is that of the parameter before it."""
     if parameter in SHAPES:
         return tuple(SIZES[letter] for letter in SHAPES[parameter])
     text = inspect.getdoc(getattr(kljax, name)) or ""
     text = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
     shape, shapes = (ROWS, LENGTH), {}
-    for other, entry in re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE):
+    entries = dict(re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE))
+    for other in inspect.signature(getattr(kljax, name)).parameters:
+        entry = entries.get(other, "")
         arguments, same = re.match(r"`\[([^]]*)\]`", entry), re.match(r"same shape as the (\w+)", entry)
         if arguments:
             letters = arguments[1].replace(" ", "").split(",")
@@ -534,7 +532,7 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
         shapes[other] = shape = shapes[same[1]] if same else shape
         if other == parameter:
             return shape
-    raise AssertionError(f"{name}: {parameter} is not documented")
+    raise AssertionError(f"{name} has no parameter {parameter}")
 
 
 # By name where the docstring speaks of any leading axes.
@@ -542,9 +540,19 @@ SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", 
 TREES = ("tree", "params", "reference", "policy", "average", "initial")
 
 
+def masked_functions() -> list[str]:
+    """The functions that take a mask of tokens or of hidden states."""
+    return [name for name in callable_functions() if mask_name(name) is not None]
+
+
+def mask_name(name: str) -> str | None:
+    """The parameter of the mask of a function; None if it has none."""
+    return next((parameter for parameter in MASKS if parameter in parameters(name)), None)
+
+
 def mask_of(call: FunctionCall) -> np.ndarray:
     """The mask of a call, of packed rows without the padding."""
-    return np.asarray(check_mask(call.data["mask"]))
+    return np.asarray(check_mask(call.data[mask_name(call.of)]))
 
 
 def mask(seed: int) -> jax.Array:

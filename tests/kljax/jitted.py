@@ -17,7 +17,7 @@ from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
 # Loops over tiles, which hold nearly all of their operations.
 WITH_HEAD = (
     *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
-    *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
+    *("renormalized_log_probs", "token_jsd", "token_kl", "token_log_probs", "token_loss_from_hidden"),
 )
 EACH_KIND = (
     *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens
@@ -72,5 +72,5 @@ def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
     """The same function, run by NumPy unless it is one of `COMPILED`."""
     if name in COMPILED:
         return compiled_program(name)
-    scalars, run = numbers_of(name), calls.interpreted(each_traced_call(name))
+    scalars, run = numbers_of(name), calls.quick(each_traced_call(name))
     return lambda given: run(given, scalars)

@@ -100,6 +100,30 @@ def test_text_and_bools_are_no_numbers(name: str) -> None:
                 call(**{parameter: wrong})
 
 
+# Moves values of any kind; controllers that measure nothing.
+TAKES_COMPLEX = ("shift_right", "fixed_kl", "scheduled_kl")
+
+
+@pytest.mark.parametrize("name", sorted(set(calls.callable_functions()) - set(TAKES_COMPLEX)))
+def test_complex_numbers_are_refused_by_name(name: str) -> None:
+    call = calls.calls_of(name)[0]
+    for parameter, x in call.arrays.items():
+        if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
+            with pytest.raises(
+                TypeError, match=rf"^({parameter}|entropy): got dtype complex\d+, expected real numbers"
+            ):
+                call({**call.arrays, parameter: np.asarray(x) + np.complex64(1j)})
+
+
+def test_none_and_objects_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^ref_log_probs: got None, expected an array of numbers"):
+        kljax.abs_diff(LOG_PROBS, None)
+    with pytest.raises(TypeError, match=r"^hidden: got None, expected an array of numbers"):
+        kljax.token_log_probs(None, WEIGHTS, TOKENS, MASK)
+    with pytest.raises(TypeError, match=r"^log_probs: got ndarray of dtype object, expected an array of numbers"):
+        kljax.abs_diff(np.array([[None, 1.0]], object), np.ones((1, 2), np.float32))
+
+
 @pytest.mark.parametrize(
     ("make_head", "advice"),
     [

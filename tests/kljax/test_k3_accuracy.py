@@ -42,6 +42,13 @@ def test_literal_formula_fails_unlike_the_implementation() -> None:
     assert relative_error(kljax.k3(jnp.asarray(x), jnp.zeros(x.shape, jnp.float32)), oracles.k3(x)) < 1e-6
 
 
+def test_policy_a_percent_from_its_reference() -> None:
+    """The numbers of the README."""
+    x = log_ratios(0.01, 0.011, np.float32)
+    assert relative_error(np.exp(-x) - np.float32(1) + x, oracles.k3(x)) > 1e-3
+    assert relative_error(kljax.k3(jnp.asarray(x), jnp.zeros(x.shape, jnp.float32)), oracles.k3(x)) < 2e-7
+
+
 def test_float64_agrees_with_the_formula_of_the_systems() -> None:
     x = log_ratios(1e-8, 1.0, np.float64)
     chex.assert_trees_all_close(kljax.k3(jnp.asarray(x), jnp.zeros(x.shape)), np.exp(-x) - 1 + x, rtol=0, atol=1e-12)

@@ -352,8 +352,10 @@ DETACHED = {
     "dppo_loss(through=log_prob": "the ratio is a constant",
     "estimate_kl(gradient=": "a gradient of its own",
     "estimate_kl(sampling_log_probs, estimator=k2, gradient=k2": "a gradient of its own",
-    "jsd_from_hidden": "the head of a reference without its own is a constant",
-    "kl_from_hidden": "the head of a reference without its own is a constant",
+    **dict.fromkeys(
+        ("jsd_from_hidden", "kl_from_hidden", "token_jsd", "token_kl"),
+        "the head of a reference without its own is a constant",
+    ),
     "log_probs_from_hidden(reference, reference.direction=forward, entropy=constant": "the entropy is a constant",
     "gspo_loss(": "the value of the row's ratio with the gradient of the token's own",
     "rec_loss(weight=gspo": "the weight is a constant",

@@ -292,7 +292,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 # Of one number per sequence: `[N]` of separate rows, `[..., T]` of packed ones.
 PLACES_ZEROS = "distillation_rewards"  # a reward of 0 at the last token of each sequence
-MASKED = [name for name in calls.callable_functions() if "mask" in calls.parameters(name)]
+MASKED = calls.masked_functions()
 OF_SEQUENCES = ("scores", "rewards", "baselines", "group_ids", "valid")
 OWN_TESTS = {
     *("last_token_mask", "sequence_ratios", "geometric_ratios", "gae", "reinforce_plus_plus_returns"),
@@ -359,7 +359,7 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
     def run(own: dict[str, jax.Array], shared: dict[str, Any]) -> Any:
         return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent))
 
-    for (grads, out), (packed_grads, packed_out) in zip(*calls.interpreted(run)(separate, shared), strict=True):
+    for (grads, out), (packed_grads, packed_out) in zip(*calls.quick(run)(separate, shared), strict=True):
         for part, full in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
             assert (part.dtype, part.ndim) == (full.dtype, full.ndim)
             check_leaf(part, full)
@@ -392,15 +392,15 @@ def test_every_function_accepting_segments_is_compared() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(MASKED) - CASES.keys() - OWN_TESTS))
 def test_segments_are_a_mask_to_every_other_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, reductions = calls.calls_of(name)[0], []
+    call, mask, reductions = calls.calls_of(name)[0], calls.mask_name(name), []
     monkeypatch.setattr(rows, "segment_ids", reductions.append)
-    ids = jnp.broadcast_to(jnp.arange(calls.LENGTH) // 6 - 1, call.data["mask"].shape)
+    ids = jnp.broadcast_to(jnp.arange(calls.LENGTH) // 6 - 1, call.data[mask].shape)
 
     def both(arrays: Any, data: Any) -> Any:
-        alone = {**data, "mask": data["mask"] & (ids >= 0)}
-        return call(arrays, {**data, "mask": kljax.Segments(data["mask"], ids)}), call(arrays, alone)
+        alone = {**data, mask: data[mask] & (ids >= 0)}
+        return call(arrays, {**data, mask: kljax.Segments(data[mask], ids)}), call(arrays, alone)
 
-    jax.tree.map(np.testing.assert_array_equal, *calls.interpreted(both)(call.arrays, call.data))
+    jax.tree.map(np.testing.assert_array_equal, *calls.quick(both)(call.arrays, call.data))
     # A statistic of sequences says so in its docstring, and is compared above.
     assert not reductions or name == PLACES_ZEROS
 

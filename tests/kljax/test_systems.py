@@ -21,11 +21,11 @@ import kljax
 from kljax.__main__ import main
 from kljax.systems import Call, Entry, Golden
 from kljax.systems._call import steps
-from kljax.systems._compare import comparison_as_json
 from kljax.systems._entry import KINDS
-from kljax.systems._options import find_option
 from kljax.systems._table import SYSTEMS
-from kljax.systems._text import WIDTH
+from kljax.tools.systems.compare import comparison_as_json
+from kljax.tools.systems.options import find_option
+from kljax.tools.systems.text import WIDTH
 from tests.goldens import cases
 from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
 from tests.kljax.systems import EXERCISES, cases_of
@@ -173,7 +173,7 @@ def test_every_recorded_case_is_compared() -> None:
     assert not {case.id for metrics, case in WITH_METRICS if case.metrics() and not metrics}
     assert {file: sum(case.file == file for case in cases.all_cases()) for file in (cases.SHARED, cases.GENERATED)} == {
         cases.SHARED: 581,
-        cases.GENERATED: 780,
+        cases.GENERATED: 790,
     }
 
 

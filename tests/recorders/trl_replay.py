@@ -16,14 +16,19 @@ from tests.recorders.trl_side import make_trainer, unrecorded_afterwards
 
 STEPS = 3
 # Two updates a step: in the second the ratios differ from 1, and clips are active.
-COMMON = {"beta": 0.04, "num_iterations": 2, "max_steps": 2 * STEPS, "learning_rate": 1e-3}
-# The presets, and what TRL sets for each.
+COMMON = {"beta": 0.04, "num_iterations": 2, "max_steps": 2 * STEPS, "learning_rate": 1e-3, "bf16": False}
+# TRL's default precision, and an optimizer whose updates are proportional to the gradient.
+BF16, SGD = {"bf16": True}, {"optim": "sgd", "learning_rate": 0.02}
+# The presets, each with a variant behind a dash, and what TRL sets for each.
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
-    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "dapo": {"loss_type": "dapo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "grpo-sgd": {"loss_type": "grpo", **SGD},
+    "grpo-bf16": {"loss_type": "grpo", **BF16},
+    "grpo-bf16-sgd": {"loss_type": "grpo", **BF16, **SGD},
 }
 
 
@@ -43,7 +48,7 @@ def record(folder: pathlib.Path, options: dict[str, Any]) -> None:
     logged = {"lr_scheduler_type": "constant", "logging_steps": 1}
     with contextlib.chdir(folder), unrecorded_afterwards():
         exec(blocks(REPLAY)["TRL"], {})
-        trainer = make_trainer(folder, **COMMON, **logged, **options)
+        trainer = make_trainer(folder, **{**COMMON, **logged, **options})
         trainer.model.save_pretrained(folder / "model")
         trainer.processing_class.save_pretrained(folder / "model")
         trainer.add_callback(WeightSaver(folder))

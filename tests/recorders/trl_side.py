@@ -20,14 +20,17 @@ import trl
 from tests.goldens.presets import batch
 from tests.recorders.page import recorder
 
-# The dump, what the run sets beside the defaults of TRL, what the header says other than the page.
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "trl-defaults": ({"max_steps": 1}, {"loss": {"name": "dapo"}, "kl": None}),
+# The dump, and what the run sets beside the defaults of TRL.
+RUNS: dict[str, dict[str, Any]] = {
+    "trl-defaults": {"max_steps": 1},
     # The second update of a batch, on which the ratios differ from 1.
-    "trl-second-update": (
-        {"max_steps": 2, "num_iterations": 2, "beta": 0.05, "epsilon_high": 0.28, "learning_rate": 3e-2},
-        {},
-    ),
+    "trl-second-update": {
+        "max_steps": 2,
+        "num_iterations": 2,
+        "beta": 0.05,
+        "epsilon_high": 0.28,
+        "learning_rate": 3e-2,
+    },
 }
 
 
@@ -48,33 +51,34 @@ def rewards_of(completions: list[str], **_: Any) -> list[float]:
 @contextlib.contextmanager
 def unrecorded_afterwards() -> Iterator[None]:
     """Undoes what a recorder assigns to the class."""
-    names = ("_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions",
+    names = ("_generate", "_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions",
              "_calculate_rewards")  # fmt: skip
     with mock.patch.multiple(trl.GRPOTrainer, **{name: getattr(trl.GRPOTrainer, name) for name in names}):
         yield
 
 
-def make_trainer(folder: str | pathlib.Path, **options: Any) -> trl.GRPOTrainer:
+def make_trainer(folder: str | pathlib.Path, *, rollout_func: Any = None, **options: Any) -> trl.GRPOTrainer:
     """Makes a trainer of the tiny model, whose reference is a copy of it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(batch.MODEL, dtype="float32")
     prompts = [" ".join(map(str, range(2 + i, 5 + 2 * i))) for i in range(8)]
     quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    tiny = {"max_completion_length": 8, "use_cpu": True, "bf16": False, "seed": 1}
+    tiny = {"max_completion_length": 8, "use_cpu": True, "seed": 1}
     # The reference is loaded from the path of the model, which a copy has none of.
     copied = lambda *_, **__: copy.deepcopy(model)  # noqa: E731
     with mock.patch("trl.trainer.grpo_trainer.create_model_from_path", copied):
         return trl.GRPOTrainer(
             model=model,
             reward_funcs=rewards_of,
-            args=trl.GRPOConfig(output_dir=str(folder), **quiet, **tiny, **options),
+            args=trl.GRPOConfig(output_dir=str(folder), **{**quiet, **tiny, **options}),
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
             processing_class=make_tokenizer(),
+            rollout_func=rollout_func,
         )
 
 
-def run(path: pathlib.Path, options: dict[str, Any], header: dict[str, Any]) -> None:
+def run(path: pathlib.Path, options: dict[str, Any]) -> None:
     """Trains some steps with the recorder in place."""
-    with tempfile.TemporaryDirectory() as folder, unrecorded_afterwards(), recorder("TRL", path, **header):
+    with tempfile.TemporaryDirectory() as folder, unrecorded_afterwards(), recorder("TRL", path):
         make_trainer(folder, **options).train()
 
 
@@ -82,8 +86,8 @@ def main() -> None:
     """Writes one dump a run."""
     transformers.set_seed(0)
     print(f"trl {trl.__version__}, transformers {transformers.__version__}")
-    for name, (options, header) in RUNS.items():
-        run(pathlib.Path(sys.argv[1]) / f"{name}.npz", options, header)
+    for name, options in RUNS.items():
+        run(pathlib.Path(sys.argv[1]) / f"{name}.npz", options)
 
 
 if __name__ == "__main__":

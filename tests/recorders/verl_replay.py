@@ -15,9 +15,11 @@ import torch
 from tests.goldens.parity.page import REPLAY, blocks
 from tests.goldens.presets import batch as recordings
 from tests.goldens.systems import release, verl
-from tests.recorders.verl_side import ROOT
 
 Tensors = Mapping[str, Any]
+
+
+ROOT = pathlib.Path(sys.prefix) / "verl"
 
 
 class Rows(dict[str, Any]):
@@ -67,7 +69,8 @@ class Queue:
 
     def kv_batch_get(self, *, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> Rows:
         """Returns the fields that the batch has."""
-        return Rows({name: self.stored[name] for name in select_fields if name in self.stored})
+        stored = Rows({**self.stored, **self.written})
+        return Rows({name: stored[name] for name in select_fields if name in stored})
 
     def kv_batch_put(self, *, keys: Sequence[str], partition_id: str, fields: Tensors) -> None:
         """Keeps the fields."""
@@ -98,18 +101,29 @@ def trainer_class(queue: Queue) -> Any:
     return trainer
 
 
+def make_trainer(trainer: Any) -> Any:
+    """Makes a trainer of the class, with the configuration that its method reads."""
+    made = trainer()
+    algorithm = verl.VerlConfig(use_kl_in_reward=False, adv_estimator="grpo", gamma=1.0, lam=1.0)
+    actor = verl.VerlConfig(rollout=verl.VerlConfig(n=recordings.SAMPLES))
+    made.config = verl.VerlConfig(algorithm=algorithm, actor_rollout_ref=actor)
+    return made
+
+
+def keys_of(stored: Rows) -> Keys:
+    """The keys of the rows of a batch."""
+    return Keys(f"{uid}_{row}_0" for row, uid in enumerate(stored["uid"]))
+
+
 def main() -> None:
     """Writes `replay-verl/recording.jsonl`, and the advantages of its rows."""
     folder, stored = pathlib.Path(sys.argv[1]) / "replay-verl", rollout()
     folder.mkdir()
     queue = Queue(stored)
-    trainer = trainer_class(queue)()
-    algorithm = verl.VerlConfig(use_kl_in_reward=False, adv_estimator="grpo", gamma=1.0, lam=1.0)
-    actor = verl.VerlConfig(rollout=verl.VerlConfig(n=recordings.SAMPLES))
-    trainer.config = verl.VerlConfig(algorithm=algorithm, actor_rollout_ref=actor)
+    trainer = trainer_class(queue)
     with contextlib.chdir(folder):
         exec(blocks(REPLAY)["verl"], {})
-        trainer._compute_advantage(Keys(f"{uid}_{row}_0" for row, uid in enumerate(stored["uid"])), {})
+        make_trainer(trainer)._compute_advantage(keys_of(stored), {})
     # All tokens of a row have one advantage.
     first = np.array([row[0].item() for row in queue.written["advantages"].unbind()])
     np.savez(folder / "advantages.npz", advantages=first[np.argsort(stored["uid"].astype(str), kind="stable")])

@@ -8,6 +8,7 @@ import pytest
 
 from train import real
 from train.config.errors import UserError
+from train.config.installation import recipe_path
 from train.config.load import load
 from train.data.tasks import load_task
 
@@ -15,7 +16,7 @@ from train.data.tasks import load_task
 def write_run(root, replies):
     """Writes the evaluations of a run, with one reply in each."""
     (root / "samples").mkdir(parents=True)
-    lines, rewards = [], load_task(load(real.ROOT / real.CONFIG, ["model=tiny"]).config).rewards
+    lines, rewards = [], load_task(load(recipe_path(real.CONFIG), ["model=tiny"]).config).rewards
     for step, (reply, correct) in enumerate(replies):
         sample = {"prompt": "How many?", "answer": "7", "completion": reply, "correct": correct, "finished": True}
         (root / "samples" / f"{8 * step}.jsonl").write_text(json.dumps(sample) + "\n")

@@ -1,4 +1,4 @@
-"""The accelerator of this machine, by its device files; `python -m train.config.accelerator` prints the extra for it.
+"""The accelerator of this machine, by its device files, and the extra of kljax for it.
 
 It imports nothing but the standard library, so that it runs before the environment is there.
 """
@@ -59,7 +59,3 @@ def idle_accelerator(root: Path = Path("/")) -> str | None:
         f"this machine has {device}, but JAX uses its CPUs; run {run} (JAX_PLATFORMS=cpu chooses CPUs without this "
         "warning)"
     )
-
-
-if __name__ == "__main__":
-    print(find_accelerator())

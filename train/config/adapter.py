@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
 from train.config.types import LoraTarget
 
 # Longest header of a safetensors file.
@@ -46,7 +47,7 @@ def with_adapter(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(folder: Path) -> dict[str, Any]:
-    config = parse_json((folder / "adapter_config.json").read_bytes())
+    config = parse_json(read_regular(folder / "adapter_config.json"))
     header = _header(folder / "adapter_model.safetensors")
     if not isinstance(config, dict) or not isinstance(header, dict):
         return {}
@@ -64,6 +65,8 @@ def _shape(folder: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> Any:
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return None if length > MAX_HEADER else parse_json(file.read(length))

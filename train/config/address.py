@@ -8,13 +8,14 @@ _NAME = re.compile(r"(?=.{1,253}$)(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-
 
 
 def without_password(text: str) -> str:
-    """Replaces the user name and the password of addresses in a text.
+    """Replaces the user name and the password of addresses in a text, and their queries, which may have a key.
 
     Example:
-        >>> without_password("got 'http://user:secret@host:8000'")
-        "got 'http://***@host:8000'"
+        >>> without_password("got 'http://user:secret@host:8000' and 'http://host/v1?api_key=secret'")
+        "got 'http://***@host:8000' and 'http://host/v1?***'"
     """
-    return re.sub(r"//[^'\"]*@", "//***@", text)
+    without_query = re.sub(r"(//[^'\"?#]*[?#])[^'\"]+", r"\1***", text)
+    return re.sub(r"//[^'\"]*@", "//***@", without_query)
 
 
 def url_problem(url: str) -> str:
@@ -32,7 +33,8 @@ def url_problem(url: str) -> str:
         return "it has a query, a fragment or a backslash"
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        port = parts.port
         if parts.netloc.startswith("["):
             ipaddress.IPv6Address(host)
     except ValueError as error:

@@ -204,12 +204,14 @@ def ranged(function: str, parameter: Parameter) -> Any:
     """Returns the type of a parameter, its numbers with their range.
 
     Raises:
-      KeyError: a number without an entry in `RANGES`.
+      LookupError: a number without an entry in `RANGES`.
     """
     members = get_args(parameter.type) if NoneType in get_args(parameter.type) else (parameter.type,)
     if not {int, float} & set(members):
         return parameter.type
-    number = RANGES_OF.get((function, parameter.name)) or RANGES[parameter.name]
+    number = RANGES_OF.get((function, parameter.name)) or RANGES.get(parameter.name)
+    if number is None:
+        raise LookupError(f"{function}: {parameter.name} has no range; add a row to RANGES in train/config/types.py")
     return number | None if NoneType in members else number
 
 

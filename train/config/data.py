@@ -40,7 +40,8 @@ LENGTHS = {
 
 def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
     """Computes the lengths of the longest problem and answer, wrong answers included."""
-    operand, operations = data.get("max_operand", 99), str(data.get("operations", "+"))
+    operand = data.get("max_operand", 99)
+    operations = str(data.get("operations", "+"))
     if not isinstance(operand, int):
         return {}
     digits = len(str(operand))
@@ -107,14 +108,14 @@ class Data(Section):
 
 class Rewards(Section):
     weights: Weights | None = None
-    """Weight of each named reward; others weigh 0. null: the task's own total."""
+    """Weight of each named reward; others weigh 0, with a warning. null: the task's own total, named reward."""
     length_penalty: NonNegative = 0.0
     """Penalty of a completion of data.max_completion_length tokens, in proportion for shorter ones."""
     overlong_buffer: CountOrZero = 0
     """Tokens before data.max_completion_length over which DAPO's soft punishment grows from 0; 0: none."""
     overlong_coef: Positive = 1.0
     """Soft punishment of a completion of the full length."""
-    workers: CountOrZero = 0
-    """jsonl: processes that call data.reward, which may then hang or exit; 0: the trainer calls it itself."""
+    workers: CountOrZero = 1
+    """jsonl: processes that call data.reward, which may hang or exit there; 0: the trainer calls it, for a debugger."""
     timeout: Seconds = 60.0
-    """jsonl: seconds that one call of data.reward may take."""
+    """jsonl: seconds that one call of data.reward may take; a longer one ends the run with an error."""

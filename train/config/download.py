@@ -11,7 +11,8 @@ DOWNLOAD = re.compile(r"hf download (\S+) --local-dir (\S+)")
 FETCH = re.compile(r"path: (\S+) # python -m (train\.\w+) --fetch")
 OFFLINE = as_installed("configs/word_problems.yaml")
 """A recipe of text that starts from no folder."""
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+"""The names that `huggingface_hub` takes."""
 
 
 def download_hint(folder: Path) -> str:

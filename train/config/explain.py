@@ -38,7 +38,8 @@ GRADIENTS: Mapping[str, str] = {
 
 def explain(loaded: LoadedConfig) -> str:
     """Explains advantages, loss, reduction and the placements of the KL, one line for each field and its origin."""
-    config, plan = loaded.config, Plan.of(loaded.config)
+    config = loaded.config
+    plan = Plan.of(loaded.config)
     lines = [f"{loaded.source}" + (f" on the preset {config.preset}" if config.preset else "")]
     if plan.advantage is not None:
         lines += ["", f"advantages: {config.advantage.type}", f"  {advantage_signature(config).doc}"]
@@ -51,6 +52,8 @@ def explain(loaded: LoadedConfig) -> str:
     lines += ["", f"reduction: {REDUCTIONS[config.loss.aggregation]}"]
     used = ["aggregation"] + (["max_length"] if config.loss.max_length is not None else [])
     lines += _fields(loaded, "loss", config.loss, [*used, "empty_rows"])
+    if config.loss.entropy_aggregation is not None:
+        lines += ["", f"entropy bonus, reduced by itself: {REDUCTIONS[config.loss.entropy_aggregation]}"]
     for name in ("reward", "loss", "advantage"):
         lines += _kl(loaded, name, getattr(config.kl, name))
     if config.kl.rollout.coef > 0:

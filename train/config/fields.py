@@ -41,7 +41,8 @@ def known_fields() -> Mapping[str, Known]:
         table[known.path] = _merged(table[known.path], known) if known.path in table else known
     for known in list(table.values()):
         if known.tag is not None and not known.entries:
-            path, default = f"{known.path}.{known.tag}", known.default
+            path = f"{known.path}.{known.tag}"
+            default = known.default
             table[path] = replace(
                 table[path], required=False, default=getattr(default, known.tag, table[path].choices[0])
             )

@@ -1,7 +1,17 @@
 """Reading of JSON that others wrote."""
 
+import codecs
 import json
 from typing import Any
+
+COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ": ("xz", "unxz"),
+    b"(\xb5/\xfd": ("zstd", "unzstd"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+"""The first bytes of compressed files, with the name of the format, and the program that decompresses them."""
 
 
 def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
@@ -29,6 +39,25 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
         if str(error).startswith("Exceeds the limit"):  # of the interpreter, which names a setting of its own
             raise ValueError("a number with too many digits") from None
         raise
+
+
+def check_encoding(head: bytes) -> None:
+    """Checks that the first bytes of a file may begin JSON in UTF-8.
+
+    Raises:
+      ValueError: they are of UTF-16, or of a compressed file; says how to convert it.
+
+    Example:
+        >>> check_encoding("{}".encode("utf-16"))
+        Traceback (most recent call last):
+        ...
+        ValueError: UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW
+    """
+    for magic, (kind, program) in COMPRESSED.items():
+        if head.startswith(magic):
+            raise ValueError(f"compressed by {kind}, expected text; decompress it: {program} FILE")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
+        raise ValueError("UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ else:
 
 class RewardKL(Section):
     coef: NonNegative = 0.0
-    """Coefficient of the KL subtracted from the per-token rewards; the initial one if adaptive."""
+    """Coefficient of the KL subtracted from the per-token rewards; the initial one if adaptive. 0: off."""
     estimator: EstimatorOrExact = "k1"
     """Estimator; `exact`: the KL over the whole vocabulary; `system/name`, as `verl/kl`, sets all it implies."""
     value_clip: Positive | None = None
@@ -75,7 +75,7 @@ class RewardKL(Section):
 
 class LossKL(Section):
     coef: NonNegative = 0.0
-    """Coefficient of the reference KL term of the loss."""
+    """Coefficient of the reference KL term of the loss. 0: off; the KL is then measured with reference.monitor=true."""
     estimator: EstimatorOrExact = "k3"
     """Estimator; `exact`: over the whole vocabulary; `system/name`, as `verl/low_var_kl`, sets all it implies."""
     direction: Direction = "reverse"

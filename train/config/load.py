@@ -136,7 +136,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         elif not path.strip():
             problems.append(f"{show(override)}: got no field before '=', expected an override of the form key=value")
         elif path not in known_fields():
-            problems.append(unknown_field(path))
+            problems.append(unknown_field(path, text))
         elif inside := known_fields()[path].list_path:
             name = path.removeprefix(f"{inside}.")
             problems.append(f"{path}: a field of the entries of a list; set {inside}=[{{type: ..., {name}: ...}}]")

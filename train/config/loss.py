@@ -59,6 +59,8 @@ class Loss(Algorithm):
     """Whether tokens that a correction rejects still count in the denominators."""
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus; the initial one if adaptive."""
+    entropy_aggregation: Aggregation | None = None
+    """How the entropies of the tokens are reduced to the bonus; null: as the loss."""
     entropy_controller: EntropyControllerSection = DEFAULT_ENTROPY_CONTROLLER
     """Controller of that coefficient; it measures the mean entropy per token, in nats."""
     value_coef: NonNegative = 0.0

@@ -53,7 +53,7 @@ class Mesh(Section):
     tensor: Count = 1
     """Devices that split heads, MLP and vocabulary."""
     slices: Count = 1
-    """Slices of TPUs, or groups of hosts, that only a network connects; each has an equal part of data."""
+    """Slices of TPUs that only a network connects, each with an equal part of data; GPUs on one fabric are one."""
 
     def parts(self, axes: Sequence[str] = AXES) -> Parts:
         """Returns the parts that axes split a size into together."""

@@ -1,15 +1,16 @@
 """Error messages: one line that names the field, the value and the allowed values."""
 
 import difflib
+import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from train.config.address import without_password
 from train.config.fields import Known, known_fields, variant_fields
-from train.config.usual_names import USUAL_NAMES
+from train.config.usual_names import USUAL_VALUES, usual_field
 
 Location: TypeAlias = tuple[str | int, ...]
 
@@ -24,6 +25,12 @@ class _Short(reprlib.Repr):
 
 _SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+NEAR = 0.75
+"""Names with more letters in common than this share are near."""
+PART = NEAR
+COMPOUND = NEAR / 2
+"""The likeness of a name that has some of the other's words; and of one that has more."""
+MOST_HINTS = 4
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -33,23 +40,79 @@ def show(value: Any) -> str:
     return _WORDS.get(text, text)
 
 
-def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?`, or nothing where no candidate is close."""
-    by_case = {candidate.casefold(): candidate for candidate in candidates}
-    close = difflib.get_close_matches(word.casefold(), by_case, n=1, cutoff=cutoff)
-    return f"; did you mean '{by_case[close[0]]}'?" if close else ""
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Returns `; did you mean 'x'?`, or nothing where no candidate is near, or too many are.
+
+    Example:
+        >>> did_you_mean("cosine_with_restarts", ["constant", "linear", "cosine"])
+        "; did you mean 'cosine'?"
+        >>> did_you_mean("grpo", ["gvpo", "ppo"])
+        ''
+    """
+    likeness = {candidate: _likeness(word, candidate) for candidate in candidates}
+    return _hint([candidate for candidate in likeness if likeness[candidate] == max(likeness.values()) > 0])
 
 
-def unknown_field(path: str) -> str:
-    """The line for a path that the schema does not have."""
+def _hint(names: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(map(repr, names))}?" if 0 < len(names) <= MOST_HINTS else ""
+
+
+def _likeness(word: str, candidate: str) -> float:
+    """Returns how near two names are: above `NEAR` by letters, `PART` or `COMPOUND` by words, or 0.
+
+    Short names are often acronyms, of which one letter makes another.
+    """
+    first, second = (re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_") for name in (word, candidate))
+    words, others = set(first.split("_")), set(second.split("_"))
+    if (words < others or others < words) and max(map(len, words & others)) > 2:
+        return PART if words < others else COMPOUND
+    if re.sub(r"\d", "", first) == re.sub(r"\d", "", second):
+        numbers = [int(re.sub(r"\D", "", name) or 0) for name in (first, second)]
+        return 1 - 0.1 * (1 - 1 / (1 + abs(numbers[0] - numbers[1])))
+    ratio = difflib.SequenceMatcher(None, first.replace("_", ""), second.replace("_", "")).ratio()
+    return ratio if ratio > NEAR else 0
+
+
+def unknown_field(path: str, text: str = "...") -> str:
+    """Returns the line for a path that the schema does not have, set to the YAML `text`."""
     known = known_fields()
     parent = path.rpartition(".")[0]
     while parent and parent not in known:
         parent = parent.rpartition(".")[0]
+    if parent and not known[parent].section:
+        if known[parent].expected.startswith("a mapping"):
+            return f"{path}: unknown field; write `{parent}={{{path.removeprefix(f'{parent}.')}: {text}}}`"
+        return f"{path}: unknown field, {parent} is {known[parent].expected}; did you mean {parent!r}?"
     names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
-    allowed = f"expected one of {', '.join(names)}" if names else f"{parent} is {known[parent].expected}"
-    hint = _usual_name(path) or did_you_mean(path, known) or _by_last_name(path)
-    return f"{path}: unknown field, {allowed}{hint}"
+    usual = usual_field(path)
+    hint = _hint([usual] if usual else _near_fields(path))
+    # The names of all sections are worth a line only if nothing else helps.
+    return f"{path}: unknown field" + (hint if hint and not parent else f", expected one of {', '.join(names)}{hint}")
+
+
+def _near_fields(path: str) -> list[str]:
+    """Lists the fields nearest to a path: by letters; else with its words in its section, or of its name elsewhere."""
+    *sections, name = path.split(".")
+    spelled: dict[tuple[bool, float], list[str]] = {}
+    with_words: dict[float, list[str]] = {}
+    elsewhere = []
+    for field in known_fields():
+        *others, last = field.split(".")
+        likeness = _likeness(name, last)
+        same = len(sections) == len(others) and all(map(_is_spelled_alike, sections, others))
+        if not same and sections and sections[:1] != others[:1]:
+            elsewhere += [field] if likeness == 1 else []
+        elif likeness > NEAR:
+            spelled.setdefault((same, likeness), []).append(field)
+        elif likeness and (sections or likeness == PART):
+            with_words.setdefault(likeness, []).append(field)
+    if spelled:
+        return spelled[max(spelled)]
+    return [*(elsewhere if len(elsewhere) <= 2 else []), *(with_words[max(with_words)] if with_words else [])]
+
+
+def _is_spelled_alike(first: str, second: str) -> bool:
+    return _likeness(first, second) > NEAR
 
 
 def field_problems(error: ValidationError) -> list[tuple[Location, str]]:
@@ -94,8 +157,17 @@ def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> s
         expected += f" (quote it: {show(str(value))})"
     if item["type"] == "string_type" and isinstance(value, dict):
         expected += " (quote text with a colon at its end or before a blank)"
-    hint = did_you_mean(value, known.choices, cutoff=0.5) if isinstance(value, str) else ""
+    hint = _value_hint(known, value) if isinstance(value, str) else ""
     return f"{path}: got {show(value)}{reason}, expected {expected}{hint}"
+
+
+def _value_hint(known: Known, value: str) -> str:
+    """Suggests the choice that a value means in other trainers, or a near one."""
+    usual = USUAL_VALUES.get(known.path, {})
+    spelled = value.casefold().replace("-", "_")
+    if spelled in usual:
+        return _hint([choice for choice in (usual[spelled],) if choice in known.choices])
+    return did_you_mean(value, known.choices)
 
 
 def _wrong_tag(path: str, item: dict[str, Any], tag: Known) -> str:
@@ -107,7 +179,8 @@ def _wrong_tag(path: str, item: dict[str, Any], tag: Known) -> str:
 
 def _wrong_variant(path: str, parent: Known, variant: str) -> str:
     field, section = path.rpartition(".")[2], path.rpartition(".")[0]
-    tag, having = f"{section}.{parent.tag}", known_fields()[f"{parent.path}.{field}"].variants
+    tag = f"{section}.{parent.tag}"
+    having = known_fields()[f"{parent.path}.{field}"].variants
     line = f"{path}: not a field when {tag} is {variant}; change {tag} ({', '.join(having)}), or "
     if parent.entries:
         return f"{line}remove the field"
@@ -133,16 +206,3 @@ def _without_variants(location: Location) -> tuple[Location, str]:
 def _field_path(location: Iterable[str | int]) -> str:
     """Returns the path in the schema: `("correction", 1, "upper")` as `correction.upper`."""
     return dotted(part for part in location if isinstance(part, str))
-
-
-def _usual_name(path: str) -> str:
-    """Returns the hint for a name that other trainers use for a field."""
-    field = USUAL_NAMES.get(path.casefold().replace("-", "_"))
-    return f"; did you mean '{field}'?" if field else ""
-
-
-def _by_last_name(path: str) -> str:
-    """Suggests the right section for a name, such as `learning_rate` at the top level."""
-    name = path.rpartition(".")[2]
-    matches = [known for known in known_fields() if known.rpartition(".")[2] == name]
-    return f"; did you mean {' or '.join(repr(item) for item in matches[:3])}?" if matches else ""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from train.config.types import CommitHash, EvenSize, LoraTargets, PathText, Positive, Section, Size
 
@@ -31,8 +31,12 @@ BYTE_VOCABULARY = 264
 MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one of {', '.join(PRESETS)}"
 
 
+MOST_EXPERTS = 4096
+"""Far above the 512 of the models that are known; memory and time grow with tokens times experts."""
+
+
 class Experts(Section):
-    count: Size
+    count: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]
     """Experts of a layer."""
     active: Size = 2
     """Experts that compute a token; at most count."""
@@ -124,7 +128,8 @@ def expand_preset(raw: Any) -> Any:
 
 def without_warm_start(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Turns the warm start off by default in a raw config that starts from a folder or a preset."""
-    model, section = expand_preset(raw.get("model")), raw.get("warm_start", {})
+    model = expand_preset(raw.get("model"))
+    section = raw.get("warm_start", {})
     if not isinstance(model, dict) or not isinstance(section, dict):
         return dict(raw)
     preset = any(model.items() >= fields.items() for fields in PRESETS.values())

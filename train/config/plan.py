@@ -202,6 +202,18 @@ class Plan:
         """
         return self.scope is not None and not self.key
 
+    def measures_sampling_bias(self, *, recorded: bool) -> bool:
+        """Whether sampled tokens can be compared with the entropies of the policy, which are of the whole vocabulary.
+
+        They have to be draws of the policy; or of another one whose log-probs are `recorded`, but not of any policy.
+        """
+        section = self.config.rollout
+        source = section.source
+        cut = section.top_k > 0 or section.top_p < 1 or section.min_p > 0
+        if cut or source.type == "file" or (source.type == "openai" and source.sync == "none"):
+            return False
+        return recorded or (source.type != "custom" and section.policy_lag == 0 and section.ahead == 0)
+
     @property
     def fields(self) -> tuple[str, ...]:
         """The optional fields of the batch that the objective reads; some are scored, a rollout brings the others."""
@@ -260,8 +272,9 @@ def follows_policy(config: Config) -> bool:
 
 
 def divides_by_length(config: Config) -> bool:
-    """Whether the reduction of the loss or of its KL divides by `loss.max_length`."""
-    return "seq_mean_token_sum_norm" in (config.loss.aggregation, config.kl.loss.aggregation)
+    """Whether the reduction of the loss, of its KL or of the entropy bonus divides by `loss.max_length`."""
+    own = (config.kl.loss.aggregation, config.loss.entropy_aggregation)
+    return "seq_mean_token_sum_norm" in (config.loss.aggregation, *own)
 
 
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
@@ -335,7 +348,8 @@ def _rows_return_alike(config: Config) -> bool:
 
 def _scope(config: Config, loss: Signature | None) -> Scope | None:
     """Returns the tokens that the loss of a token depends on, or None where nothing is known."""
-    term, policy = config.kl.loss, _policy_scope(config.loss, loss)
+    term = config.kl.loss
+    policy = _policy_scope(config.loss, loss)
     by_row = is_on(term) and term.importance_corrected and term.importance_level != "token"
     return "row" if by_row and policy == "token" else policy
 

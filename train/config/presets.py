@@ -86,7 +86,8 @@ def _merge(below: Fields, above: Fields, prefix: str) -> Fields:
     merged = copy.deepcopy(below)
     for key, value in above.items():
         path = f"{prefix}{key}"
-        known, under = known_fields().get(path), merged.get(key)
+        known = known_fields().get(path)
+        under = merged.get(key)
         if known is None or not known.section or not isinstance(under, dict):
             merged[key] = value
             continue
@@ -103,6 +104,7 @@ def _merge(below: Fields, above: Fields, prefix: str) -> Fields:
 
 def _common(path: str) -> bool:
     """Whether all variants of a union have a field."""
-    known, parent = known_fields().get(path), known_fields()[path.rpartition(".")[0]]
+    known = known_fields().get(path)
+    parent = known_fields()[path.rpartition(".")[0]]
     tag = known_fields()[f"{parent.path}.{parent.tag}"]
     return known is not None and set(known.variants) >= set(tag.variants)

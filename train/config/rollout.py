@@ -52,8 +52,8 @@ class OpenAISourceSection(Section):
     """openai: largest answer, also after decompression; null: 16 MiB and 1 KiB for each token of it."""
     retries: CountOrZero = 6
     """openai: retries of a failed request, each after a longer wait."""
-    concurrency: Size = 64
-    """openai: requests at one time, one for each prompt."""
+    concurrency: Size = 512
+    """openai: requests at one time, one for each completion."""
 
 
 class FileSourceSection(Section):

@@ -22,7 +22,7 @@ class Routing(Section):
     """Loads that are balanced: model: of all layers together, as transformers does; layer: of each, then their mean."""
     z_coef: NonNegative = 0.0
     """Coefficient of the z-loss, the mean square of the log of the sum of exp of a router's logits."""
-    bias_update_rate: NonNegative = 0.0
+    bias_update_rate: Fraction = 0.0
     """Step of a bias of each expert, after each update, towards equal loads; added for the choice alone. 0: none."""
     freeze: bool = False
     """Leave the routers as they are in RL; with lora leave `gate` out of lora.targets instead."""

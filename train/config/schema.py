@@ -130,7 +130,7 @@ class Guard(Section):
     max_kl: Positive | None = 10.0
     """Limit of a step's mean KL to the reference, nats per token, where it is measured; null: none."""
     max_token_kl: Positive | None = 1e6
-    """Limit of the KL to the reference that a step estimates at one token, nats; null: none."""
+    """Limit of the KL at one token that a step estimates, to the reference or of `kl.rollout`, nats; null: none."""
     min_entropy: Positive | None = None
     """Limit of a step's mean entropy of the policy, nats per token; null: none."""
     action: Literal["warn", "skip", "stop", "roll_back", "lower_learning_rate"] = "warn"

@@ -36,7 +36,8 @@ class _Loader(yaml.SafeLoader):
         except ValueError as error:
             if not isinstance(node, yaml.ScalarNode):
                 raise
-            kind, text = node.tag.rpartition(":")[2], node.value
+            kind = node.tag.rpartition(":")[2]
+            text = node.value
             shown = repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text)} characters)"
             problem = f"{shown} cannot be read as {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error

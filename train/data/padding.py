@@ -46,7 +46,8 @@ def pad_rows(
       >>> rows["fields"]["log_probs"].tolist()
       [[0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, -3.0]]
     """
-    count, (prompt_length, max_new_tokens) = len(prompts), lengths
+    count = len(prompts)
+    prompt_length, max_new_tokens = lengths
     tokens = np.full((count, prompt_length + max_new_tokens), pad_id, np.int32)
     token_mask = np.zeros(tokens.shape, bool)
     completion_mask = np.zeros(tokens.shape, bool)

@@ -15,7 +15,7 @@ import numpy as np
 from train.config.errors import UserError
 from train.data.padding import pad_rows
 from train.data.tasks.task import Example
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenizer, decode_continuation
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,11 +64,14 @@ def encode_solutions(
     return SupervisedBatch(rows["tokens"], rows["token_mask"], rows["completion_mask"])
 
 
-def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """Decodes the masked-in tokens of each row of `[B, T]` arrays."""
+def decode_completions(
+    tokens: np.ndarray, token_mask: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer
+) -> list[str]:
+    """Decodes the completion of each row of `[B, T]` arrays as the continuation of its prompt."""
+    rows = zip(tokens, token_mask & ~completion_mask, completion_mask, strict=True)
     return [
-        tokenizer.decode(row[mask].tolist())
-        for row, mask in zip(np.asarray(tokens), np.asarray(completion_mask), strict=True)
+        decode_continuation(tokenizer, row[prompt].tolist(), row[completion].tolist())
+        for row, prompt, completion in rows
     ]
 
 
@@ -205,7 +208,8 @@ class Supervised:
         fitting = keep_prompts(examples, tokenizer, prompt_length)
         self.examples = keep_solutions(fitting, tokenizer, completion_length)
         self.dropped = len(examples) - len(self.examples)
-        self._tokenizer, self._lengths = tokenizer, (prompt_length, completion_length)
+        self._tokenizer = tokenizer
+        self._lengths = (prompt_length, completion_length)
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> SupervisedBatch:

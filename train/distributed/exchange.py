@@ -40,7 +40,8 @@ def agree(label: str, value: Any) -> None:
     for number, differing in enumerate(values):
         if differing == values[0]:
             continue
-        first, other = values[0], differing
+        first = values[0]
+        other = differing
         if isinstance(first, dict) and isinstance(other, dict):
             label = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
             first, other = first.get(label), other.get(label)
@@ -130,7 +131,8 @@ def send_to_leader(label: str, value: bytes) -> list[bytes]:
 def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     if processes() == 1:
         return [value]
-    service, number = coordination(), _STATE["rounds"]
+    service = coordination()
+    number = _STATE["rounds"]
     _STATE["rounds"] += 1
     prefix = f"kljax/{number}"
     if not is_leader():
@@ -209,7 +211,8 @@ def join(parts: Iterable[bytes]) -> bytes:
 
 
 def split(joined: bytes) -> list[bytes]:
-    parts, position = [], 0
+    parts = []
+    position = 0
     while position < len(joined):
         (length,) = struct.unpack_from("<q", joined, position)
         parts.append(joined[position + 8 : position + 8 + length])

@@ -77,6 +77,10 @@ class RowSplit:
         """Returns the split of arrays `[count, ...]`."""
         return cls(count, held_rows(sharding, count), own_rows(sharding, count))
 
+    def first(self, count: int) -> "RowSplit":
+        """Returns the split in which only the first rows are judged."""
+        return dataclasses.replace(self, count=count, own=self.own[self.own < count])
+
     def select_own(self, array: Any) -> np.ndarray:
         """Copies the own rows to the host, from an array on the devices or one of the held rows."""
         host = to_host_rows(array) if isinstance(array, jax.Array) else array

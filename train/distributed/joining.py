@@ -76,14 +76,16 @@ def before_abort(end: Callable[[], None]) -> Iterator[None]:
 def _signal_of_c() -> Callable[[int, Any], Any]:
     """Returns `signal` of the C library; raises what ctypes raises where there is none."""
     function = ctypes.CDLL(None).signal
-    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    function.restype = ctypes.c_void_p
     return function
 
 
 def _reason(seconds: float) -> str:
     from jax._src.distributed import global_state
 
-    after, advice = f"after {seconds:.0f} s", "start all processes at about the same time, or raise the limit"
+    after = f"after {seconds:.0f} s"
+    advice = "start all processes at about the same time, or raise the limit"
     address, count = global_state.coordinator_address, global_state.num_processes
     if address is None or count is None:
         return f"the environment has not named the other processes {after}; {advice}"

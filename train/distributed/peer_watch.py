@@ -102,7 +102,8 @@ class PeerWatch:
 
     def beat(self) -> None:
         """Writes the progress of this process and reads that of the others."""
-        me, now = self.peers[self._number], time.monotonic()
+        me = self.peers[self._number]
+        now = time.monotonic()
         me.hear(me.beats + 1, me.progress._replace(moves=self._phases + rounds_begun()), now)
         text = json.dumps([me.beats, *me.progress])
         self._service.key_value_set(f"{PROGRESS}/{self._number}", text, allow_overwrite=True)
@@ -176,7 +177,8 @@ class PeerWatch:
         if waited < self._slow:
             return None
         self._slow *= 2
-        progress, silent = self.peers[last].progress, now - self.peers[last].heard
+        progress = self.peers[last].progress
+        silent = now - self.peers[last].heard
         more = f", and silent for {silent:.0f} s" if silent > SILENT_SECONDS else ""
         since = f"the others have waited {waited:.0f} s for it"
         return f"{self._described(last)} is slow: {since}; it is at {_text(progress)}{more}"

@@ -297,7 +297,8 @@ class GroupCache:
         if options.sinks is not None:
             sinks = options.sinks.astype(wide).reshape(*grouped.shape[1:3], 1)
             top = jnp.maximum(top, sinks)
-        near, far = jnp.exp(near - top), jnp.exp(far - self._by_prompt(top))
+        near = jnp.exp(near - top)
+        far = jnp.exp(far - self._by_prompt(top))
         output = weighted_values(near, self.completions) + self._by_row(weighted_values(far, self.prompts))
         total = _sum(near) + self._by_row(_sum(far))
         output = output / (total if options.sinks is None else total + jnp.exp(sinks - top))
@@ -306,12 +307,14 @@ class GroupCache:
 
     def _by_prompt(self, x: jax.Array) -> jax.Array:
         """Regroups rows by prompt: [B, K, n, w] to [R, K, (B / R) n, w]."""
-        count, (rows, heads, _, last) = self.prompts.key.shape[0], x.shape
+        count = self.prompts.key.shape[0]
+        rows, heads, _, last = x.shape
         return x.reshape(count, rows // count, heads, -1, last).swapaxes(1, 2).reshape(count, heads, -1, last)
 
     def _by_row(self, x: jax.Array) -> jax.Array:
         """Inverts `_by_prompt`."""
-        (count, heads, _, last), rows = x.shape, self.completions.key.shape[0]
+        count, heads, _, last = x.shape
+        rows = self.completions.key.shape[0]
         return x.reshape(count, heads, rows // count, -1, last).swapaxes(1, 2).reshape(rows, heads, -1, last)
 
 

@@ -191,7 +191,8 @@ class SendQueues:
     def of(cls, how: ExpertAxis, routes: jax.Array) -> "SendQueues":
         """Queues tokens by their routes [n, k], of which -1 is no expert."""
         assert how.sent is not None
-        count, ways = len(routes), lax.axis_size(how.axes)
+        count = len(routes)
+        ways = lax.axis_size(how.axes)
         devices = jnp.where(routes >= 0, routes // how.experts, ways)
         is_for = jnp.any(devices[..., None] == jnp.arange(ways), axis=1)
         order = jnp.argsort(~is_for, axis=0, stable=True).astype(jnp.int32)
@@ -207,7 +208,8 @@ class SendQueues:
     def round(self, how: ExpertAxis, number: jax.Array) -> Exchange:
         """Returns the exchange of a round."""
         assert how.sent is not None
-        slots, ways = how.sent, self.order.shape[1]
+        slots = how.sent
+        ways = self.order.shape[1]
         tokens = lax.dynamic_slice_in_dim(self.order, number * slots, slots).T.reshape(-1)
         ranks = self.ranks - number * slots
         places = jnp.where((ranks >= 0) & (ranks < slots), self.devices * slots + ranks, ways * slots)
@@ -272,7 +274,8 @@ def run_experts_over(
 
 def _run_block(compute: ExpertRows, block: SortedRoutes, x: jax.Array, gates: jax.Array, weights: Tree) -> jax.Array:
     """Computes the rows of a block, and adds them up by token, [N, D] in float32 at least."""
-    active, wide = gates.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    active = gates.shape[-1]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     tokens = block.order // active
     rows = compute(_spread(x, tokens, block.places), block.ids, block.sizes, weights)
     row_gates = _spread(gates.reshape(-1, 1), block.order, block.places.reshape(-1, 1))

@@ -54,7 +54,8 @@ class ExpertMlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: InitKey):
         assert config.experts is not None
-        self.config, experts = config, config.experts
+        self.config = config
+        experts = config.experts
         router = dataclasses.replace(config, quantization=None)
         sizes = (config.width, experts.count)
         self.gate = projection(router, "gate", sizes, ("embed", "router"), key, bias=experts.bias)
@@ -70,7 +71,8 @@ class ExpertMlp(nnx.Module):
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Routed]:
         experts = self.config.experts
         assert experts is not None
-        logits, threshold = self.gate(x), self.config.replay_threshold
+        logits = self.gate(x)
+        threshold = self.config.replay_threshold
         bias = self.choice_bias[...] if experts.choice_bias else None
         gates, routes, chosen = route(logits, experts, context.real, context.routes, bias=bias, threshold=threshold)
         y = self.experts(x, routes, gates if experts.wide_gates else gates.astype(x.dtype))
@@ -168,7 +170,8 @@ class ExpertLinear(nnx.Module):
         init_scale: float = 1.0,
     ):
         assert config.experts is not None
-        key, count = key.child(name), config.experts.count
+        key = key.child(name)
+        count = config.experts.count
         self.axes = ("expert", *axes)
         normal = jax.nn.initializers.normal(init_scale * sizes[0] ** -0.5)
         kernel = normal(key.draw(0, 1), (count, *sizes), jnp.dtype(config.param_dtype))
@@ -210,7 +213,8 @@ class ExpertWeights(nnx.Module):
     def __init__(self, config: DecoderConfig, key: InitKey):
         assert config.experts is not None
         self.config = config
-        sizes, axes = (config.width, config.experts.width), ("expert_embed", "mlp")
+        sizes = (config.width, config.experts.width)
+        axes = ("expert_embed", "mlp")
         self.gate_proj = ExpertLinear(config, "gate_proj", sizes, axes, key=key)
         self.up_proj = ExpertLinear(config, "up_proj", sizes, axes, key=key)
         scale = residual_scale(config)

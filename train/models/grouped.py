@@ -134,7 +134,8 @@ class _Tiles(NamedTuple):
     def of(cls, group_sizes: jax.Array, rows: int, largest: int) -> "_Tiles":
         """Cuts each group into tiles of `largest` rows and a last one with the rest."""
         tiles = -(-group_sizes // largest)
-        ends, numbers = jnp.cumsum(tiles), jnp.arange(len(group_sizes) + rows // max(largest, 1))
+        ends = jnp.cumsum(tiles)
+        numbers = jnp.arange(len(group_sizes) + rows // max(largest, 1))
         groups = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
         first_rows = jnp.cumsum(group_sizes) - group_sizes
         begins = (numbers - (ends - tiles)[groups]) * largest
@@ -152,9 +153,12 @@ def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax
 
 def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Computes the product, or that with the transposed matrices."""
-    rows, counts = len(x), _counts(len(x), len(group_sizes))
-    largest, tiles = counts[-1], _Tiles.of(group_sizes, len(x), counts[-1])
-    outputs, contracted = weights.shape[1 if transposed else 2], (((1,), (1 if transposed else 0,)), ((), ()))
+    rows = len(x)
+    counts = _counts(len(x), len(group_sizes))
+    largest = counts[-1]
+    tiles = _Tiles.of(group_sizes, len(x), counts[-1])
+    outputs = weights.shape[1 if transposed else 2]
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def add_tile(index: jax.Array, y: jax.Array) -> jax.Array:
         start, left = tiles.starts[index], tiles.lefts[index]
@@ -182,7 +186,9 @@ def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, tran
 
 def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
     """Computes the gradient of the matrices, [E, K, F] of x [N, K] and the cotangent [N, F]."""
-    rows, counts, wide = len(x), _counts(len(x)), _wide(dtype)
+    rows = len(x)
+    counts = _counts(len(x))
+    wide = _wide(dtype)
     largest = counts[-1]
 
     def product(count: int, start: jax.Array, left: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from kljax._narrow import narrow_on_cpu, read_with
 from train.models.config import DecoderConfig, LoraConfig
@@ -93,7 +94,7 @@ def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: ja
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
 
 
-def kaiming_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def kaiming_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Draws a matrix [in, rank] from U(-1/sqrt(in), 1/sqrt(in)), as PEFT draws `lora_A` (Kaiming with a = sqrt(5))."""
     bound = shape[-2] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -168,7 +169,8 @@ def narrow_logits(hidden: jax.Array, stored: jax.Array, dtype: jnp.dtype, *, tie
       tied: whether the head is the table of embeddings.
     """
     axis = 0 if tied else 1
-    count, width = stored.shape[axis], min(COLUMNS, stored.shape[axis])
+    count = stored.shape[axis]
+    width = min(COLUMNS, stored.shape[axis])
 
     def add(number: jax.Array, logits: jax.Array) -> jax.Array:
         # The last piece overlaps the one before.

@@ -13,7 +13,9 @@ class DenseMlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: InitKey, *, width: int | None = None):
         self.config = config
-        sizes, axes, bias = (config.width, width or config.mlp_width), ("embed", "mlp"), config.mlp_bias
+        sizes = (config.width, width or config.mlp_width)
+        axes = ("embed", "mlp")
+        bias = config.mlp_bias
         self.gate_proj = projection(config, "gate_proj", sizes, axes, key, bias=bias)
         self.up_proj = projection(config, "up_proj", sizes, axes, key, bias=bias)
         self.down_proj = projection(

@@ -114,7 +114,8 @@ def unpack(x: jax.Array, prompt: int, group: int) -> jax.Array:
 
 def pack_rows(x: jax.Array, packed: PackedRows, fill: float = 0) -> jax.Array:
     """Packs values of tokens, [B, T, ...] to [R, W, ...], with `fill` in slots without a token."""
-    parts, trailing = axis_size("rows"), x.shape[2:]
+    parts = axis_size("rows")
+    trailing = x.shape[2:]
     slots = packed.tokens.reshape(parts, -1)
     has_token = (slots >= 0).reshape(*slots.shape, *[1] * len(trailing))
     values = jnp.where(has_token, _take(x.reshape(parts, -1, *trailing), slots), fill).astype(x.dtype)
@@ -126,7 +127,8 @@ def packed_counts(token_mask: jax.Array, packed: PackedRows, prompt: int) -> jax
 
     Rows with an empty completion have no slots and do not count.
     """
-    parts, length = axis_size("rows"), token_mask.shape[1]
+    parts = axis_size("rows")
+    length = token_mask.shape[1]
     completed = jnp.any(token_mask[:, prompt:], axis=-1).astype(jnp.int32).reshape(parts, -1)
     sharing = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, len(x)))(completed, packed.prompts.reshape(parts, -1))
     slots = packed.tokens.reshape(parts, -1)
@@ -191,16 +193,18 @@ def unpack_states(states: jax.Array, token_mask: jax.Array, packed: PackedRows, 
       packed: the packed rows.
       prompt: P.
     """
-    parts, length, width = axis_size("rows"), token_mask.shape[1], states.shape[-1]
+    parts = axis_size("rows")
+    length = token_mask.shape[1]
+    width = states.shape[-1]
     real = token_mask[:, prompt:].reshape(parts, -1, length - prompt)
     columns = jnp.arange(length - prompt)
     starts = packed.starts.reshape(parts, -1, 2)
     slots = jnp.where(columns == 0, starts[..., :1], starts[..., 1:] + columns - 1)
     # The token that the state in each slot predicts, among those of the completions.
-    following = packed.tokens % length + 1 - prompt
+    next_index = packed.tokens % length + 1 - prompt
     predicted = jnp.where(
-        (packed.tokens >= 0) & (following >= 0) & (following < length - prompt),
-        packed.tokens // length * (length - prompt) + following,
+        (packed.tokens >= 0) & (next_index >= 0) & (next_index < length - prompt),
+        packed.tokens // length * (length - prompt) + next_index,
         -1,
     )
     before = _unpack(

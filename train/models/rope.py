@@ -93,7 +93,8 @@ def _yarn_unscaled_share(rope: Rope, scaling: YarnScaling, head_dim: int) -> np.
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     # Equal ends give a step, as in the programs that trained such models.
     span = last - first if last != first else 0.001
     return 1 - np.clip((np.arange(head_dim // 2) - first) / span, 0, 1)

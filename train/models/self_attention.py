@@ -56,7 +56,9 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: InitKey):
         self.config = config
-        width, heads, kv_heads = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        width = config.width
+        heads = config.heads * config.head_dim
+        kv_heads = config.kv_heads * config.head_dim
         bias = config.qkv_bias
         self.q_proj = projection(config, "q_proj", (width, heads), ("embed", "heads"), key, bias=bias)
         self.k_proj = projection(config, "k_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
@@ -94,7 +96,8 @@ class SelfAttention(nnx.Module):
         if config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         rope = context.rope.for_layer(sliding)
-        query, new = apply_rope(query, rope), KeyValues(apply_rope(key, rope), value)
+        query = apply_rope(query, rope)
+        new = KeyValues(apply_rope(key, rope), value)
         if cache is None:
             new = jax.tree.map(whole_sequences, new)
         keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))

@@ -58,7 +58,8 @@ def make_mesh(
             raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
     if data % slices:
         raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.data = {data}")
-    needed, devices = math.prod(sizes.values()), jax.devices() if devices is None else devices
+    needed = math.prod(sizes.values())
+    devices = jax.devices() if devices is None else devices
     if needed > len(devices):
         got = f"{len(devices)} ({devices[0].platform})"
         raise ValueError(f"mesh: {describe_mesh(sizes)} needs {needed} devices, got {got}")

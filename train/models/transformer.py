@@ -326,7 +326,8 @@ class Transformer(nnx.Module):
 
             return jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
 
-        prompt_states, routed = list[PromptState](), list[Routed | None]()
+        prompt_states = list[PromptState]()
+        routed = list[Routed | None]()
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
             rematerialised = [layer_runner(run) for run in runs]
@@ -347,7 +348,9 @@ class Transformer(nnx.Module):
         self, x: jax.Array, state: DecoderState, context: LayerContext
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Runs the layers on one token per row; every layer writes its part of the stack in place."""
-        stacks, new, routed = iter(state.stacks), list[Any](), list[Routed | None]()
+        stacks = iter(state.stacks)
+        new = list[Any]()
+        routed = list[Routed | None]()
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
 

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
+from train.config.installation import recipe_path
 from train.config.load import LoadedConfig, load
 from train.config.mesh import AXES, describe_mesh
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
-from train.process.console import check_output, make_parser, run_command, show_warnings
+from train.process.console import (
+    check_output,
+    check_output_directory,
+    make_parser,
+    run_command,
+    show_warnings,
+    write_file,
+)
 from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -74,10 +82,10 @@ def show(options: argparse.Namespace) -> int:
     from train.plan.compiler.lowering import LEAST_EFFORT
     from train.plan.report import markdown
     from train.plan.search import best, plan_config
-    from train.run.display import default_console, write_summary
-    from train.weights.files import write_text_atomic
+    from train.run.display import default_console, summary_text
 
-    console, effort = default_console(), None if options.full_effort else LEAST_EFFORT
+    console = default_console()
+    effort = None if options.full_effort else LEAST_EFFORT
     console.width = console.width if console.is_terminal else WIDTH
 
     def tell(line: str) -> None:
@@ -97,9 +105,9 @@ def show(options: argparse.Namespace) -> int:
         print_report(console, plan, brief=options.search)
     if options.json is not None:
         described = [{"overrides": list(overrides), **plan.to_json()} for overrides, plan in plans]
-        write_summary(options.json, {"config": str(options.config), "plans": described})
+        write_file("--json", options.json, summary_text({"config": str(options.config), "plans": described}))
     if options.markdown is not None:
-        write_text_atomic(options.markdown, "\n".join(markdown(plan) for _, plan in plans))
+        write_file("--markdown", options.markdown, "\n".join(markdown(plan) for _, plan in plans))
     return 0 if any(plan.fits for _, plan in plans) else DOES_NOT_FIT
 
 
@@ -132,7 +140,8 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
       UserError: the mesh has other slices than the topology, or another size.
     """
     loaded = load(path, overrides)
-    mesh, slices = loaded.config.mesh, topology.slices
+    mesh = loaded.config.mesh
+    slices = topology.slices
     if any_mesh:
         return loaded
     if slices > 1 and mesh.slices == 1:
@@ -158,9 +167,9 @@ def _check_outputs(options: argparse.Namespace) -> None:
     """Raises `UserError` for a file that cannot be written."""
     for name in ("json", "markdown"):
         if (file := getattr(options, name)) is not None:
-            check_output(f"--{name}", file)
-    if options.keep is not None and not options.keep.is_dir():
-        raise UserError(f"--keep: there is no directory {options.keep}")
+            check_output(f"--{name}", file, inputs=[recipe_path(options.config)])
+    if options.keep is not None:
+        check_output_directory("--keep", options.keep)
     if options.candidates < 1:
         raise UserError(f"--candidates: got {options.candidates}, expected at least 1")
 

@@ -30,7 +30,8 @@ def abstract_state(
     plan: Plan, model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, Tree]:
     """Describes the state before RL, with a reference that follows the policy, and the frozen base under an adapter."""
-    config, params = plan.config, abstract_params(model, mesh)
+    config = plan.config
+    params = abstract_params(model, mesh)
     trainable: dict[str, Tree] = (
         {"params": params} if config.lora is None else {"adapter": abstract_adapter(model, mesh)}
     )
@@ -65,7 +66,8 @@ def abstract_reference(plan: Plan, model: Decoder, mesh: Mesh, state: TrainState
     Raises:
       UserError: the reference is missing, or does not fit.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference:
         return None
     if section.source in PARTS:

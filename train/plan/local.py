@@ -42,7 +42,8 @@ def measure_rates() -> Rates:
 
     A decode step reads weights and writes little. A copy would count the pages of its result, which are made anew.
     """
-    square, vector = jnp.ones((SIZE, SIZE)), jnp.ones(SUMMED)
+    square = jnp.ones((SIZE, SIZE))
+    vector = jnp.ones(SUMMED)
     product, total = jax.jit(jnp.matmul), jax.jit(jnp.sum)
     return Rates(
         2 * SIZE**3 / _fastest(lambda: product(square, square)), vector.nbytes / _fastest(lambda: total(vector))
@@ -65,7 +66,8 @@ def step_work(plan: Plan, model: Decoder, tokens: StepTokens) -> dict[str, Work]
     A decode step reads all weights once. Logits are of completions alone. The gradient of a frozen base goes to the
     activations only, and recomputed activations do not count.
     """
-    config, dtype = model.config, jnp.dtype(model.config.param_dtype)
+    config = model.config
+    dtype = jnp.dtype(model.config.param_dtype)
     head = config.vocab_size * config.width
     leaves = jax.tree_util.tree_leaves_with_path(model.structure().params)
     kernels = sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")

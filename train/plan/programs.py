@@ -166,9 +166,11 @@ class AbstractRun:
 
     def _samplers(self) -> Iterator[LoweredProgram]:
         """Lowers the sampler of rollouts, and that of an evaluation where it may need more memory."""
-        config, context = self.context.config, self.context
+        config = self.context.config
+        context = self.context
         repeats, samples = rollout_rows(context)
-        length, largest = config.data.max_prompt_length, 0
+        length = config.data.max_prompt_length
+        largest = 0
         if config.rollout.source.type == "jax":
             prompts = config.rollout.prompts_per_step * repeats
             program = self._sampler("sample", rollout_programs(context)[length], prompts, samples)
@@ -199,14 +201,18 @@ class AbstractRun:
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
         """Counts the bytes on a device of the keys and values of slots and of prompts."""
-        config, layout, count = self.context.config, self.context.layout, prompts * samples
-        slots, length = min(config.rollout.slots or count, count), config.data.max_prompt_length
+        config = self.context.config
+        layout = self.context.layout
+        count = prompts * samples
+        slots = min(config.rollout.slots or count, count)
+        length = config.data.max_prompt_length
         tokens = slots * (length + config.data.max_completion_length) + prompts * length
         return state_bytes(layout.model.config, tokens) // layout.mesh.size
 
     def _rollout_batch(self) -> Batch:
         config, mesh = self.context.config, self.context.mesh
-        rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
+        rows = config.rows_per_batch()
+        length = config.data.max_prompt_length + config.data.max_completion_length
 
         def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
@@ -236,7 +242,8 @@ class AbstractRun:
 
     def _expert_tiles(self, tokens: int) -> dict[str, float]:
         """Counts the tiles of the experts of a device for so many tokens, if all experts get as many."""
-        model, ways = self.context.model.config, self.context.config.mesh.expert
+        model = self.context.model.config
+        ways = self.context.config.mesh.expert
         if model.experts is None:
             return {}
         row_bytes = model.width * jnp.dtype(model.dtype).itemsize
@@ -252,7 +259,8 @@ class AbstractRun:
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
         plan, model, mesh = self.context.plan, self.context.model, self.context.mesh
-        reference, programs = self.reference, []
+        reference = self.reference
+        programs = []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:
             arguments: tuple[Any, ...] = (self.base, reference, batch)
@@ -269,7 +277,9 @@ class AbstractRun:
         return dataclasses.replace(batch, **scored), programs
 
     def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
-        config, plan, context = self.context.config, self.context.plan, self.context
+        config = self.context.config
+        plan = self.context.plan
+        context = self.context
         state = dataclasses.replace(self.state, past=None, reference=None)
         everywhere = replicated(context.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0))

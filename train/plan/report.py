@@ -109,7 +109,8 @@ class HardwareReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, with the derived numbers."""
-        device, peak = self.topology.device, self.peak
+        device = self.topology.device
+        peak = self.peak
         programs = []
         for program in self.programs:
             bound, seconds = program.work.bound(device)
@@ -209,7 +210,8 @@ def _read(program: LoweredProgram, islands: Sequence[int], effort: float | None,
 
 def _parts(program: LoweredProgram, compiled: CompiledProgram) -> dict[str, int]:
     """Returns the known parts, at most what the compiler plans: it may reuse the memory of a donated argument."""
-    left, parts = compiled.temporary, {}
+    left = compiled.temporary
+    parts = {}
     for name, size in program.parts.items():
         parts[name] = min(size, left)
         left -= parts[name]
@@ -223,7 +225,8 @@ def tables(hardware: HardwareReport) -> list[Table]:
 
 def summary(hardware: HardwareReport) -> list[str]:
     """Returns the answer in a few lines: the layout, whether it fits, and the least time."""
-    device, peak = hardware.topology.device, hardware.peak
+    device = hardware.topology.device
+    peak = hardware.peak
     needs = f"{peak.name} needs {_gib(peak.total)} GiB of {_gib(hardware.usable)} on a device"
     refused = [program for program in hardware.programs if program.refused]
     verdict = f"fits: {needs}" if hardware.fits else f"does not fit: {needs}"

@@ -59,7 +59,8 @@ def plan_config(
     Raises:
       UserError: the model does not fit the mesh, or its shape is not known here.
     """
-    run, mesh = abstract_run(config, topology), config.mesh.model_dump()
+    run = abstract_run(config, topology)
+    mesh = config.mesh.model_dump()
     return report(run, topology, mesh, effort=effort, keep=keep, tell=tell)
 
 
@@ -81,7 +82,8 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
       topology: every mesh has all of its devices.
     """
     start = load(path, overrides).config
-    most, kept_parts = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.parts(KEPT_AXES)
+    most = start.rows_per_batch() // start.optim.updates_per_batch
+    kept_parts = start.mesh.parts(KEPT_AXES)
     split = "".join(f", {axis}: {getattr(start.mesh, axis)}" for axis in KEPT_AXES)
     meshes = _meshes(topology.size // kept_parts.count, topology.slices)
     for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
@@ -111,7 +113,9 @@ def _divisors(number: int) -> list[int]:
 
 def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -> Candidate:
     """Counts what stays in memory, two gradients, and the inputs of all layers of a micro-batch."""
-    run, mesh, optim = abstract_run(config, topology), config.mesh, config.optim
+    run = abstract_run(config, topology)
+    mesh = config.mesh
+    optim = config.optim
     model = run.context.model.config
     length = config.data.max_prompt_length + config.data.max_completion_length
     tokens = config.rows_per_micro_batch() * length // mesh.context

@@ -3,7 +3,6 @@
 import argparse
 import gc
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from train.config.errors import UserError, leave_warnings_to_another_process, wa
 from train.config.fields import known_fields
 from train.config.installation import as_installed
 from train.config.load import LoadedConfig
-from train.config.usual_names import USUAL_NAMES
+from train.config.usual_names import usual_field
 from train.process.disk_problem import handle_thread_errors
 from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
@@ -81,8 +80,8 @@ class FieldParser(argparse.ArgumentParser):
         flag = re.match(r"unrecognized arguments: --([\w.-]+)[= ]?(\S*)", message)
         if flag is not None:
             name = flag[1].replace("-", "_")
-            path = USUAL_NAMES.get(name.casefold(), name)
-            if path in known_fields():
+            path = name if name in known_fields() else usual_field(name)
+            if path is not None:
                 message += f"; a field is set without dashes: {path}={flag[2] or 'VALUE'}"
         # parse_intermixed_args counts the arguments that may be left out among the required ones.
         super().error(re.sub(r"(are required: .*), key=value$", r"\1", message))
@@ -142,21 +141,48 @@ def joined_processes(options: argparse.Namespace) -> Iterator[None]:
             peers.stop()
 
 
-def check_output(option: str, path: Path) -> None:
-    """Raises `UserError` naming the option if a file cannot be written, so that no work is done in vain."""
-    directory = path.absolute().parent
-    if not directory.is_dir():
-        raise UserError(f"{option}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a directory; name a file")
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"{option}: cannot write to the directory {path.parent}, which is read-only")
+def check_output(option: str, path: Path, *, inputs: Sequence[Path] = ()) -> None:
+    """Checks that a command may write a file, so that no work is done in vain; `inputs` are files that it reads.
+
+    Raises:
+      UserError: naming the option: the file cannot be written, is an input, or is a file of a run.
+    """
+    # Imported late: the library loads JAX.
+    from kljax import _files
+
+    try:
+        _files.check_output(path, inputs, option=option)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_output_directory(option: str, path: Path) -> None:
+    """Raises `UserError` naming the option unless a directory is there, outside of the files of a run."""
+    from kljax import _files
+
+    if not path.is_dir():
+        raise UserError(f"{option}: there is no directory {path}")
+    try:
+        _files.check_outside_of_runs(path, option=option)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Writes a file that `check_output` allows; raises `UserError` naming the option if the system refuses."""
+    from kljax import _files
+
+    try:
+        _files.write_output(path, text)
+    except OSError as error:
+        raise UserError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 
 def run_command(command: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code or 0, 130 for a signal.
 
-    An error that the user can fix gives its own code: 2, or another of its class, such as 3 of the guard.
+    An error that the user can fix gives its own code: 2, or another of its class, such as 3 of the guard. So does
+    SystemExit, whatever its code: 0 means that the command came to its end.
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     hook = handle_thread_errors()
@@ -169,7 +195,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             if hook.problem is not None:
                 warn(hook.problem)
             return code
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             known = known_ending(error)
             if known is None:
                 raise

@@ -1,12 +1,16 @@
 """How a command ends after an error: its message and exit code, alone or with the other processes of the run."""
 
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from train.config.errors import GuardError, UserError
+from train.config.user_functions import failure
 from train.process.disk_problem import NEXT_STEP, REMOVED, disk_problem
 from train.process.interrupt import INTERRUPTED
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def known_ending(error: BaseException) -> tuple[str, int] | None:
@@ -15,19 +19,31 @@ def known_ending(error: BaseException) -> tuple[str, int] | None:
         return f"error: {error}", error.code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
-    problem = disk_problem(error) or memory_problem(error) if isinstance(error, Exception) else None
-    if problem is None:
+    if isinstance(error, SystemExit):
+        # A command ends by its own return value: code of the user, or a package, wanted to end the process.
+        return f"error: {failure(error)}\nThe command was ended by sys.exit, before its end", UserError.code
+    if not isinstance(error, Exception):
         return None
-    return f"error: {problem}; {'start a new run' if problem.endswith(REMOVED) else NEXT_STEP}", 2
+    problem = disk_problem(error)
+    if problem is not None:
+        return f"error: {problem}; {'start a new run' if problem.endswith(REMOVED) else NEXT_STEP}", 2
+    problem = memory_problem(error)
+    return None if problem is None else (f"error: {problem}", 2)
 
 
 def memory_problem(error: Exception) -> str | None:
     """Describes an allocation that failed, on the host or on a device; None for every other error."""
     text = str(error).strip()
-    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text:
-        return None
     first = text.splitlines()[0][:200] if text else "an allocation failed"
-    return f"out of memory: {first}; shorter lengths, more optim.micro_batches or fewer rollout.slots need less"
+    if "RESOURCE_EXHAUSTED" in text:
+        return f"out of memory: {first}; shorter lengths, more optim.micro_batches or fewer rollout.slots need less"
+    if not isinstance(error, MemoryError):
+        return None
+    # On the host it is what was read or called there, and not the size of a batch.
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    line = "".join(f" at {frame.filename}, line {frame.lineno}: {frame.line}" for frame in (outside or frames)[-1:])
+    return f"out of memory on the host: {first}{line}"
 
 
 @contextmanager

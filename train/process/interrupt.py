@@ -1,11 +1,12 @@
 """Ctrl-C, SIGTERM and SIGHUP: RL stops at the end of the step and is saved; anything else ends at once."""
 
 import _thread
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -13,6 +14,8 @@ from typing import NoReturn
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 INTERRUPTED = 130
 """The exit code after a signal."""
+SHUTDOWN_SECONDS = 5.0
+"""After an error the interpreter shuts down within this time, or is ended."""
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -75,9 +78,25 @@ def ending_at_once() -> Iterator[Ending]:
 
 
 def exit_with(code: int) -> NoReturn:
-    """Ends the process; signals that come while the interpreter shuts down are ignored."""
+    """Ends the process with this code, also if a signal comes while the interpreter shuts down.
+
+    After an error a thread may wait for what never comes, as those of orbax do for the directory of a save that failed;
+    the interpreter would wait for it in turn.
+    """
+
+    def end(*_: object) -> None:
+        os._exit(code)
+
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):
+            stream.flush()
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+    if code != 0:
+        watch = threading.Timer(SHUTDOWN_SECONDS, end)
+        watch.daemon = True
+        watch.start()
     sys.exit(code)
 
 

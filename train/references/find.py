@@ -120,7 +120,8 @@ def teacher_model(form: Format, path: Path, policy: Decoder) -> Decoder:
     dtype = policy.config.dtype
     if form == "folder":
         return Decoder(decoder_config(path, dtype=dtype, param_dtype=dtype))
-    run, param_dtype = run_directory_of(path), policy.config.param_dtype
+    run = run_directory_of(path)
+    param_dtype = policy.config.param_dtype
     if run is not None:
         # Only what makes the decoder is read: files that the rest of the config names may be gone.
         check_sealed_text(run / "config.yaml", "restore it from a copy")
@@ -145,7 +146,8 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
             "probabilities of the same tokens"
         )
     folder = config.model.path
-    reference_file, policy_file = path / TOKENIZER, Path(folder or "") / TOKENIZER
+    reference_file = path / TOKENIZER
+    policy_file = Path(folder or "") / TOKENIZER
     if (
         folder is not None
         and reference_file.is_file()
@@ -164,7 +166,8 @@ def warn_of_other_base(config: Config, path: str | Path, field: str) -> None:
     Only the last part of the names is compared: hubs and folders call the same weights differently. Shapes that do
     not fit are an error of their own.
     """
-    named, folder = base_model(path), config.model.path
+    named = base_model(path)
+    folder = config.model.path
     if named is None or (folder is not None and _last_part(named) == _last_part(folder)):
         return
     base = "a base that is no Hugging Face folder" if folder is None else folder

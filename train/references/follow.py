@@ -37,9 +37,9 @@ class CorrectedAverage:
     initial: Tree
 
 
-def scored_part(following: Tree) -> Tree:
+def scored_part(moving: Tree) -> Tree:
     """Returns the weights of a reference that follows the policy, of all that the state has of it."""
-    return following.reference if isinstance(following, CorrectedAverage) else following
+    return moving.reference if isinstance(moving, CorrectedAverage) else moving
 
 
 def with_abstract_reference(plan: Plan, state: TrainState) -> TrainState:
@@ -80,26 +80,26 @@ def current_reference(reference: ScoredPolicy | None, state: TrainState) -> Scor
     if reference is None or state.reference is None:
         return reference
     name = policy_part(state.trainable)
-    following = jax.tree.map(
+    moving = jax.tree.map(
         lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype),
         scored_part(state.reference),
         state.trainable[name],
     )
-    return dataclasses.replace(reference, policy=dataclasses.replace(reference.policy, **{name: following}))
+    return dataclasses.replace(reference, policy=dataclasses.replace(reference.policy, **{name: moving}))
 
 
-def make_follow(config: Config, following: Tree) -> Follow:
-    """Compiles `(following, trained, step) -> following`, which donates its first argument."""
+def make_follow(config: Config, moving: Tree) -> Follow:
+    """Compiles `(moving, trained, step) -> moving`, which donates its first argument."""
     section = config.reference
 
-    def follow(following: Tree, trained: Tree, step: jax.Array) -> Tree:
+    def follow(moving: Tree, trained: Tree, step: jax.Array) -> Tree:
         if section.source == "ema":
-            return kljax.ema_reference(following, trained, decay=section.decay)
+            return kljax.ema_reference(moving, trained, decay=section.decay)
         if isinstance(section, BemaReference):
-            return _corrected(section, following, trained, step)
-        return kljax.refreshed_reference(following, trained, step, every=getattr(section, "refresh_every", None) or 1)
+            return _corrected(section, moving, trained, step)
+        return kljax.refreshed_reference(moving, trained, step, every=getattr(section, "refresh_every", None) or 1)
 
-    shardings = jax.tree.map(lambda x: x.sharding, following)
+    shardings = jax.tree.map(lambda x: x.sharding, moving)
     return jax.jit(traced_once(follow), donate_argnums=0, out_shardings=shardings)
 
 
@@ -111,7 +111,8 @@ def _arrays_of(config: Config, make: Callable[[], Tree]) -> Tree:
 def _corrected(section: BemaReference, old: CorrectedAverage, trained: Tree, step: jax.Array) -> CorrectedAverage:
     options = section.model_dump(include={"power", "bias_power", "multiplier", "lag", "min_rate"})
     average, reference = kljax.bema_reference(old.average, trained, old.initial, step, **options)
-    before, after = (old.reference, old.average), (reference, average)
+    before = (old.reference, old.average)
+    after = (reference, average)
     reference, average = kljax.refreshed_reference(before, after, step, every=section.every)
     return CorrectedAverage(reference, average, old.initial)
 

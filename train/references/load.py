@@ -42,7 +42,8 @@ def check_reference(plan: Plan, model: Decoder, mesh: Mesh, steps: Sequence[int]
     Raises:
       UserError: naming the field and what there is.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference:
         return None
     if section.source == "step":
@@ -100,12 +101,12 @@ def start_reference(
     reference: ScoredPolicy | None = ScoredPolicy(model, kljax.Policy(None))
     if state.reference is None or not on_leader("references", lambda: is_recorded(record, config)):
         loaded = load_reference(plan, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
-        following = None
+        moving = None
         if loaded is not None and follows_policy(config):
-            following = start_following(config, loaded, state.trainable)
+            moving = start_following(config, loaded, state.trainable)
         else:
             reference = loaded
-        state = dataclasses.replace(state, reference=following)
+        state = dataclasses.replace(state, reference=moving)
     frozen = FrozenWeights(base, reference)
     fingerprint = reference_fingerprint(frozen)
     step = int(state.step)
@@ -135,7 +136,8 @@ def load_reference(
     Raises:
       UserError: the reference is missing or does not fit; the message names the field and what there is.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference:
         return None
     with _field_errors("source" if saved is None else "path"):

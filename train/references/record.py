@@ -107,7 +107,8 @@ def record_reference(path: Path, config: Config, fingerprint: np.ndarray | None,
     Raises:
       UserError: the weights differ from the weights that the run loaded first.
     """
-    entries, entry = read_entries(path), entry_of(config, fingerprint, step)
+    entries = read_entries(path)
+    entry = entry_of(config, fingerprint, step)
     if is_recorded(path, config):
         before = entries[-1]
         if before.digest != entry.digest:

@@ -34,7 +34,8 @@ def make_reference_store(plan: Plan, model: Decoder, mesh: Mesh, rows: int | Non
     Raises:
       UserError: the recordings of two processes have different numbers of rows.
     """
-    config, source = plan.config, plan.config.rollout.source
+    config = plan.config
+    source = plan.config.rollout.source
     if rows is None or not plan.keeps_ref_log_probs or source.type != "file":
         return None
     agree("rollout.source", {"rows": rows})

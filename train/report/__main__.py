@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
-from train.process.console import make_parser, run_command
+from train.process.console import check_output, make_parser, run_command, write_file
 
 if TYPE_CHECKING:
     from train.report.page import ShownDump
@@ -51,7 +51,6 @@ def write_page(options: argparse.Namespace) -> None:
     """
     # Imported late, so that an error on the command line shows before JAX starts.
     from train.report.page import render
-    from train.weights.files import write_text_atomic
 
     paths = [path for path in (options.what, options.other) if path is not None]
     if options.rollouts < 1:
@@ -60,12 +59,10 @@ def write_page(options: argparse.Namespace) -> None:
     dumps = [path.suffix in DUMPS for path in paths]
     if any(dumps) and not all(dumps):
         raise UserError(f"got {' and '.join(map(str, paths))}; compare two runs, or two dumps")
-    page = render(title, [], _replayed(paths)) if all(dumps) else render(title, _read(paths, options.rollouts))
     output = options.output or (options.what / "report.html" if options.what.is_dir() else Path("report.html"))
-    try:
-        write_text_atomic(output, page)
-    except OSError as error:
-        raise UserError(f"--output: cannot write {output}: {error.strerror}") from error
+    check_output("--output", output, inputs=paths)
+    page = render(title, [], _replayed(paths)) if all(dumps) else render(title, _read(paths, options.rollouts))
+    write_file("--output", output, page)
     print(output)
     if options.open:
         webbrowser.open(output.resolve().as_uri())
@@ -78,10 +75,10 @@ def _read(paths: Sequence[Path], rollouts: int) -> list["ShownRun"]:
 
 
 def _replayed(paths: Sequence[Path]) -> list["ShownDump"]:
-    """Replays dumps with `kljax.parity`, which names the cause of each difference."""
+    """Replays dumps with `kljax parity`, which names the cause of each difference."""
     import jax
 
-    from kljax.parity.command import compare
+    from kljax.tools.parity.command import compare
     from train.report.page import ShownDump
 
     try:

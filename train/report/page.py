@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import kljax
-from kljax.parity.report import as_json, as_text
-from kljax.parity.search import ParityReport
+from kljax.tools.parity.report import as_json, as_text
+from kljax.tools.parity.search import ParityReport
 from train.report.quantities import QUANTITIES, Quantity, color_limit, histogram, histogram_limit, quantity_of
 from train.report.rollouts import RecordedRollout, columns_of
 from train.report.runs import ShownRun, config_difference

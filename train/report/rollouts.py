@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from train.config.errors import UserError
+from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
 
 IDS = ("prompt_ids", "completion_ids", "token_texts")
 PRIME_RL_SCHEMA = 1
@@ -75,8 +76,11 @@ def read_parquet(directory: Path, limit: int) -> RolloutSample:
 
     def read(path: Path) -> list[RecordedRollout]:
         try:
-            return list(_from_table(parquet.ParquetFile(path).read()))
-        except (ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            _check_regular(path)
+            return list(_from_table(parquet.ParquetFile(path, page_checksum_verification=True).read()))
+        except KeyError as error:
+            raise _Damaged(f"it has no column {error}") from error
+        except (ArrowException, OSError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _Damaged(str(error).partition("\n")[0]) from error
 
     return _sample(files, read, limit)
@@ -94,12 +98,12 @@ def read_prime_rl(path: Path, limit: int) -> RolloutSample:
 
     def read(file: Path) -> list[RecordedRollout]:
         try:
-            lines = file.read_text(encoding="utf-8").split("\n")
+            lines = read_regular(file).decode("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise _Damaged(str(error)) from error
         # The last line of a file that is being written has no end.
         records = (_parse_export(line, f"{file}, line {number}") for number, line in enumerate(lines[:-1], start=1))
-        return [_from_export(record, row) for row, record in enumerate(record for record in records if record)]
+        return [_of_export(file, record, row) for row, record in enumerate(record for record in records if record)]
 
     return _sample(files, read, limit)
 
@@ -108,10 +112,38 @@ class _Damaged(Exception):
     """A file that cannot be read."""
 
 
+def _check_regular(path: Path) -> None:
+    if not path.is_file():
+        raise _Damaged("it is no regular file")
+
+
+def _checked(rollout: RecordedRollout) -> RecordedRollout:
+    """Returns a rollout whose values are of the kinds that the page shows; raises ValueError naming one that is not."""
+    for name in ("prompt", "answer", "completion"):
+        if not isinstance(getattr(rollout, name), str):
+            raise ValueError(f"row {rollout.row}: {name}: got {getattr(rollout, name)!r}, expected text")
+    for name in ("step", "row"):
+        if type(getattr(rollout, name)) is not int:
+            raise ValueError(f"row {rollout.row}: {name}: got {getattr(rollout, name)!r}, expected an integer")
+    for name, number in {"reward": rollout.reward, **rollout.rewards}.items():
+        if number is not None and not isinstance(number, int | float):
+            raise ValueError(f"row {rollout.row}: {name}: got {number!r}, expected a number")
+    if len(rollout.token_texts) != len(rollout.ids):
+        raise ValueError(f"row {rollout.row}: {len(rollout.token_texts)} texts of {len(rollout.ids)} tokens")
+    lengths = {name: len(x) for name, x in rollout.columns.items()} | {
+        name: len(x) for name, x in rollout.others.items()
+    }
+    if wrong := [name for name, length in lengths.items() if length != rollout.length]:
+        raise ValueError(f"row {rollout.row}: {wrong[0]}: {lengths[wrong[0]]} values of {rollout.length} tokens")
+    return rollout
+
+
 def _sample(files: Sequence[Path], read: Callable[[Path], list[RecordedRollout]], limit: int) -> RolloutSample:
     """Reads files evenly, the first and the last among them, until there are about `limit` rollouts."""
     rollouts: list[RecordedRollout] = []
-    notes, damaged, left_out = [], [], 0
+    notes = []
+    damaged = []
+    left_out = 0
     every = 1
     for number, path in enumerate(files):
         last = number == len(files) - 1
@@ -152,8 +184,8 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
     plain = [name for name in table.column_names if name not in numbers]
     for index, record in enumerate(table.select(plain).to_pylist()):
         prompt_ids, completion_ids = record["prompt_ids"], record["completion_ids"]
-        first = -len(completion_ids) or None
-        yield RecordedRollout(
+        first = -len(completion_ids) or len(prompt_ids)
+        rollout = RecordedRollout(
             step=record["step"],
             row=record["row"],
             group=record.get("group"),
@@ -171,6 +203,7 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
             columns={name: rows[index][first:] for name, rows in numbers.items()},
             others={name: record[name][first:] for name in nested},
         )
+        yield _checked(rollout)
 
 
 def _split(lists: Any) -> list[np.ndarray]:
@@ -184,7 +217,7 @@ def _parse_export(line: str, location: str) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise _Damaged(f"{location}: not JSON") from error
     version = record.get("schema_version") if isinstance(record, dict) else None
@@ -193,11 +226,21 @@ def _parse_export(line: str, location: str) -> dict[str, Any] | None:
     return record
 
 
+def _of_export(file: Path, record: Mapping[str, Any], row: int) -> RecordedRollout:
+    try:
+        return _checked(_from_export(record, row))
+    except KeyError as error:
+        raise _Damaged(f"{file}, row {row}: it has no {error}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise _Damaged(f"{file}, row {row}: {error}") from error
+
+
 def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
     """Makes a rollout of a sequence of the export: what its loss mask leaves out at the start is the prompt."""
     ids, mask = record["token_ids"], record["loss_mask"]
     start = mask.index(True) if True in mask else len(mask)
-    columns, texts = {}, [f"{number} " for number in ids]
+    columns = {}
+    texts = [f"{number} " for number in ids]
     for name, values in record.items():
         if isinstance(values, list) and name not in ("token_ids", "position_ids", "losses") and len(values) == len(ids):
             numbers = np.array([np.nan if value is None else value for value in values[start:]], np.float32)

@@ -1,7 +1,6 @@
 """A run, or a recording of another system, as the page shows it."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,16 @@ import numpy as np
 import yaml
 
 from train.config.errors import UserError
+from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
+from train.config.yaml_text import parse_yaml
 from train.report.quantities import QUANTITIES
 from train.report.rollouts import RecordedRollout, RolloutSample, read_parquet, read_prime_rl
 from train.run.paths import RunPaths
+from train.weights.files import FIRST_LINE, check_sealed_text
 
+MOST_CONFIG_BYTES = 2**20
+"""Largest config of a page, also with its aliases written out."""
 Points = Sequence[tuple[int, float | None]]
 
 
@@ -54,6 +59,8 @@ def read_run(path: Path, *, rollouts: int) -> ShownRun:
         raise UserError(f"there is no run at {path}{_others(path)}")
     if not paths.config.is_file() and not paths.metrics.is_file():
         recording = read_prime_rl(path, rollouts)
+        if not recording.rollouts:
+            raise UserError(f"{path} is neither a run nor a token export: {' '.join(recording.notes) or 'it is empty'}")
         return ShownRun(path.name, {"train": mean_metrics(recording.rollouts)}, {}, [], recording, [])
     metrics, notes = _read_metrics(paths.metrics)
     config, problems = _read_config(paths.config)
@@ -74,15 +81,17 @@ def _read_metrics(path: Path) -> tuple[dict[str, dict[str, list[tuple[int, float
     """Reads the points of every metric; the last line of a run that is going may be incomplete."""
     metrics: dict[str, dict[str, list[tuple[int, float | None]]]] = {}
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        lines = read_regular(path).decode("utf-8", errors="replace").split("\n")
     except OSError as error:
         return {}, [f"The metrics cannot be read: {error.strerror}."]
+    if len(lines) == 1 and lines[0].strip():
+        return {}, ["The metrics are damaged: they have no whole line."]
     damaged = 0
-    for line in lines:
+    for line in lines[:-1]:
         try:
-            record = json.loads(line)
-            phase, step = record.pop("phase"), int(record.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            record = parse_json(line)
+            phase, step = str(record.pop("phase")), int(record.pop("step"))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             damaged += 1
             continue
         for name, value in record.items():
@@ -92,10 +101,43 @@ def _read_metrics(path: Path) -> tuple[dict[str, dict[str, list[tuple[int, float
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Reads the values of the config as the trainer reads them, with notes about what is wrong with it."""
     try:
-        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))), []
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}, ["The config cannot be read."]
+        data = read_regular(path)
+        if len(data) > MOST_CONFIG_BYTES:
+            return {}, [f"The config cannot be read: it has {len(data)} bytes, expected at most {MOST_CONFIG_BYTES}."]
+        content, repeated = parse_yaml(data.decode("utf-8"))
+        if _is_larger(content, MOST_CONFIG_BYTES):
+            return {}, ["The config cannot be read: its aliases stand for too many values."]
+        values = flat(content) if isinstance(content, dict) else {}
+        if data.startswith(FIRST_LINE.encode()):
+            check_sealed_text(path, "it was changed")
+    except UserError:
+        return values, ["The config is damaged or was changed: it differs from what the run wrote."]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return {}, [f"The config cannot be read: {_reason(error)}."]
+    notes = [f"The config has a key twice: {line}." for line in repeated[:1]]
+    return values, notes if values else [*notes, "The config is empty."]
+
+
+def _is_larger(value: Any, most: int) -> bool:
+    """Whether a value has more parts, or characters, than a number; one that contains itself has."""
+    left = [value]
+    count = 0
+    while left and count <= most:
+        part = left.pop()
+        count += 1 + (len(part) if isinstance(part, str) else 0)
+        if isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list):
+            left += part
+    return count > most
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, for a note."""
+    text = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+    return "it is nested too deeply" if isinstance(error, RecursionError) else text.rstrip(".") or type(error).__name__
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

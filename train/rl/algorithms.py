@@ -23,6 +23,7 @@ from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.signatures import Signature, load_function
 from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics
+from train.rl.user_functions import call_user, check_result
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
@@ -37,10 +38,11 @@ CLIPS_NO_RATIO = ("gmpo_loss", "dppo_loss", "rec_loss")
 LEVELS = get_args(kljax.typing.Level)
 
 
-def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:
+def call_by_name(field: str, signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:
     """Calls a function with the arrays and the options that its parameters name.
 
     Args:
+      field: of the config, for errors of a function of the user.
       signature: the signature of the function.
       section: the section of the config with its options.
       arrays: array by name, made when it is needed.
@@ -48,7 +50,7 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
     """
     supplied = {name: arrays[array]() for name, array in arrays_of(signature, arrays).items()}
     fixed = {name: value for name, value in others.items() if name in signature}
-    return load_function(signature.target)(**supplied, **fixed, **section.options())
+    return call_user(field, section, lambda: load_function(signature.target)(**supplied, **fixed, **section.options()))
 
 
 def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Array | None = None) -> Advantages:
@@ -64,7 +66,8 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
       batch: has the rewards of the rows.
       shaped: token rewards [B, T] with the KL subtracted; None without a KL in the reward.
     """
-    mask, rewards = batch.completion_mask, required(batch.rewards)
+    mask = batch.completion_mask
+    rewards = required(batch.rewards)
     arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
     if shaped is None:
         arrays["rewards"] = lambda: rewards
@@ -79,8 +82,11 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
     if section.empty_rows == "drop":
         arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
     assert plan.advantage is not None  # the loss reads advantages
-    result = call_by_name(plan.advantage, section, arrays, num_groups=plan.num_groups)
-    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    result = call_by_name("advantage.type", plan.advantage, section, arrays, num_groups=plan.num_groups)
+    advantages, returns = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    check_result("advantage.type", section, advantages, (mask.shape[:1], mask.shape))
+    if returns is not None:
+        check_result("advantage.type", section, returns, (mask.shape,), name="returns")
     if advantages.ndim == 1:
         advantages = kljax.broadcast_to_tokens(advantages, mask)
     return advantages, returns if plan.value_head else None
@@ -100,7 +106,9 @@ def policy_loss(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
         if name not in computed
     }
     assert plan.loss is not None
-    return call_by_name(plan.loss, section, arrays, num_groups=plan.num_groups)
+    losses: Array = call_by_name("loss.type", plan.loss, section, arrays, num_groups=plan.num_groups)
+    check_result("loss.type", section, losses, (batch.completion_mask.shape,))
+    return losses
 
 
 def _field(batch: Batch, name: str) -> Array:
@@ -111,7 +119,8 @@ def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
     """Measures the share of tokens that the loss clips, as `clip_fraction`; nothing if it clips no ratio of a level."""
     if plan.loss is None:
         return {}
-    options, function = section.options(), plan.loss.target.rpartition(":")[2]
+    options = section.options()
+    function = plan.loss.target.rpartition(":")[2]
     level = options.get("level", RATIO_LEVELS.get(function, "token"))
     bounds = {name: options[name] for name in ("clip_low", "clip_high") if name in options}
     known = plan.loss.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
@@ -192,3 +201,17 @@ def learning_rate(section: Optim) -> optax.ScalarOrSchedule:
         return highest if after is None else after
     rise = optax.linear_schedule(highest / (section.warmup_steps + 1), highest, section.warmup_steps)
     return rise if after is None else optax.join_schedules([rise, after], [section.warmup_steps])
+
+
+def next_learning_rate(section: Optim, opt_state: optax.OptState) -> Array:
+    """Returns the learning rate of the next update, which follows from the updates that were applied."""
+    rate = learning_rate(section)
+    if not callable(rate):
+        return jnp.asarray(rate, jnp.float32)
+
+    def is_schedule(state: Any) -> bool:
+        return isinstance(state, optax.ScaleByScheduleState)
+
+    # Parts of the weights may have optimizers of their own, which count alike.
+    states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return jnp.asarray(rate(next(filter(is_schedule, states)).count), jnp.float32)

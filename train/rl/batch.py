@@ -50,6 +50,7 @@ class Batch:
         for an advantage of 0; None if all are kept.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
       kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
+      entropy_token_weights: [B, T] the same for the entropy bonus; None if it is reduced as the loss.
       row_numbers: [B] int32, numbers of the rows in the rollout batch, known inside an update.
       fields: [B, T, ...] by name, the other fields that the source filled in, as `TOKEN_FIELDS` declares them. With
         `kept_ids`, all log-probs of the batch are renormalised over these tokens.
@@ -73,6 +74,7 @@ class Batch:
     kept_mask: Array | None = None
     token_weights: Array | None = None
     kl_token_weights: Array | None = None
+    entropy_token_weights: Array | None = None
     row_numbers: Array | None = dataclasses.field(default=None, metadata=GROUP)
     fields: TokenFields = dataclasses.field(default_factory=dict)
 
@@ -89,7 +91,8 @@ def required(field: Array | None) -> Array:
 
 def per_token_fields(batch: Batch) -> Batch:
     """Returns the batch with the fields that hold one number per token, for functions that treat tokens alone."""
-    shape, arrays = batch.tokens.shape, _own_arrays(batch)
+    shape = batch.tokens.shape
+    arrays = _own_arrays(batch)
     dropped: dict[str, Any] = dict.fromkeys(name for name, x in arrays.items() if x.shape != shape)
     fields = {name: x for name, x in batch.fields.items() if x.shape == shape}
     return dataclasses.replace(batch, **dropped, fields=fields)

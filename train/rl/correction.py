@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
+from train.config.algorithms import UserFunction
 from train.config.correction import Correction
 from train.config.loss import Loss
 from train.config.plan import Plan
@@ -18,6 +19,7 @@ from train.config.signatures import Signature
 from train.rl import algorithms
 from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics, single
+from train.rl.user_functions import check_result
 
 Array = jax.Array
 Entry = tuple[Signature, Correction]
@@ -40,7 +42,7 @@ def make_correction(plan: Plan) -> Callable[[Batch], tuple[Batch, Metrics]]:
         if not entries:
             return batch, metrics
         old, recorded, mask = _policies(batch)
-        steps = [_step(signature, entry, batch) for signature, entry in entries]
+        steps = [_step(f"correction[{n}]", signature, entry, batch) for n, (signature, entry) in enumerate(entries)]
         corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
         rejects = any(signature.returns != "Float" for signature, _ in entries)
         weights = corrected.weights
@@ -91,8 +93,11 @@ def _policies(batch: Batch) -> tuple[Array, Array, Array]:
     return required(batch.old_log_probs), required(batch.rollout_log_probs), batch.completion_mask
 
 
-def _step(signature: Signature, entry: Correction, batch: Batch) -> Callable[[Array, Array, Array], Array]:
-    """Makes one step of `correct_rollout`: it sees the mask that the steps before it left."""
+def _step(field: str, signature: Signature, entry: Correction, batch: Batch) -> Callable[[Array, Array, Array], Array]:
+    """Makes one step of `correct_rollout`: it sees the mask that the steps before it left.
+
+    A weight below 0 of a function of the user, which would turn the sign of the loss, is NaN: the update is skipped.
+    """
 
     def step(log_probs: Array, recorded: Array, mask: Array) -> Array:
         arrays = {
@@ -101,7 +106,11 @@ def _step(signature: Signature, entry: Correction, batch: Batch) -> Callable[[Ar
             "mask": lambda: mask,
             "advantages": lambda: required(batch.advantages),
         }
-        return algorithms.call_by_name(signature, entry, arrays)
+        result: Array = algorithms.call_by_name(field, signature, entry, arrays)
+        check_result(field, entry, result, (mask.shape,), booleans=True)
+        if not isinstance(entry, UserFunction) or result.dtype == bool:
+            return result
+        return jnp.where(result < 0, jnp.nan, result)
 
     return step
 

@@ -1,10 +1,23 @@
-"""The names of the two measurements of KL(policy || reference); no JAX, for reports and plots."""
+"""The names of metrics that several modules read; no JAX, for reports and plots."""
 
 KL_ESTIMATE = "kl_reference"
 """The mean of k3 over the sampled tokens. It jumps at a token that the policy has nearly dropped."""
 KL_EXACT = "kl_reference_exact"
 """The mean over the prefixes of the KL over the whole vocabulary."""
 KL_METRICS = (KL_ESTIMATE, KL_EXACT)
+"""The two measurements of KL(policy || reference)."""
+ROLLOUT_KL_MAX = "rollout_kl_max"
+"""The largest k3 of KL(sampler || policy) at one token, with `kl.rollout`."""
+SAMPLING_BIAS, SAMPLING_BIAS_Z = "sampling_bias", "sampling_bias_z"
+"""The mean of log-prob + entropy of sampled tokens, and its sum in standard deviations.
+
+Only the first update on a batch has them: later ones have another policy than the one that sampled.
+"""
+AGREEMENT, COMPARED = "routing_agreement", "routing_compared"
+AGREEMENT_BEFORE, AGREEMENT_AFTER = "routing_agreement_before", "routing_agreement_after"
+"""How often the first router chooses the recorded experts of a token and of its neighbours, and of how many tokens."""
+FIRST_UPDATE_ALONE = (SAMPLING_BIAS, SAMPLING_BIAS_Z, AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER, COMPARED)
+"""Metrics of the first update on a batch: later ones have another policy than the one that sampled."""
 
 
 def largest_of(name: str) -> str:

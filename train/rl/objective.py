@@ -14,19 +14,22 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
+from train.config.algorithms import UserFunction
 from train.config.kl import KL, LossKL, RewardKL
 from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.schema import Config, LogProbs
+from train.config.types import Aggregation, EmptyRows
 from train.models import Decoder
 from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
-from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
-from train.rl.metrics import LargestToken, Metrics, single
+from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, ROLLOUT_KL_MAX, largest_of
+from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
+from train.rl.sampling_bias import measure_sampling_bias
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -62,8 +65,13 @@ class LossMetrics(NamedTuple):
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
-        parts = {name: single(value) for name, value in self.parts.items()}
-        return {**parts, **self.tokens}
+        metrics: Metrics = {name: single(value) for name, value in self.parts.items()}
+        for name, metric in self.tokens.items():
+            if name == SLOPE and isinstance(metric, kljax.WeightedSum):
+                metrics[WITHOUT_GRADIENT] = single(1.0 * ((metric.weight > 0) & (metric.sum == 0)))
+            else:
+                metrics[name] = metric
+        return metrics
 
 
 def tile(section: LogProbs) -> kljax.Tile | None:
@@ -93,37 +101,41 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
     return {name: jnp.asarray(value, float) for name, value in values.items()} | steered
 
 
-def token_weights(plan: Plan, loss: Loss, batch: Batch, term: LossKL | None = None) -> Array:
+def token_weights(
+    plan: Plan, loss: Loss, batch: Batch, mode: Aggregation | None = None, empty_rows: EmptyRows | None = None
+) -> Array:
     """Computes the token weights of one optimizer batch, before it is split into micro-batches.
 
     Args:
       plan: has the number of prompts.
       loss: says how to reduce.
       batch: the rows of the optimizer batch.
-      term: a KL with a reduction of its own, whose weights are computed then.
+      mode: the reduction of a term with one of its own; None takes that of the loss.
+      empty_rows: likewise.
     """
-    section = loss if term is None else term
-    mode = section.aggregation or loss.aggregation
+    mode = mode or loss.aggregation
     prompts = mode == "prompt_mean"
     return kljax.token_weights(
         loss_mask(loss, batch),
         mode=mode,
-        # The KL may have another reduction than the loss, and only this one divides by a length.
+        # A term may have another reduction than the loss, and only this one divides by a length.
         max_length=loss.max_length if mode == "seq_mean_token_sum_norm" else None,
         group_ids=batch.group_ids if prompts else None,
         num_groups=plan.num_groups if prompts else None,
-        empty_rows=section.empty_rows,
+        empty_rows=empty_rows or loss.empty_rows,
     )
 
 
 def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Batch:
-    """Adds the token weights of the loss, and of its KL if that has a reduction of its own."""
-    separate = "loss" in plan.controllers and term.aggregation is not None
-    return dataclasses.replace(
-        batch,
-        token_weights=token_weights(plan, loss, batch),
-        kl_token_weights=token_weights(plan, loss, batch, term) if separate else None,
-    )
+    """Adds the token weights of the loss, and those of its KL and of the entropy bonus with reductions of their own."""
+    batch = dataclasses.replace(batch, token_weights=token_weights(plan, loss, batch))
+    if "loss" in plan.controllers and term.aggregation is not None:
+        weights = token_weights(plan, loss, batch, term.aggregation, term.empty_rows)
+        batch = dataclasses.replace(batch, kl_token_weights=weights)
+    if loss.entropy_aggregation is not None:
+        weights = token_weights(plan, loss, batch, loss.entropy_aggregation)
+        batch = dataclasses.replace(batch, entropy_token_weights=weights)
+    return batch
 
 
 def make_preparation(plan: Plan) -> Preparation:
@@ -134,16 +146,19 @@ def make_preparation(plan: Plan) -> Preparation:
     updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes log-probs of the
     sampler for the old ones.
     """
-    controllers, correct = algorithms.make_controllers(plan), make_correction(plan)
+    controllers = algorithms.make_controllers(plan)
+    correct = make_correction(plan)
     loss, section, options = plan.config.loss, plan.config.kl, plan.config.advantage
+    in_groups = plan.config.rollout.samples_per_prompt > 1
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
-        mask, following = batch.completion_mask, dict(states)
+        mask = batch.completion_mask
+        next_states = dict(states)
 
         def steer(name: str, kl: Array) -> None:
             steered = controllers[name].update(states[name], kl, mask.any(-1).sum())
-            following[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
+            next_states[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
 
         shaped = None
         if "reward" in controllers:
@@ -153,7 +168,7 @@ def make_preparation(plan: Plan) -> Preparation:
             metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
         if plan.advantage is None:
-            return batch, following, metrics
+            return batch, next_states, metrics
         advantages, returns = algorithms.estimate_advantages(plan, options, batch, shaped)
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
@@ -176,14 +191,19 @@ def make_preparation(plan: Plan) -> Preparation:
                 coef = states["advantage"].coef
                 metrics["kl_advantage_coef"] = single(coef)
             steer("advantage", mean_kl)
-        return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
+        return dataclasses.replace(batch, advantages=advantages, returns=returns), next_states, metrics
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
-        batch, following, metrics = with_advantages(batch, states)
+        batch, next_states, metrics = with_advantages(batch, states)
+        if in_groups:
+            spread = kljax.groups_with_spread(
+                required(batch.rewards), required(batch.group_ids), num_groups=plan.num_groups
+            )
+            metrics["groups_with_spread"] = kljax.WeightedSum.of(spread.astype(float), jnp.ones_like(spread))
         batch, measured = correct(batch)
         if loss.old_log_probs == "sampler":
             batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
-        return batch, following, metrics | measured
+        return batch, next_states, metrics | measured
 
     return prepare
 
@@ -193,18 +213,19 @@ def make_control(plan: Plan) -> Control:
     controllers = algorithms.make_controllers(plan)
 
     def control(states: Controllers, measured: Metrics, mask: Array) -> Controllers:
-        following = dict(states)
+        next_states = dict(states)
         for name, metric in measured.items():
             steered = controllers[name].update(states[name], metric.value(), mask.any(-1).sum())
-            following[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
-        return following
+            next_states[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
+        return next_states
 
     return control
 
 
 def _kl_shaped(plan: Plan, section: RewardKL, batch: Batch, coef: Array) -> tuple[Array, Array]:
     """Subtracts the KL from the token rewards, and returns both."""
-    mask, rewards = batch.completion_mask, required(batch.rewards)
+    mask = batch.completion_mask
+    rewards = required(batch.rewards)
     if plan.exact_reward:
         kl = kljax.masked(required(batch.ref_exact_kl), mask)
         return kljax.subtract_kl(rewards, kl, mask, coef=coef), kl
@@ -230,7 +251,9 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     `totals` of the update are for router losses, None if the micro-batch is all of it. Gradient: to `trainable` only.
     Metrics are treated as constants.
     """
-    config, section, kl = plan.config, plan.config.loss, plan.config.kl
+    config = plan.config
+    section = plan.config.loss
+    kl = plan.config.kl
     entropy: Literal[True, "constant"] = True if plan.entropies else "constant"
     fixed: dict[str, Any] = {"temperature": config.temperature, "tile": tile(config.log_probs), "entropy": entropy}
     terms_of = functools.partial(_terms, plan=plan, section=section, kl=kl)
@@ -248,7 +271,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, plan.layout, packed)
         replayed = sequences.for_policy(config.routing.replay)
-        options, routed = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}, None
+        options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}
+        routed = None
         if model.config.experts is not None:
             options["hidden"], routed = routed_hidden_states(policy, replayed)
         if plan.treats_tokens_alone:
@@ -261,19 +285,25 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
         reduced = {name: term.sum() for name, term in terms.weighted.items()}
-        mask, kept_mask = loss_mask(section, batch), _kept(batch)
+        mask = loss_mask(section, batch)
+        kept_mask = _kept(batch)
         if plan.value_head:
             values = token_values(trainable["value_head"], hidden)
             returns, old = required(batch.returns), required(batch.values)
             term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
             reduced["value"] = (kljax.masked(term, kept_mask) * required(batch.token_weights)).sum()
             loss = loss + coefs["value"] * reduced["value"]
-        metrics = _token_metrics(section, kl.loss, terms.stats, scored)
+        metrics = _token_metrics(section, kl, terms.stats, scored)
+        if plan.measures_sampling_bias(recorded=batch.rollout_log_probs is not None):
+            metrics |= measure_sampling_bias(terms.stats, batch, model.config.vocab_size)
         masked = dataclasses.replace(scored, completion_mask=mask)
         metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
+        if isinstance(section, UserFunction) and plan.advantage is not None:
+            metrics[SLOPE] = _policy_slope(plan, section, terms.stats, masked, coefs.get("key"))
         if routed is not None:
             losses = router_losses(config.routing, routed, replayed, totals)
-            loss, reduced = loss + sum(coefs[name] * value for name, value in losses.items()), reduced | losses
+            loss = loss + sum(coefs[name] * value for name, value in losses.items())
+            reduced = reduced | losses
             metrics |= routing_metrics(model.config, routed, sequences.recorded_routes(), verify=config.routing.verify)
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
@@ -283,6 +313,23 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics, jax.lax.stop_gradient(per_token), choices)
 
     return objective
+
+
+def _policy_slope(
+    plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch, key: Array | None
+) -> kljax.WeightedSum:
+    """Sums the derivatives of the policy loss to log-probs and entropies, beside the tokens with an advantage."""
+    kept_mask = _kept(batch)
+
+    def total(log_prob: Array, entropy: Array) -> Array:
+        moved = dataclasses.replace(stats, log_prob=log_prob, entropy=entropy)
+        return kljax.masked(algorithms.policy_loss(plan, section, moved, batch, key), kept_mask).sum()
+
+    constants = jax.lax.stop_gradient((stats.log_prob, required(stats.entropy)))
+    slopes = jax.grad(total, argnums=(0, 1))(*constants)
+    size = sum(jnp.abs(slope).sum() for slope in slopes)
+    count = (kept_mask & (required(batch.advantages) != 0)).sum()
+    return kljax.WeightedSum(jnp.asarray(size, float), count.astype(float))
 
 
 class _Terms(NamedTuple):
@@ -318,7 +365,9 @@ def _terms(
     stats: kljax.TokenStats, batch: Batch, coefs: Coefficients, *, plan: Plan, section: Loss, kl: KL
 ) -> tuple[_Terms, dict[str, Array]]:
     """Computes the terms of the head, times their token weights, and their coefficients."""
-    weights, mask, kept_mask = required(batch.token_weights), loss_mask(section, batch), _kept(batch)
+    weights = required(batch.token_weights)
+    mask = loss_mask(section, batch)
+    kept_mask = _kept(batch)
     batch = dataclasses.replace(_with_old_log_probs(batch, stats), completion_mask=mask)
     terms: dict[str, Array] = {}
     scale: dict[str, Array] = {}
@@ -339,7 +388,8 @@ def _terms(
         scale["rollout_kl"] = coefs["rollout_kl"]
     if section.has_entropy_term():
         terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
-    term_weights = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
+    own_weights = {"kl": batch.kl_token_weights, "entropy": batch.entropy_token_weights}
+    term_weights = {name: own for name, own in own_weights.items() if own is not None}
     weighted = {name: kljax.masked(term, kept_mask) * term_weights.get(name, weights) for name, term in terms.items()}
     return _Terms(stats, weighted, terms["kl"] if plan.steers_loss else None), scale
 
@@ -365,7 +415,8 @@ def _exact_reference(
 def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: Batch) -> Array:
     if plan.exact_loss:
         return required(stats.kl)
-    mask, by_token = batch.completion_mask, section.importance_corrected and section.importance_level == "token"
+    mask = batch.completion_mask
+    by_token = section.importance_corrected and section.importance_level == "token"
     estimates = kljax.reference_kl_loss(
         stats.log_prob,
         required(batch.ref_log_probs),
@@ -397,29 +448,31 @@ def _per_token(stats: kljax.TokenStats, batch: Batch, kept_mask: Array) -> dict[
     return values if stats.kl is None else {**values, "exact_kl": stats.kl}
 
 
-def _token_metrics(loss: Loss, term: LossKL, stats: kljax.TokenStats, batch: Batch) -> Metrics:
+def _token_metrics(loss: Loss, kl: KL, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     mask = batch.completion_mask
     metrics: Metrics = {
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, required(batch.old_log_probs), mask),
     }
     rows = jnp.arange(len(mask), dtype=jnp.int32) if batch.row_numbers is None else batch.row_numbers
-    largest = functools.partial(
-        LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob, ref_log_probs=batch.ref_log_probs
-    )
+    largest = functools.partial(LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob)
     if batch.ref_log_probs is not None:
         metrics[KL_ESTIMATE] = kljax.reference_kl(stats.log_prob, batch.ref_log_probs, mask)
         estimates = kljax.estimate_kl(stats.log_prob, batch.ref_log_probs, mask, estimator="k3")
-        metrics[largest_of(KL_ESTIMATE)] = largest(estimates)
+        metrics[largest_of(KL_ESTIMATE)] = largest(estimates, other_log_probs=batch.ref_log_probs)
     if stats.kl is not None:
-        forward = term.direction == "forward"
+        forward = kl.loss.direction == "forward"
         metrics["kl_reference_forward" if forward else KL_EXACT] = kljax.WeightedSum.of(stats.kl, mask)
         if not forward:
-            metrics[largest_of(KL_EXACT)] = largest(stats.kl)
+            metrics[largest_of(KL_EXACT)] = largest(stats.kl, other_log_probs=batch.ref_log_probs)
     if batch.rollout_log_probs is not None:
-        metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
+        recorded = batch.rollout_log_probs
+        metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, recorded, mask)
+        if kl.rollout.coef > 0:
+            estimates = kljax.estimate_kl(recorded, stats.log_prob, mask, estimator="k3")
+            metrics[ROLLOUT_KL_MAX] = largest(estimates, other_log_probs=recorded)
         if loss.old_log_probs == "trainer":
             # The completions are of this policy, so the error shows how sampler and trainer differ: rounding, or a bug.
-            error = jnp.abs(required(batch.old_log_probs) - batch.rollout_log_probs)
+            error = jnp.abs(required(batch.old_log_probs) - recorded)
             metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)
     return metrics

@@ -132,7 +132,8 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
     # Splash attention has segments, but no keys that several of them share.
     splash = model.config.attention != "xla" and device_kind().startswith("TPU")
     shared = config.optim.share_prompts and not splash
-    width, shards = prompt + config.data.max_completion_length, axis_size("rows", mesh)
+    width = prompt + config.data.max_completion_length
+    shards = axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
     measure = jax.jit(lambda mask: _measure(mask, prompt), out_shardings=replicated(mesh))
     sizes: set[tuple[int, ...] | None] = set()
@@ -148,7 +149,8 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
             cells = Cells(prompt, width, shards, padded_tokens(len(rows) // (parts * shards)), shared, layout.group)
             return choose_packing(cells, lengths, rows, parts, together, moves=moves)
 
-        parts, every = config.optim.micro_batches, np.arange(len(prompts))
+        parts = config.optim.micro_batches
+        every = np.arange(len(prompts))
         scored = pack_rows(every, parts * config.optim.updates_per_batch, True) if scores else None
         score = {} if scored is None else {"rows": scored.rows if scored.moved else None, "packed": scored.packed}
         chosen = [(rows, pack_rows(np.asarray(rows), parts, plan.rows_move)) for rows in updates]
@@ -170,7 +172,8 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
 def _measure(token_mask: jax.Array, prompt: int) -> tuple[jax.Array, jax.Array]:
     """Measures the prompt and the completion of each row, from its first to its last real token."""
     columns = jnp.arange(token_mask.shape[1])
-    real, first = token_mask[:, :prompt], columns[:prompt]
+    real = token_mask[:, :prompt]
+    first = columns[:prompt]
     prompts = jnp.max(jnp.where(real, prompt - first, 0), axis=1)
     completions = jnp.max(jnp.where(token_mask[:, prompt:], columns[prompt:] - prompt + 1, 0), axis=1)
     return prompts, completions
@@ -211,7 +214,8 @@ def choose_packing(
         if size * cells.width * count < cells.padded * micro_batches:
             order = orders[chosen]
             packed = _write_places(cells, lengths, order[places], fitted[chosen], size)
-            moved, share = places.shape[0] * places.shape[1] > 1, float((packed.tokens >= 0).mean())
+            moved = places.shape[0] * places.shape[1] > 1
+            share = float((packed.tokens >= 0).mean())
             return Packing(order.astype(np.int32), packed, moved, share)
     return None
 
@@ -249,10 +253,12 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
     Two orders are tried: by completions, and by prompts with all of their completions, which repeats fewer prompts.
     """
     groups = lengths.groups[rows] if cells.shared else np.arange(len(rows))
-    sizes, prompts = lengths.completions[rows], np.maximum(lengths.prompts[rows], 1)
+    sizes = lengths.completions[rows]
+    prompts = np.maximum(lengths.prompts[rows], 1)
     _, number = np.unique(groups, return_inverse=True)
     totals = np.bincount(number, sizes)[number]
-    by_completion, by_prompt = np.argsort(-sizes, kind="stable"), np.lexsort((-sizes, number, -totals))
+    by_completion = np.argsort(-sizes, kind="stable")
+    by_prompt = np.lexsort((-sizes, number, -totals))
 
     def fit(order: Iterable[int]) -> list[dict[int, list[int]]]:
         packed: list[dict[int, list[int]]] = []

@@ -206,7 +206,8 @@ def bind(model: Decoder, policy: kljax.Policy) -> Transformer:
     """
     if policy.adapter is not None:
         _check_has_lora(model)
-        expected, got = _shapes(model.structure().adapter), _shapes(policy.adapter)
+        expected = _shapes(model.structure().adapter)
+        got = _shapes(policy.adapter)
         if expected != got:
             wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
             listed = "; ".join(f"{name}: got {got.get(name)}, expected {expected.get(name)}" for name in wrong)
@@ -232,7 +233,8 @@ def routed_hidden_states(scored: ScoredPolicy, sequences: Sequences) -> tuple[ja
     Returns:
       [B, T, D], and `Routed` with arrays [B, T, L, ...], of packed rows [R, W, L, ...]; None without experts.
     """
-    transformer, layout = bind(scored.model, scored.policy), sequences.layout
+    transformer = bind(scored.model, scored.policy)
+    layout = sequences.layout
     tokens, mask = sequences.tokens, sequences.token_mask
     routes = None if scored.model.config.experts is None else sequences.fields.get(ROUTES)
     if sequences.packed is not None:
@@ -281,13 +283,16 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
     A large tied head is read as it is stored. A small one on a CPU is transposed once, outside the loop of decode
     steps. The choice depends on shapes alone, so that a resumed run rounds as before on every machine.
     """
-    stored, tied = stored_head(model, params), model.config.tie_embeddings
+    stored = stored_head(model, params)
+    tied = model.config.tie_embeddings
     as_stored = tied and (device_kind() != "cpu" or stored.size * stored.dtype.itemsize > TRANSPOSED_BYTES)
     # Not split along D, so that the loop does not gather the head in every step.
     if as_stored:
-        weights, product = constrain(stored, "vocab", None), "BD,VD->BV"
+        weights = constrain(stored, "vocab", None)
+        product = "BD,VD->BV"
     else:
-        weights, product = constrain(head(model, params), None, "vocab"), "BD,DV->BV"
+        weights = constrain(head(model, params), None, "vocab")
+        product = "BD,DV->BV"
 
     def logits(hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
         if in_pieces(stored):
@@ -299,7 +304,8 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
 
 def _lm_head(scored: ScoredPolicy, sequences: Sequences, tile: kljax.Tile | None) -> kljax.Head:
     """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh."""
-    model, scored_columns = scored.model, sequences.tokens.shape[1] - sequences.layout.prompt_length
+    model = scored.model
+    scored_columns = sequences.tokens.shape[1] - sequences.layout.prompt_length
     return kljax.Head(
         stored_head(model, scored.policy.params),
         softcap=model.config.final_softcap,
@@ -364,14 +370,16 @@ def token_stats(
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids)
     if hidden is None:
         hidden = hidden_states(scored, sequences)
-    inputs, head = _head_inputs(hidden, sequences, reference), _lm_head(scored, sequences, tile)
+    inputs = _head_inputs(hidden, sequences, reference)
+    head = _lm_head(scored, sequences, tile)
     stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
     return _from_first(stats, sequences.layout), hidden
 
 
 def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:
     """Returns the arguments of the head's functions: hidden states, each with the token that it predicts."""
-    tokens, first = sequences.tokens, sequences.layout.prompt_length
+    tokens = sequences.tokens
+    first = sequences.layout.prompt_length
     if not 1 <= first <= tokens.shape[1]:
         raise ValueError(
             f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"

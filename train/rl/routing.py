@@ -20,6 +20,7 @@ from train.models.config import DecoderConfig
 from train.models.experts import CHOICE_BIAS, Routed, has_expert
 from train.models.packing import PackedRows
 from train.rl.batch import Batch
+from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
 from train.rl.metrics import Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
 from train.rl.state import policy_of
@@ -86,6 +87,25 @@ class ExpertLoad:
         return self.tokens.min() / self.tokens.mean()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenCount:
+    """A number of tokens, which parts of a batch add up to."""
+
+    tokens: jax.Array
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.tokens + other.tokens)
+
+    def reduce(self, axis: int = 0) -> Self:
+        """Adds parts that lie along an axis."""
+        return type(self)(self.tokens.sum(axis))
+
+    def value(self) -> jax.Array:
+        """Returns the number."""
+        return self.tokens
+
+
 def balance_loss(
     logits: jax.Array, counts: jax.Array, totals: RouterTotals, *, over: Literal["model", "layer"]
 ) -> jax.Array:
@@ -146,7 +166,8 @@ def router_losses(
     section: Routing, routed: Routed, sequences: Sequences, totals: RouterTotals | None
 ) -> dict[str, jax.Array]:
     """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
-    counts, losses = sequences.token_counts(), dict[str, jax.Array]()
+    counts = sequences.token_counts()
+    losses = dict[str, jax.Array]()
     if totals is None:
         totals = RouterTotals.of(counts, routed)
     if section.balance_coef > 0:
@@ -167,7 +188,8 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
         return None
 
     def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: PackedRows | None) -> RouterTotals:
-        sequences, routed = Sequences.of(batch, plan.layout, packed), None
+        sequences = Sequences.of(batch, plan.layout, packed)
+        routed = None
         if section.balance_coef > 0:
             policy = ScoredPolicy(model, policy_of(trainable, base))
             routed = routed_hidden_states(policy, sequences.for_policy(section.replay))[1]
@@ -250,9 +272,9 @@ def routing_metrics(
       of pairs of a token and a layer: `routing_flips`, where the router would choose other experts than the recorded
       ones, also by layer; `routing_lost`, where others were used; and `routing_missing`, which have no recorded routes.
 
-      To verify: `routing_lost` by layer, and `routing_agreement`, the share of tokens for which the first router with
+      To verify: `routing_lost` by layer; `routing_agreement`, the share of tokens for which the first router with
       experts, whose input no route has changed, chooses the recorded experts of the token; of the token `_before` it;
-      and of the token `_after` it.
+      of the token `_after` it; and `routing_compared`, the number of tokens with recorded experts.
     """
     real = routed.routes[..., 0] >= 0
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
@@ -276,9 +298,11 @@ def routing_metrics(
     if verify:
         for index, layer in enumerate(config.expert_layers):
             metrics[f"routing_lost_layer_{layer}"] = kljax.WeightedSum.of(lost[..., index], known[..., index])
-        first, chosen, is_known = ordered[..., 0, :], routed.chosen[..., 0, :], known[..., 0]
-        shifts = {"routing_agreement": 0, "routing_agreement_before": 1, "routing_agreement_after": -1}
-        for name, shift in shifts.items():
+        first = ordered[..., 0, :]
+        chosen = routed.chosen[..., 0, :]
+        is_known = known[..., 0]
+        metrics[COMPARED] = TokenCount(jnp.sum(is_known, dtype=jnp.int32))
+        for name, shift in zip((AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER), (0, 1, -1), strict=True):
             agrees = jnp.all(jnp.roll(first, shift, axis=-2) == chosen, axis=-1).astype(jnp.float32)
             both_known = is_known & jnp.roll(is_known, shift, axis=-1)
             metrics[name] = kljax.WeightedSum.of(agrees, both_known)

@@ -22,6 +22,7 @@ from train.models import Decoder
 from train.models.packing import PackedRows
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl import objective as objectives
+from train.rl.algorithms import next_learning_rate
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import (
@@ -97,7 +98,9 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
 
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
-    stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
+    stats_of = _make_stats(plan)
+    layout = plan.layout
+    score_parts = _score_parts(plan.config.optim)
     replay = plan.config.routing.replay
 
     def score(
@@ -164,7 +167,9 @@ def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceSco
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
     computed as in `make_score`, and treated as constants.
     """
-    stats_of, layout, score_parts = _make_stats(plan), plan.layout, _score_parts(plan.config.optim)
+    stats_of = _make_stats(plan)
+    layout = plan.layout
+    score_parts = _score_parts(plan.config.optim)
 
     def score_reference(base: Tree, reference: ScoredPolicy, batch: Batch) -> tuple[jax.Array, jax.Array]:
         reference = reference.on_base(base)
@@ -234,10 +239,13 @@ def make_update(
     `skipped_updates` and the guard's part of the state count it. With `guard.action: skip` an update beyond a limit is
     skipped likewise; the limit is compared with the metrics of all its rows.
     """
-    config, guard = plan.config, plan.config.guard
-    gradient, router_changes = _make_gradient(plan, model), make_router_changes(plan, model)
+    config = plan.config
+    guard = plan.config.guard
+    gradient = _make_gradient(plan, model)
+    router_changes = make_router_changes(plan, model)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
-    moves, group = plan.rows_move, plan.layout.group
+    moves = plan.rows_move
+    group = plan.layout.group
 
     def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:
         count = config.optim.micro_batches if packed is None else len(packed.tokens)
@@ -265,7 +273,8 @@ def make_update(
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
         sums = metric_sums.reduce()
-        metrics = sums.of_update() | {"grad_norm": single(norm)}
+        rate = next_learning_rate(config.optim, state.opt_state) * state.guard.rate
+        metrics = sums.of_update() | {"grad_norm": single(norm), "learning_rate": single(rate)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)
@@ -290,7 +299,8 @@ def _make_gradient(plan: Plan, model: Decoder) -> Callable[..., tuple[Tree, obje
     The gradient is the sum over the micro-batches, the metrics lie along a leading axis.
     """
     differentiate = jax.value_and_grad(objectives.make_objective(plan, model), has_aux=True)
-    count, freezes = make_router_count(plan, model), plan.config.routing.freeze
+    count = make_router_count(plan, model)
+    freezes = plan.config.routing.freeze
 
     def gradient(
         trainable: dict[str, Tree],
@@ -336,7 +346,8 @@ def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
 
     Completions of one prompt stay in one update; if an update has fewer rows, the largest divisor of them does.
     """
-    rows, parts = config.rows_per_batch(), config.optim.updates_per_batch
+    rows = config.rows_per_batch()
+    parts = config.optim.updates_per_batch
     group = math.gcd(config.rollout.samples_per_prompt, rows // parts)
     updates: list[jax.Array] = []
     for epoch in range(config.optim.epochs):

@@ -7,12 +7,13 @@ consumer reads `batch.fields[name]`.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from train.config.types import fits_float32
+from train.config.float32 import fits_float32
 
 TokenFields: TypeAlias = dict[str, Any]
 """Arrays by the names of `TOKEN_FIELDS`, `[B, T, ...]`. Position t belongs to token t."""
@@ -23,6 +24,13 @@ MAX_LOG_PROB = 1e-3
 A log-prob is at most 0 but for rounding: the difference of a logit and a log-sum-exp, both in float32, is off by about
 the spacing of float32 numbers of their size, which is below 1e-3 up to 2**13. No model has larger logits. A bound of 0
 would refuse right answers; log-probs of another kind, such as base-2 or negated ones, exceed the bound at once.
+"""
+LEAST_LOG_PROB = -50.0
+"""Smallest log-prob that a server or a recording can have of a sampled token; there is none below, or for null.
+
+A sampler draws some token of a lower probability once in `e**50 / vocabulary` tokens: with 2**18 entries, once in 2e16.
+So the number is a floor that stands for a probability of 0 (-9999 in vLLM, null in SGLang, -100 in others), and the
+token came from another distribution than its log-prob. No weight corrects for it: it is left out of the loss.
 """
 _NUMBERS = {"b": "true or false", "i": "integers", "u": "integers", "f": "finite numbers"}
 
@@ -38,6 +46,7 @@ class TokenField:
       prompts: whether the tokens of prompts have values too, not only tokens of completions.
       ragged: whether the last axis has its own length at every token; `fill` pads it.
       recorded: whether recordings have the field.
+      null: the value that is null in a recording, of a token without one; None: null is wrong.
       check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and
         the size of the vocabulary.
     """
@@ -48,13 +57,15 @@ class TokenField:
     prompts: bool = False
     ragged: bool = False
     recorded: bool = True
+    null: float | None = None
     check: Callable[[Sequence[Any], Sequence[int], int], None] = lambda values, ids, vocab_size: None
 
     @property
     def form(self) -> str:
         """Describes the values of a row, for error messages."""
         axes = f" [{', '.join(self.axes)}]" if self.axes else ""
-        return f"a list of {_NUMBERS[np.dtype(self.dtype).kind]}{axes} for each id"
+        null = "" if self.null is None else " or null"
+        return f"a list of {_NUMBERS[np.dtype(self.dtype).kind]}{null}{axes} for each id"
 
     def sizes(self, values: Any) -> tuple[int, ...] | None:
         """Returns the sizes of the trailing axes of a row's values, the longest of a ragged one.
@@ -62,7 +73,8 @@ class TokenField:
         Returns:
           One size for each of `axes`; None for values of another form.
         """
-        level, sizes = [values], []
+        level = [values]
+        sizes = []
         for depth in range(1 + len(self.axes)):
             lengths = {len(entry) if isinstance(entry, list) else -1 for entry in level}
             if -1 in lengths or (len(lengths) > 1 and not (self.ragged and depth == len(self.axes))):
@@ -72,6 +84,8 @@ class TokenField:
         return tuple(sizes[1:]) if all(self._fits(value) for value in level) else None
 
     def _fits(self, value: Any) -> bool:
+        if self.null is not None and value in (None, self.null):
+            return True
         dtype = np.dtype(self.dtype)
         if dtype.kind in "iu":
             return type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
@@ -86,13 +100,14 @@ class TokenField:
                     entry = entry[axis]
                 out[(*index, slice(len(entry)))] = entry
         elif len(values):
-            out[:] = values
+            out[:] = values if self.null is None else [self.null if value is None else value for value in values]
 
     def lists(self, values: np.ndarray) -> list[Any]:
         """Returns the values of a row as lists, without the padding of a ragged axis: the inverse of `write`."""
         if self.ragged and values.ndim > 1:
             return [self.lists(entry) for entry in values]
-        return (values[values != self.fill] if self.ragged else values).tolist()
+        listed = (values[values != self.fill] if self.ragged else values).tolist()
+        return listed if self.null is None else [None if value == self.null else value for value in listed]
 
 
 def shorten(value: Any) -> str:
@@ -102,8 +117,8 @@ def shorten(value: Any) -> str:
 
 
 def _check_log_probs(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
-    if any(value > MAX_LOG_PROB for value in values):
-        raise ValueError(f"got {shorten(values)}, expected finite numbers that are not positive")
+    if any(value is not None and value > MAX_LOG_PROB for value in values):
+        raise ValueError(f"got {shorten(values)}, expected finite numbers that are not positive, or null")
 
 
 def _check_kept_ids(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
@@ -123,8 +138,9 @@ def _check_routes(values: Sequence[Any], ids: Sequence[int], vocab_size: int) ->
 
 ROUTES = "routed_experts"
 TOKEN_FIELDS: dict[str, TokenField] = {
-    # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens.
-    "log_probs": TokenField(np.float32, check=_check_log_probs),
+    # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens. Below
+    # `LEAST_LOG_PROB`, as null is, nobody knows it.
+    "log_probs": TokenField(np.float32, null=-math.inf, check=_check_log_probs),
     # The tokens that top-k, top-p and min-p kept. If present, all log-probs of a batch are renormalised over them.
     "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, check=_check_kept_ids),
     # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.

@@ -30,7 +30,8 @@ def traced_once(
 
     @functools.wraps(function)
     def counted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        size, arguments = size_of(*args, **kwargs), _described((args, kwargs))
+        size = size_of(*args, **kwargs)
+        arguments = _described((args, kwargs))
         if traced.setdefault(size, arguments) != arguments:
             raise AssertionError(
                 f"{counted.__name__} is traced a second time: a shape, dtype or static argument changed between calls"

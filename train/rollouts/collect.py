@@ -1,6 +1,7 @@
 """Collection of a rollout batch: completions from a source, scored, grouped and sharded."""
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from train.distributed.exchange import agree, on_leader, run_together, send_to_l
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.shard_rows import shard_rows
 from train.rl.batch import Batch
-from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
-from train.rollouts.source import Completions, Request, Source, SourceError
+from train.rollouts.row_checks import check_fields, check_values
+from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
+from train.rollouts.source import Completions, Request, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Rollout:
         them, `rewards` once it is judged.
       completions: output of the source.
       rows: the rows that this process holds and judges.
-      metrics: means over the completions of every named reward, the length and `finished`; and metrics of the source.
+      metrics: means over the completions of every named reward, the length and `finished`; the spread of the rewards;
+        repeated completions and missing log-probs; and metrics of the source.
       scores: named rewards, each [B], before weights and penalties.
       lag: RL steps between the policy that sampled the rows and the one that trains on them; None without a lag, or if
         rows have different ones.
@@ -88,7 +91,9 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
-    records = record_rows(rollout.completions, rollout.scores, rollout.rows, context.config.rollout.samples_per_prompt)
+    samples = context.config.rollout.samples_per_prompt
+    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples)
+    records = run_together("recording", rows_of)
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
@@ -100,20 +105,23 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     section = context.config.rollout
 
     def check() -> None:
-        _check_rows(completions, context.model.config.vocab_size)
+        _check_rows(completions, context.model.config.vocab_size, context.config.data.max_prompt_length)
         check_routes(context, completions, split)
 
     run_together("rollout", check)
+    mask = completions.completion_mask
+    fields = dict(completions.fields)
+    log_probs = fields.pop("log_probs", None)
+    recorded = section.record_log_probs and log_probs is not None
+    if recorded:
+        mask, log_probs = without_floors(mask, log_probs)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
-        "completion_mask": completions.completion_mask,
+        "completion_mask": mask,
         "group_ids": (split.held // section.samples_per_prompt).astype(np.int32),
+        **({"rollout_log_probs": log_probs} if recorded else {}),
     }
-    fields = dict(completions.fields)
-    log_probs = fields.pop("log_probs", None)
-    if section.record_log_probs and log_probs is not None:
-        rows["rollout_log_probs"] = log_probs
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in (rows | fields).items()})
     batch = Batch(**shard_rows(rows, context.mesh), fields=shard_rows(fields, context.mesh))
@@ -125,9 +133,13 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
 
     Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
     run in one process.
+
+    Raises:
+      SourceError: all completions of every group are copies, or too many tokens have no log-prob.
     """
     completions = run_together("rollout", drawn.completions.completed)
-    arrived, split = time.perf_counter(), drawn.rows
+    arrived = time.perf_counter()
+    split = drawn.rows
     lengths = split.select_own(completions.completion_mask).sum(-1)
 
     def score() -> Scores:
@@ -140,9 +152,12 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     if completions.lags is not None:
         measured["rollout_lag"] = completions.lags
     measured = gather_rows("completions", measured, split.own, split.count)
+    statistics = gather_rows("statistics", measure_rows(context.config, completions, split), split.own, split.count)
     lags = np.unique(measured.get("rollout_lag", ()))
     rewards = shard_rows(scores["reward"][split.held], context.mesh)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
+    metrics["reward_std"] = float(scores["reward"].std(dtype=np.float64))
+    metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
     return dataclasses.replace(
         drawn,
         batch=dataclasses.replace(drawn.batch, rewards=rewards),
@@ -189,27 +204,13 @@ def judge_together(
     return named, gather_rows(label, rewards, rows.own, rows.count)
 
 
-def _check_rows(completions: Completions, vocab_size: int) -> None:
-    """Checks the rows that come from the host, in every process before any of them starts the step.
+def _check_rows(completions: Completions, vocab_size: int, prompt_length: int) -> None:
+    """Checks rows that come from the host, in every process before any of them starts the step.
 
-    Raises:
-      SourceError: a field is not declared, a token is not of the vocabulary, a completion has padding in it, or a
-        value of a completion is not finite.
+    The sampler of this process needs no check; sources of the user have theirs (`UserSource`).
     """
-    tokens, mask = completions.tokens, completions.completion_mask
-    for name, x in completions.fields.items():
-        if name not in TOKEN_FIELDS:
-            raise SourceError(f"rollout: got the field {name!r}, expected one of {', '.join(TOKEN_FIELDS)}")
-        axes = TOKEN_FIELDS[name].axes
-        if x.shape[:2] != tokens.shape or x.ndim != 2 + len(axes):
-            raise SourceError(f"rollout: {name}: got {x.shape}, expected {(*tokens.shape, *axes)}")
-    if isinstance(tokens, jax.Array) or isinstance(mask, jax.Array):
-        return
-    problems = {
-        f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
-        "completion tokens that the token mask leaves out": mask & ~np.asarray(completions.token_mask),
-        **{f"{name} that are not finite": ~np.isfinite(x[mask]) for name, x in completions.fields.items()},
-    }
-    for problem, wrong in problems.items():
-        if wrong.any():
-            raise SourceError(f"rollout: the completions have {int(wrong.sum())} {problem}")
+    check_fields(completions.fields, completions.tokens.shape)
+    tokens, token_mask, mask = completions.tokens, completions.token_mask, completions.completion_mask
+    if not any(isinstance(x, jax.Array) for x in (tokens, token_mask, mask, *completions.fields.values())):
+        rows = np.asarray(tokens), np.asarray(token_mask), np.asarray(mask)
+        check_values(*rows, completions.fields, vocab_size=vocab_size, prompt_length=prompt_length)

@@ -65,7 +65,8 @@ def make_sampler(
     """
     sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
     sampling = dataclasses.replace(sampling, record_routes=record_routes)
-    programs, layout = _sampling_programs(context, name, samples, sampling), context.layout
+    programs = _sampling_programs(context, name, samples, sampling)
+    layout = context.layout
     rows = samples_sharding(context.mesh)
 
     def identity(drawn: Samples) -> Samples:
@@ -74,7 +75,8 @@ def make_sampler(
     to_training = jax.jit(traced_once(identity, f"{name}_to_training"), out_shardings=rows)
 
     def run_program(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        weights, key_data = layout.weights(policy), np.asarray(jax.random.key_data(key))
+        weights = layout.weights(policy)
+        key_data = np.asarray(jax.random.key_data(key))
         with layout.active():
             # A key belongs to the mesh under which it was made.
             key = jax.random.wrap_key_data(jnp.asarray(key_data))
@@ -117,7 +119,8 @@ def _sampling(config: Config, *, greedy: bool, record_kept_tokens: bool) -> Samp
 
 
 def _sampling_programs(context: RunContext, name: str, samples: int, sampling: Sampling) -> dict[int, WindowedSampler]:
-    section, size = context.config.rollout, context.model.config.vocab_size
+    section = context.config.rollout
+    size = context.model.config.vocab_size
     # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
     stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
     return {
@@ -185,9 +188,9 @@ def completions_of(context: RunContext, samples: Samples, examples: Sequence[Exa
     """
 
     def finish() -> dict[str, Any]:
-        arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
-        tokens, mask, finished = (rows.select_own(array) for array in arrays)
-        return {"finished": finished, "texts": decode_completions(tokens, mask, context.tokenizer)}
+        arrays = to_host_rows((samples.tokens, samples.token_mask, samples.completion_mask, samples.finished))
+        tokens, token_mask, mask, finished = (rows.select_own(array) for array in arrays)
+        return {"finished": finished, "texts": decode_completions(tokens, token_mask, mask, context.tokenizer)}
 
     return Completions(
         examples=[examples[row * len(examples) // rows.count] for row in rows.own],
@@ -232,7 +235,8 @@ class JaxSource:
         samples = begin_samples(self._context, self._sampler, self._policy, prompts, request.key)
         completions = completions_of(self._context, samples, request.examples, request.rows)
         # All programs are started here: those that come later wait for the scores of the batch.
-        measured, fields = {"rollout_occupancy": samples.occupancy}, dict(samples.fields)
+        measured = {"rollout_occupancy": samples.occupancy}
+        fields = dict(samples.fields)
         if "log_kept_mass" in fields:
             # The log-probs of the distribution that the tokens were drawn from.
             log_kept_mass = fields.pop("log_kept_mass")

@@ -155,7 +155,8 @@ class SamplingLayout:
 
     def _narrowed(self, params: Tree) -> Tree:
         """Gives weights that the decoder rounds to its dtype before use this dtype, if theirs is wider."""
-        dtype, config = jnp.dtype(self.model.config.dtype), self.model.config
+        dtype = jnp.dtype(self.model.config.dtype)
+        config = self.model.config
         wide = {"embed_tokens"} if config.tie_embeddings else {"lm_head"}
 
         def narrow(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

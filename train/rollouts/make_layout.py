@@ -39,7 +39,10 @@ def make_layout(
       optimizer: its moments take memory while the sampler runs.
       memory: bytes of a device; None: unknown.
     """
-    config, section, devices, expert = plan.config, plan.config.rollout, mesh.size, mesh.shape["expert"]
+    config = plan.config
+    section = plan.config.rollout
+    devices = mesh.size
+    expert = mesh.shape["expert"]
     gathers = axis_size("embed", mesh) * mesh.shape["context"] > 1
     sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
 
@@ -107,7 +110,8 @@ def device_memory(mesh: Mesh) -> int | None:
 
 def _resident_bytes(plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
     """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries."""
-    config, params = plan.config, abstract_params(model, mesh)
+    config = plan.config
+    params = abstract_params(model, mesh)
     trained = params if config.lora is None else abstract_adapter(model, mesh)
     moments = abstract_optimizer_state(optimizer, trained, replicated(mesh), in_host=config.optim.host_memory)
     copies = config.rollout.policy_lag

@@ -2,10 +2,12 @@
 
 from train.config.user_functions import make_with
 from train.context import RunContext
+from train.process.waiting import waiting_for
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import AheadSource, ServerSource
 from train.rollouts.source import Source
+from train.rollouts.user_source import UserSource
 
 
 def open_source(context: RunContext, *, continued: bool = False) -> Source:
@@ -27,6 +29,7 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
         server = ServerSource(context, section)
         return AheadSource(context, server) if context.config.rollout.ahead else server
     if section.type == "custom":
-        made: Source = make_with("rollout.source", section.function, Source, context, **section.arguments)
-        return made
+        with waiting_for(f"rollout.source: {section.function}"):
+            made = make_with("rollout.source", section.function, Source, context, **section.arguments)
+        return UserSource(context, section.function, made)
     return JaxSource(context)

@@ -24,7 +24,8 @@ def check_routes(context: RunContext, completions: Completions, rows: RowSplit) 
       SourceError: the model has no experts, or other layers or experts; an expert twice; a token without routes, unless
         `routing.missing` is `choose`; or rows that share a prompt in the update have other routes of it.
     """
-    routes, config = completions.fields.get(ROUTES), context.config
+    routes = completions.fields.get(ROUTES)
+    config = context.config
     experts, shape = context.model.config.experts, context.model.config.route_shape
     if routes is None or (experts is None and config.routing.replay == "none"):
         return

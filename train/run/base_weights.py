@@ -135,7 +135,8 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
     Raises:
       UserError: the folder is gone, its digest is not the recorded one, or the base is of another run.
     """
-    root, base = directory.root, saved_base(directory.root)
+    root = directory.root
+    base = saved_base(directory.root)
     if base is None or base.digest is None:
         restored = restore_weights(directory.base, model, mesh, "base")
         directory.check_origin(directory.base, carried_with(directory.base))
@@ -208,13 +209,15 @@ def check_same_base(plan: Plan, continued: RunDirectory | None) -> ExpectedBase 
     Raises:
       UserError: the bases differ, naming both.
     """
-    config, section = plan.config, plan.config.reference
+    config = plan.config
+    section = plan.config.reference
     if not plan.reference or section.source != "adapter" or is_peft(section.path):
         return None
     run = run_directory_of(locate(section.path, "adapter")[0])
     if run is None or (continued is not None and is_recorded(continued.reference, config)):
         return None
-    run_base, existing = saved_base(run), _existing_base(config, continued)
+    run_base = saved_base(run)
+    existing = _existing_base(config, continued)
     if run_base is None:
         warn(f"reference.path: the run {run} has no base any more, with which that of this run could be compared")
         return None

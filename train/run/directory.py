@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.distributed.exchange import on_leader, run_together
+from train.run.inputs import check_inputs, write_inputs
 from train.run.lock import claim, locked
+from train.run.metrics import read_metrics
 from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text
 
@@ -45,6 +47,8 @@ MAY_CHANGE = (
     "report",
     "mesh",
     "optim.host_memory",
+    "rewards.workers",
+    "rewards.timeout",
     "rollout.record",
     "rollout.mesh",
     "rollout.in_place",
@@ -60,7 +64,7 @@ class RunDirectory(RunPaths):
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
         """Returns the directory of the run of this name, whether or not it exists."""
-        return cls(Path(config.output) / config.name)
+        return cls(Path(config.output).absolute() / config.name)
 
     @property
     def run_id(self) -> str | None:
@@ -101,22 +105,46 @@ class RunDirectory(RunPaths):
                 f"{self.base_record.name} from a copy, or start a new run"
             )
 
+    def check_files(self) -> None:
+        """Raises `UserError` if something else than a file has the name of a file of the run."""
+        curves = self.root / "curves.png"
+        for path in (self.metrics, self.summary, self.reference, self.base_record, self.inputs, curves):
+            if path.exists() and not path.is_file():
+                raise UserError(f"--resume: {path} is no regular file; move it away, or restore the file from a copy")
+
+    def check_checkpoints(self) -> None:
+        """Raises `UserError` if RL has made a step, but all checkpoints are gone, also the one before RL."""
+        if self.steps() or not self.metrics.is_file():
+            return
+        if steps := [record["step"] for record in read_metrics(self.metrics) if record["phase"] == "train"]:
+            raise UserError(
+                f"--resume: {self.checkpoints} has no checkpoint, although {self.metrics} has step {steps[-1]}; "
+                f"restore one from a copy, move {self.metrics.name} away to begin again, or start a new run"
+            )
+
 
 @contextmanager
-def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
+def open_run(config: Config, *, resume: bool, start: Path | None = None) -> Iterator[RunDirectory]:
     """Starts or continues a run, and holds the lock of its directory inside the block.
+
+    Args:
+      config: of the run.
+      resume: whether a run goes on.
+      start: the working directory when the command began; None: the one of now.
 
     Raises:
       UserError: as `start_run` and `resume_run`, or another process writes the run.
     """
-    if resume:
-        directory = existing_run(config)
-    else:
-        directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
     with ExitStack() as lock:
-        on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
-        if resume:
-            on_leader("run directory", lambda: str(resume_run(config).root))
+        # Code of the user may have left the working directory, from which the paths of the config begin.
+        with chdir(start or Path.cwd()):
+            if resume:
+                directory = existing_run(config)
+            else:
+                directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
+            on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
+            if resume:
+                on_leader("run directory", lambda: str(resume_run(config).root))
         run_together("run directory", lambda: _check_shared(directory))
         yield directory
 
@@ -143,9 +171,11 @@ def start_run(config: Config) -> RunDirectory:
     root, number = first, 2
     try:
         while not claim(root):
-            root, number = first.with_name(f"{config.name}-{number}"), number + 1
+            root = first.with_name(f"{config.name}-{number}")
+            number = number + 1
         run = RunDirectory(root)
         run.write_config(config.model_copy(update={"name": root.name}), secrets.token_hex(8))
+        write_inputs(run.inputs, config)
     except OSError as error:
         raise UserError(f"output: cannot create {root}: {error.strerror}") from error
     return run
@@ -165,18 +195,23 @@ def resume_run(config: Config) -> RunDirectory:
     """Opens the directory of the run that `--resume` continues.
 
     Raises:
-      UserError: there is no such run, its config was changed on disk, its base is gone, or the config differs in
-        fields that change the result; the message names each.
+      UserError: there is no such run; a file of it is something else, its config was changed, its base or all
+        its checkpoints are gone; or the config differs in fields that change the result, or the files that they name
+        do, each of which the message names.
     """
     run = existing_run(config)
+    run.check_files()
     run.check_config()
     run.check_base()
-    before, now = flat_fields(load(run.config).config), flat_fields(config)
+    run.check_checkpoints()
+    before = flat_fields(load(run.config).config)
+    now = flat_fields(config)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
+    check_inputs(run.inputs, config)
     run.write_config(config, run.run_id)
     return run
 

@@ -23,7 +23,6 @@ from train.config.errors import warn
 from train.config.installation import shell_command
 from train.distributed.peers import is_leader
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
-from train.weights.files import write_text_atomic
 
 # Without a bar, a line follows the last one after this time at the latest, and names a phase that takes as long.
 LINE_SECONDS = 20.0
@@ -84,7 +83,8 @@ def _print_line(console: Console, text: str) -> None:
 
 def _start_lines(console: Console, every: int) -> Start:
     def start(label: str, total: int, done: int) -> Advance:
-        count, printed = done, time.monotonic()
+        count = done
+        printed = time.monotonic()
 
         def advance(note: str) -> None:
             nonlocal count, printed
@@ -216,6 +216,6 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_summary(path: str | Path, summary: Mapping[str, Any]) -> None:
-    """Writes `summary` as JSON with sorted keys, atomically; NaN and infinity become null."""
-    write_text_atomic(Path(path), json.dumps(_without_nan(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Returns a summary as JSON with sorted keys; NaN and infinity become null."""
+    return json.dumps(_without_nan(summary), indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -38,17 +38,18 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
 
     The sampler of this process draws the completions, wherever rollouts come from: it runs the policy that is trained,
     not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
-    not counted, so that every batch runs the same program.
+    neither judged nor counted, so that every batch runs the same program.
     """
-    examples, size = context.held_out, context.config.eval.batch_size
-    rows = RowSplit.of(batch_sharding(context.mesh), size)
+    examples = context.held_out
+    size = context.config.eval.batch_size
+    filled_rows = RowSplit.of(batch_sharding(context.mesh), size)
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
 
     def begin(start: int) -> Completions:
-        filled = (examples[start : start + size] * size)[:size]
-        samples = begin_samples(context, sampler, policy, filled, jax.random.fold_in(key, start))
-        return completions_of(context, samples, filled, rows)
+        chunk = examples[start : start + size]
+        samples = begin_samples(context, sampler, policy, (chunk * size)[:size], jax.random.fold_in(key, start))
+        return completions_of(context, samples, chunk, filled_rows.first(len(chunk)))
 
     begun = begin(0)
     for start in range(0, len(examples), size):
@@ -58,12 +59,13 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
             jax.block_until_ready(completions.tokens)
             begun = begin(start + size)
         completions = completions.completed()
+        chunk = examples[start : start + size]
+        rows = filled_rows.first(len(chunk))
         lengths = rows.select_own(completions.completion_mask).sum(-1)
         answers = completions.examples, completions.texts, completions.finished
         score = functools.partial(judge, context.task, *answers)
         _, judged = judge_together(context, "evaluation", score, lengths=lengths, rows=rows)
-        chunk = examples[start : start + size]
-        scores.append({name: values[: len(chunk)] for name, values in judged.items()})
+        scores.append(judged)
         if len(shown) < SHOWN:
             shown += _shown(context.tokenizer, chunk[: SHOWN - len(shown)], completions, rows, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
@@ -78,7 +80,8 @@ def _shown(
     judged: dict[str, np.ndarray],
 ) -> list[dict[str, Any]]:
     """Lists the first examples with their completions and rewards, and the text of all tokens of the row."""
-    tokens, masks = rows.select_own(completions.tokens), rows.select_own(completions.token_mask)
+    tokens = rows.select_own(completions.tokens)
+    masks = rows.select_own(completions.token_mask)
     every = zip(rows.own.tolist(), completions.texts, completions.finished.tolist(), tokens, masks, strict=True)
     local_entries = [
         (row, text, flag, tokenizer.decode_all(ids[mask].tolist()))

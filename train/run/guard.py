@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax.checkpoint import named_leaves
+from train.config.algorithms import UserFunction
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenizer, decode_continuation
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
 from train.rl.batch import Batch, present_arrays
-from train.rl.kl_metrics import KL_ESTIMATE, KL_METRICS, largest_of
-from train.rl.metrics import SHARE, LargestToken, limits
+from train.rl.kl_metrics import ROLLOUT_KL_MAX
+from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any
 Tokens = Mapping[str, LargestToken]
+NameToken = Callable[[Sequence[str]], str]
 WARN_EVERY = 50
 """Steps between warnings that a limit is left; one that is left ten times as far is reported at once."""
 SHOWN_PROMPT = 60
@@ -59,29 +61,32 @@ def check_finite(tree: Tree, what: str) -> None:
 
 
 class Beyond(NamedTuple):
-    """A limit that a step has left: the message, how many times as large the value is, and whether a token has it."""
+    """A limit that a step has left: the message, how many times as large the value is, metrics that name a token."""
 
     reason: str
     factor: float
-    of_token: bool
+    tokens: Sequence[str]
 
-    def describe(self, name_token: Callable[[], str]) -> str:
-        """Returns the message, with the token if one has the value."""
-        return self.reason + (name_token() if self.of_token else "")
+    def describe(self, name_token: NameToken) -> str:
+        """Returns the message, with the token of the first metric that names one."""
+        return self.reason + name_token(self.tokens)
 
 
 class Warnings:
     """Counts the steps beyond a limit and chooses the reported ones, so that many of them are a few lines."""
 
     def __init__(self) -> None:
-        self._last, self._worst, self._silent = -math.inf, 0.0, 0
+        self._last = -math.inf
+        self._worst = 0.0
+        self._silent = 0
 
     def count(self, step: int, factor: float) -> tuple[bool, int]:
         """Returns whether a step is reported, and the number of steps since the last report that were not."""
         if step < self._last + WARN_EVERY and not factor >= 10 * self._worst:
             self._silent += 1
             return False, 0
-        before, self._silent = self._silent, 0
+        before = self._silent
+        self._silent = 0
         self._last, self._worst = step, factor
         return True, before
 
@@ -101,8 +106,10 @@ class StepGuard:
         self._directory = directory
         self._tokenizer = tokenizer
         self._cause = ""
-        self._name_token: Callable[[], str] = str
+        self._name_token: NameToken = _name_no_token
         self._warnings = Warnings()
+        self._loss = config.loss.function if isinstance(config.loss, UserFunction) else config.loss.type
+        self._told_of_gradient = False
 
     def inspect(self, batch: Batch, state: TrainState, values: Mapping[str, float], tokens: Tokens) -> None:
         """Reports a step with updates that were not finite, and keeps the batch for `check`, which follows.
@@ -119,7 +126,9 @@ class StepGuard:
     def _keep(self, batch: Batch, state: TrainState) -> None:
         """Names the first array that was not finite, and writes the batch."""
         step = int(state.step)
-        self._cause = f"{self._name(batch, state)} is not finite"
+        name = self._name(batch, state)
+        hint = ": a weight of correction is NaN, infinite or below 0" if name == "correction_weights" else ""
+        self._cause = f"{name} is not finite{hint}"
         text = f"step {step}: an update was skipped, because {self._cause}"
         arrays = dict(_arrays(batch))
 
@@ -152,17 +161,25 @@ class StepGuard:
           GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
         """
         # The batch is not kept until the next step.
-        name_token, self._name_token = self._name_token, str
-        action, beyond = self._guard.action, self._beyond_limit(values)
+        name_token = self._name_token
+        self._name_token = _name_no_token
+        action = self._guard.action
+        beyond = self._beyond_limit(values)
         if beyond is not None and action in ("warn", "skip"):
             self._report(int(state.step), beyond, name_token)
+        if values.get(WITHOUT_GRADIENT) and not self._told_of_gradient:
+            self._told_of_gradient = True
+            warn(
+                f"loss.type: {self._loss}: an update of step {int(state.step)} had no gradient from it, although "
+                "advantages are not 0: it trains nothing; let it depend on log_probs, without stop_gradient"
+            )
         if values["skipped_updates"] > 0 and int(state.guard.skipped) >= self._guard.max_skipped:
             self._stop_skipping(state)
         if beyond is None or action in ("warn", "skip"):
             return state
         return self._act(state, beyond.describe(name_token))
 
-    def _report(self, step: int, beyond: Beyond, name_token: Callable[[], str]) -> None:
+    def _report(self, step: int, beyond: Beyond, name_token: NameToken) -> None:
         skip = self._guard.action == "skip"
         shown, before = self._warnings.count(step, beyond.factor)
         if skip:
@@ -173,7 +190,8 @@ class StepGuard:
             warn(f"step {step}: {done}{beyond.describe(name_token)}{more}; guard.action is {self._guard.action}")
 
     def _stop_skipping(self, state: TrainState) -> None:
-        step, skipped = int(state.step), int(state.guard.skipped)
+        step = int(state.step)
+        skipped = int(state.guard.skipped)
         text = f"guard.max_skipped: {skipped} updates in a row were skipped; at step {step} {self._cause}"
         if nonfinite_array(state.trainable) is not None:
             self.wait()
@@ -190,32 +208,35 @@ class StepGuard:
             for name in limit.metrics:
                 if name in values and limit.is_left_by(values[name]):
                     reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
-                    exceeded.append(Beyond(reason, _ratio(values[name], limit.number), not limit.least))
+                    exceeded.append(Beyond(reason, _ratio(values[name], limit.number), limit.tokens))
         if self._guard.action == "skip":
             if not values.get(SHARE):
                 return None
             # The mean of a step may be within a limit that one of its updates has left.
-            fields = " or ".join(limit.field for limit in limits(self._guard))
-            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, largest_of(KL_ESTIMATE) in values)]
+            fields = " or ".join(dict.fromkeys(limit.field for limit in limits(self._guard)))
+            tokens = [name for limit in limits(self._guard) for name in limit.tokens]
+            exceeded = exceeded or [Beyond(f"{fields}, at one of the updates", 1.0, tokens)]
         return max(exceeded, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
-        guard, step, actions = self._guard, int(state.step), int(state.guard.actions)
+        guard = self._guard
+        step = int(state.step)
+        actions = int(state.guard.actions)
         reason = f"step {step}: {reason}"
         if guard.action == "stop" or actions == guard.max_actions:
             often = "" if guard.action == "stop" else f", for the {actions + 1}. time (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")
-        following = _with(state.guard, actions=actions + 1)
+        next_guard = _with(state.guard, actions=actions + 1)
         if guard.action == "lower_learning_rate":
-            following = _with(following, rate=float(state.guard.rate) * guard.learning_rate_factor)
-            warn(f"{reason}; the learning rate is now {float(following.rate):g} of the schedule's")
-            return dataclasses.replace(state, guard=following)
+            next_guard = _with(next_guard, rate=float(state.guard.rate) * guard.learning_rate_factor)
+            warn(f"{reason}; the learning rate is now {float(next_guard.rate):g} of the schedule's")
+            return dataclasses.replace(state, guard=next_guard)
         restored = self.checkpoints.restore_last(state)
         if restored is None:
             raise GuardError(f"{reason}; there is no checkpoint to roll back to")
         warn(f"{reason}; rolled back to the weights of step {int(restored.step)}, on to the prompts of step {step + 1}")
-        return dataclasses.replace(restored, step=state.step, guard=following)
+        return dataclasses.replace(restored, step=state.step, guard=next_guard)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves a state, unless it is saved.
@@ -246,25 +267,32 @@ def _ratio(value: float, number: float) -> float:
     return larger / smaller if smaller else math.inf
 
 
-def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) -> str:
-    """Names the token with the largest KL to the reference, for a message; empty if no metric has one.
+def _name_no_token(names: Sequence[str]) -> str:
+    return ""
+
+
+def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, names: Sequence[str]) -> str:
+    """Names the token with the largest KL of the first metric of `names` that has one, for a message; else empty.
 
     Every process of a run calls it, as the rows of a batch may be spread over them.
     """
-    token = next((tokens[name] for name in map(largest_of, KL_METRICS) if name in tokens), None)
-    if token is None or not token.largest > -math.inf:
+    metric = next((name for name in names if name in tokens), None)
+    if metric is None or not (token := tokens[metric]).largest > -math.inf:
         return ""
     row, column = int(token.row), int(token.column)
     arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
-    prompt = ids[: np.argmax(drawn)][real[: np.argmax(drawn)]].tolist()
-    number, text = int(drawn[: column + 1].sum()), f"id {ids[column]}"
+    first = int(np.argmax(drawn))
+    prompt, before = (ids[:end][real[:end]].tolist() for end in (first, column))
+    number = int(drawn[: column + 1].sum())
+    text = f"id {ids[column]}"
     location = f"row {row}"
     if tokenizer is not None:
         end = ids[column] in tokenizer.eos_ids
-        text += " (end)" if end else f" ({_quoted(tokenizer.decode([int(ids[column])]))})"
+        text += " (end)" if end else f" ({_quoted(decode_continuation(tokenizer, before, [int(ids[column])]))})"
         location += f", {_quoted(tokenizer.decode(prompt))}"
-    known = [(token.log_prob, "the policy"), (token.ref_log_prob, "the reference")]
+    other = "the sampler" if metric == ROLLOUT_KL_MAX else "the reference"
+    known = [(token.log_prob, "the policy"), (token.other_log_prob, other)]
     log_probs = ", ".join(f"{number:.4g} under {who}" for number, who in known if not np.isnan(number))
     return (
         f"; the largest is {token.largest:.4g} at token {number} of the {int(drawn.sum())} sampled in {location}: "

@@ -12,7 +12,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import STEERED
 from train.context import RunContext
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.distributed.exchange import any_of, of_leader, run_together
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt
@@ -21,7 +21,7 @@ from train.references.store import ReferenceStore, make_reference_store
 from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
-from train.rl.metrics import LargestToken, metric_values, single
+from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.objective import Control, Preparation, coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
@@ -46,6 +46,7 @@ from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 from train.run.recorder import RolloutRecorder
+from train.run.rollout_watch import RolloutWatch
 from train.run.routes import flips_by_lag, loads_by_expert, verify_routes
 
 Tree = Any
@@ -77,15 +78,17 @@ class Programs:
 
         With `per_token` updates return the values of each token too.
         """
-        config, plan, model, mesh = context.config, context.plan, context.model, context.mesh
-        following = with_abstract_reference(plan, state).reference
+        plan = context.plan
+        model = context.model
+        mesh = context.mesh
+        moving = with_abstract_reference(plan, state).reference
         recorded = source.row_count if isinstance(source, FileSource) else None
         return cls(
             score=make_score(plan, model, mesh),
             prepare=make_prepare(plan, mesh),
             update=make_update(plan, model, context.optimizer, _updated_part(state), mesh, per_token=per_token),
             control=make_control(plan, mesh),
-            follow=None if following is None else make_follow(config, following),
+            follow=None if moving is None else make_follow(context.config, moving),
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
             pack=make_packer(plan, model, mesh),
@@ -112,39 +115,51 @@ def rl_step(
     Raises:
       UserError: a field of the batch is missing, or a reward has the name of a metric.
     """
-    config, plan, base, clock = context.config, context.plan, frozen.base, time.perf_counter()
+    config = context.config
+    plan = context.plan
+    began = time.perf_counter()
     enter(step + 1, "rollout")
-    run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
+    run_together("rollout", lambda: source.update(*sampling_policy(state, frozen.base)))
     drawn = draw(context, source, step)
     context.layout.release()
-    reference, following = current_reference(frozen.reference, state), state.reference
-    past, state = next_past(state), _updated_part(state)
+
+    # The updates read the references and the past, and must not donate them.
+    weights = FrozenWeights(frozen.base, current_reference(frozen.reference, state))
+    past = next_past(state)
+    next_reference = state.reference
+    state = _updated_part(state)
+
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
-    scored = _score(context, programs, FrozenWeights(base, reference), state, drawn, packing=packing)
+    scored = _score(context, programs, weights, state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
+
     enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
-    coefs, ref_head = coefficients(config, controllers), reference_head(plan, reference)
+    coefs = coefficients(config, controllers)
+    ref_head = reference_head(plan, weights.reference)
     values_of_tokens = []
     for number, (rows, packed) in enumerate(packing.updates):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
-        state, metrics, *per_token = programs.update(state, base, batch, rows, coefs, ref_head=ref_head, packed=packed)
+        state, metrics, *per_token = programs.update(
+            state, weights.base, batch, rows, coefs, ref_head=ref_head, packed=packed
+        )
         values_of_tokens += per_token
-        totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
+        totals = add_update(totals, metrics, number)
     if programs.control is not None:
         steered = {name: totals[STEERED[name].measured] for name in plan.steered}
         totals |= {STEERED[name].coefficient: single(controllers[name].coef) for name in plan.steered}
         controllers = programs.control(controllers, steered, batch.completion_mask)
     state = dataclasses.replace(state, step=state.step + 1, controllers=controllers, past=past)
     if programs.follow is not None:
-        following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
-        state = dataclasses.replace(state, reference=following)
+        policy = state.trainable[policy_part(state.trainable)]
+        state = dataclasses.replace(state, reference=programs.follow(next_reference, policy, state.step))
+
     totals = jax.device_get(totals)
     # What the guard decides by them, all processes have to decide alike.
     measured = of_leader("metrics", metric_values(totals)) | dict(packing.metrics)
@@ -156,7 +171,7 @@ def rl_step(
     if inspect is not None:
         inspect(batch, state, values, {name: x for name, x in totals.items() if isinstance(x, LargestToken)})
     updated = time.perf_counter()
-    seconds = {"rollout": rollout.arrived - clock, "rewards": judged - rollout.arrived, "update": updated - judged}
+    seconds = {"rollout": rollout.arrived - began, "rewards": judged - rollout.arrived, "update": updated - judged}
     if recorder is not None:
         recorder.record(step + 1, rollout, batch, values_of_tokens)
         seconds["record"] = time.perf_counter() - updated
@@ -173,16 +188,16 @@ def _score(
     packing: StepPacking,
 ) -> Batch:
     """Scores a batch with policy and reference; with a store, each with a program of its own, if it has to run."""
-    base, reference, batch = weights.base, weights.reference, drawn.batch
+    batch = drawn.batch
     if programs.store is None:
-        return programs.score(state.trainable, base, reference, batch, **packing.score)
+        return programs.score(state.trainable, weights.base, weights.reference, batch, **packing.score)
     rows = drawn.completions.recorded_rows
     # Only a recording has a store, with a reference.
-    assert reference is not None
+    assert weights.reference is not None
     assert rows is not None
-    log_probs = programs.store.score(base, reference, batch, rows)
+    log_probs = programs.store.score(weights.base, weights.reference, batch, rows)
     if context.plan.scores_policy:
-        batch = programs.score(state.trainable, base, None, batch)
+        batch = programs.score(state.trainable, weights.base, None, batch)
     return dataclasses.replace(batch, ref_log_probs=log_probs)
 
 
@@ -221,7 +236,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
     if context.config.eval.greedy:
         metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
     writer.write("eval", step, metrics)
-    writer.samples(step, sampled.samples)
+    writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
 
 def train(
@@ -248,6 +263,7 @@ def train(
       GuardError: numbers were not finite, a limit was left, or other routes were used than recorded ones.
     """
     config = context.config
+    rollout_watch = RolloutWatch(context.plan)
     first = done = int(state.step)
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
@@ -265,6 +281,7 @@ def train(
         writer.timing(done, seconds)
         if config.routing.verify:
             verify_routes(values, done)
+        rollout_watch.check(done, values)
         state = watch.check(state, values)
         last = done == config.steps
         if context.held_out and (last or done % config.eval.every == 0):

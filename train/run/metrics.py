@@ -7,21 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from tensorboardX import SummaryWriter
-
+from kljax._files import write_text_atomic
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
-from train.run.glossary import tag_of
+from train.run.events import EventFile
 from train.run.trackers import Tracker, open_trackers
-from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
-FLUSH_SECONDS = 2
-"""Events are written to the files of TensorBoard by a thread of their own, this often; a step does not wait for it."""
 
 
 def finite_or_none(value: SupportsFloat) -> float | None:
@@ -126,29 +122,28 @@ class MetricsWriter:
             for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
                 events.unlink()
         write_text_atomic(path, text)
-        self._hash, self._size = text_hash(text), len(text.encode())
+        self._hash = text_hash(text)
+        self._size = len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._resume_step = resume_step
-        self._boards: dict[str, SummaryWriter] = {}
+        self._boards: dict[str, EventFile] = {}
         self._trackers = trackers
 
-    def _board(self, phase: str) -> SummaryWriter:
+    def _board(self, phase: str) -> EventFile:
         # One TensorBoard run for each phase: warm start and RL count their steps separately.
         if phase not in self._boards:
             resumed_after = None if phase == "warm_start" else self._resume_step
-            # Event files are named by the second: a resume within it must not overwrite the first file.
-            self._boards[phase] = SummaryWriter(
-                str(self._directory / "tensorboard" / phase),
+            self._boards[phase] = EventFile(
+                self._directory / "tensorboard" / phase,
                 purge_step=None if resumed_after is None else resumed_after + 1,
-                filename_suffix="" if self._resume_step is None else f".resumed{self._resume_step}",
-                flush_secs=FLUSH_SECONDS,
+                # Event files are named by the second: a resume within it must not overwrite the first file.
+                suffix="" if self._resume_step is None else f".resumed{self._resume_step}",
             )
         return self._boards[phase]
 
     def _plot(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        board, finite = self._board(phase), {name: value for name, value in values.items() if value is not None}
-        for name, value in finite.items():
-            board.add_scalar(tag_of(name), value, step, display_name=name)
+        finite = {name: value for name, value in values.items() if value is not None}
+        self._board(phase).write(step, finite)
         for tracker in self._trackers:
             tracker.log(phase, step, finite)
 
@@ -187,16 +182,9 @@ class MetricsWriter:
         self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
 
     def close(self) -> None:
-        """Closes the files.
-
-        Raises:
-          OSError: the disk is full; TensorBoard is abandoned then, which would raise again when the process ends.
-        """
+        """Closes the files."""
         for board in self._boards.values():
-            try:
-                board.close()
-            except OSError:
-                board.file_writer.event_writer._closed = True
+            board.close()
         self._file.close()
         for tracker in self._trackers:
             tracker.close()

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from kljax._files import check_outside_of_runs
 from train.config.errors import UserError
 from train.config.schema import Config
 
@@ -14,6 +15,10 @@ PATTERN_CHARACTERS = "[\\"
 def check_output(config: Config) -> None:
     """Raises `UserError` naming `output` if the directory of the run cannot be made or written."""
     root = Path(config.output).absolute() / config.name
+    try:
+        check_outside_of_runs(root, option="output")
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if wrong := sorted(set(PATTERN_CHARACTERS) & set(str(root))):
         raise UserError(
             f"output: got {_shown(root)}, in which orbax takes {' and '.join(wrong)} for a pattern; expected a path "

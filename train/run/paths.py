@@ -39,6 +39,11 @@ class RunPaths:
         return self.root / "reference.json"
 
     @property
+    def inputs(self) -> Path:
+        """The digests of the files that the config names."""
+        return self.root / "inputs.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -119,7 +119,8 @@ def _draw(axes: "Axes", panel: Panel, lines: Mapping[str, tuple[list[int], list[
         axes.set_yticks([])
         return
     for number, (label, (steps, values)) in enumerate(lines.items()):
-        few, color = len(values) <= FEW, f"C{number}"
+        few = len(values) <= FEW
+        color = f"C{number}"
         axes.plot(steps, values, linewidth=1.2, alpha=1 if few else 0.3, color=color)
         smooth = values if few else _running_median(values)
         axes.plot(steps, smooth, linewidth=1.2, marker="o" if few else None, markersize=3, color=color, label=label)

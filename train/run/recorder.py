@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.tokenizers import Tokenizer
+from train.data.tokenizers.continuation import decode_after
 from train.distributed.exchange import run_together, send_to_leader
 from train.distributed.global_arrays import place_whole
 from train.distributed.peers import is_leader
@@ -23,6 +24,7 @@ from train.rl.batch import Batch
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
+from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions
 from train.weights.files import usable_directory
 
@@ -84,7 +86,8 @@ class RolloutFiles:
 
     def wait(self) -> None:
         """Waits for the file that is being written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             if pending is not None:
                 pending.result()
@@ -118,9 +121,12 @@ class RolloutRecorder:
             max_bytes = config.report.max_mib * 2**20
             return RolloutFiles(directory, max_bytes=max_bytes, done=done) if is_leader() else None
 
-        self._config, self._tokenizer, self._mesh = config, context.tokenizer, context.mesh
+        self._config = config
+        self._tokenizer = context.tokenizer
+        self._mesh = context.mesh
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
+        self._told_of_holes = False
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
@@ -136,15 +142,31 @@ class RolloutRecorder:
         if self._files is None or not self._files.wants(step):
             return
         described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
+        shown = self._without_holes(selected) if self._config.rollout.source.type == "custom" else np.arange(len(rows))
+        if not len(shown):
+            return
 
         def write(path: Path) -> int:
-            arrays = dict(jax.device_get(selected))
+            arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
             rewards = arrays.pop("rewards")
-            records = [described[row] | {"reward": float(rewards[i])} for i, row in enumerate(rows)]
+            arrays = whole_completions(arrays, self._config.data.max_prompt_length)
+            records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
 
         self._files.write(step, write)
+
+    def _without_holes(self, selected: Mapping[str, jax.Array]) -> np.ndarray:
+        """Lists the rows with one prompt and one completion; warns of the first others, which the page cannot show."""
+        masks = jax.device_get((selected["token_mask"], selected["completion_mask"]))
+        holes = has_holes(*masks)
+        if holes.any() and not self._told_of_holes:
+            self._told_of_holes = True
+            warn(
+                "report.rollouts: rows with tokens between their completions, as the observations of an episode, are "
+                "left out, because the page of a run shows one prompt and one completion; they are trained all the same"
+            )
+        return np.flatnonzero(~holes)
 
     def close(self) -> None:
         """Waits for the last file."""
@@ -152,15 +174,29 @@ class RolloutRecorder:
             self._files.close()
 
 
+def whole_completions(arrays: Mapping[str, np.ndarray], prompt_length: int) -> dict[str, np.ndarray]:
+    """Returns rows whose completions have their tokens without a log-prob too, with NaN for what was not computed."""
+    completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompt_length)
+    left_out = completions & ~arrays["completion_mask"]
+    numbers = {
+        name: np.where(left_out, np.nan, x).astype(x.dtype)
+        for name, x in arrays.items()
+        if x.dtype.kind == "f" and x.shape == left_out.shape
+    }
+    return {**arrays, **numbers, "completion_mask": completions}
+
+
 def token_texts(tokenizer: Tokenizer) -> TokenTexts:
     """Returns the texts of tokens, special ones as the model sees them.
 
-    Those of a decoder that is not supported are the texts of ids alone.
+    Those of a decoder that is not supported are the texts that they add to a word.
     """
     try:
         pieces = list(tokenizer.token_bytes())
     except UserError:
-        pieces = [tokenizer.decode([token]).encode() for token in range(tokenizer.vocab_size)]
+        ids = range(tokenizer.vocab_size)
+        word = next(([token] for token in ids if tokenizer.decode([token]).isalnum()), [])
+        pieces = [decode_after(tokenizer.decode, word, [token]).encode() for token in ids]
     for special in (tokenizer.bos_id, tokenizer.pad_id, *tokenizer.eos_ids):
         if special is not None:
             pieces[special] = tokenizer.decode_all([special]).encode()
@@ -177,7 +213,8 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
-    completions, described = rollout.completions, {}
+    completions = rollout.completions
+    described = {}
     for index, row in enumerate(rollout.rows.own.tolist()):
         if row not in rows:
             continue

@@ -1,13 +1,17 @@
 """One run from start to end: base, state, RL, summary."""
 
+import errno
 import sys
 import time
 from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import kljax
+from kljax._files import write_text_atomic
+from train.config.errors import Note, warn
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.context import RunContext
@@ -33,7 +37,7 @@ from train.run.display import (
     print_devices,
     print_next_commands,
     progress,
-    write_summary,
+    summary_text,
 )
 from train.run.guard import StepGuard
 from train.run.loop import Programs, evaluation_phase, train, write_evaluation
@@ -52,17 +56,25 @@ from train.run.setup import (
 )
 from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
+from train.run.user_functions import check_user_functions
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
 Tree = Any
 ACCURACIES = ("accuracy", "accuracy_greedy")
 KLS = (*KL_METRICS, "rollout_kl")
+UNMEASURED_KL = (
+    "kl: no term has a coefficient, so this run measures no KL to its reference; reference.monitor=true does, with a "
+    "pass of the reference over each batch"
+)
 
 
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
-    began, console = time.perf_counter(), default_console()
+    began = time.perf_counter()
+    console = default_console()
+    # Code of the user may leave the working directory.
+    start = Path.cwd()
     config, resume = _start_of_leader(loaded.config, resume)
     print_devices(console)
     config = with_local_model(config)
@@ -73,7 +85,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     source, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
-        open_run(config, resume=resume) as directory,
+        open_run(config, resume=resume, start=start) as directory,
         jax.set_mesh(context.mesh),
         closing(source),
         closing(
@@ -83,7 +95,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         progress(console) as bars,
     ):
         tell_supervisor(directory.root)
-        console.print(f"run directory: {directory.root}", markup=False, highlight=False)
+        shown = Path(config.output) / directory.root.name
+        console.print(f"run directory: {shown}", markup=False, highlight=False)
         if context.held_out or config.rollout.source.type != "file":
             console.print(context.layout.line, markup=False, highlight=False)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
@@ -111,15 +124,15 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         return INTERRUPTED
     before, after = _before_and_after(directory)
     skipped = _skipped_updates(config, directory)
-    write_curves(directory.root)
+    _draw_curves(directory)
     # A finished run that is resumed did nothing: its summary, with its seconds, stays.
     if done > first or not directory.summary.exists():
         summary = _summary(before, after, done, time.perf_counter() - began) | {"skipped_updates": skipped}
-        write_summary(directory.summary, summary)
+        write_text_atomic(directory.summary, summary_text(summary))
     print_comparison(console, before, after)
     if skipped:
         console.print(f"{skipped} updates were skipped", markup=False, highlight=False)
-    print_next_commands(console, directory.root, evaluates=bool(context.held_out))
+    print_next_commands(console, shown, evaluates=bool(context.held_out))
     return 0
 
 
@@ -137,6 +150,9 @@ def _prepare(
     config = context.config
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
+    check_user_functions(context.plan)
+    if not context.plan.reference:
+        warn(Note(UNMEASURED_KL))
     steps = [] if continued is None else continued.steps()
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)
@@ -246,6 +262,17 @@ def _reinforce(
         )
     assert_unchanged(frozen, before)
     return state
+
+
+def _draw_curves(directory: RunDirectory) -> None:
+    """Draws the curves; a picture that cannot be written is a warning, as the run itself is saved."""
+    path = directory.root / "curves.png"
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        write_curves(directory.root)
+    except OSError as error:
+        warn(f"cannot write {path}: {error.strerror}")
 
 
 def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[str, float]]:

@@ -16,8 +16,10 @@ from train.config.schema import Config
 from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import Example, Task, load_task
-from train.data.tasks.rewards import compose, judge
+from train.data.tasks.rewards import compose, judge, warn_of_unweighted
+from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers.generation_config import warn_of_generation_config
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
 from train.distributed.peer_watch import enter
@@ -97,6 +99,8 @@ def make_context(config: Config) -> RunContext:
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
     tokenizer, task = load_tokenizer(config), load_task(config)
+    if config.model.path is not None:
+        warn_of_generation_config(config.model.path)
     prompts = Prompts(
         task.train,
         tokenizer,
@@ -113,7 +117,8 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
 
 def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:
     """Warns if prompts have the token whose embedding transformers does not train, and this run does."""
-    pad, examples = trained_pad(config), prompts.examples
+    pad = trained_pad(config)
+    examples = prompts.examples
     count = 0 if pad is None else sum(pad in np.asarray(example.prompt_ids) for example in examples)
     warn_of_pad(pad, count, len(examples), "prompts")
 
@@ -149,10 +154,13 @@ def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
       UserError: the reward function fails or returns no numbers, a weight names an unknown reward, an example has no
         solution, or no solution fits.
     """
-    config, examples = context.config, context.prompts.examples
+    config = context.config
+    examples = context.prompts.examples
     if judged := (examples or context.held_out)[:1]:
         scores = judge(context.task, judged, [""], np.array([True]))
         compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
+    if isinstance(context.task.score, UserScore):
+        warn_of_unweighted(config.rewards.weights, context.task.score.names or ())
     if before_warm_start and config.warm_start.trains():
         check_solutions(examples, context.tokenizer, config.data.max_completion_length)
 
@@ -173,7 +181,9 @@ def make_base(context: RunContext, directory: RunDirectory, *, bars: Start, writ
 
     A Hugging Face folder without a warm start is recorded, not copied. Weights are saved before they are quantized.
     """
-    config, mesh, section = context.config, context.mesh, context.config.warm_start
+    config = context.config
+    mesh = context.mesh
+    section = context.config.warm_start
     if config.model.path is not None and section.checkpoint is None and not section.trains():
         params = load_initial_base(config, context.model, mesh)
         record_folder(directory.root, config.model.path)
@@ -215,7 +225,8 @@ def first_state(
 
 def _run_warm_start(context: RunContext, params: Tree, *, bars: Start, writer: Metrics) -> Tree:
     """Trains the weights on the solutions of the task, and writes the loss of each step."""
-    config, section = context.config, context.config.warm_start
+    config = context.config
+    section = context.config.warm_start
     data = Supervised(
         context.prompts.examples,
         context.tokenizer,

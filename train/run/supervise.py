@@ -1,5 +1,6 @@
 """`--supervise`: a parent process, without JAX, that runs the command as its child and restarts it after a loss."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,11 +8,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from train.config.errors import LostProcessError, warn
+from train.config.errors import LostProcessError, UserError, warn
 from train.config.installation import child_environment
 from train.process.interrupt import INTERRUPTED, handled
 from train.run.paths import RunPaths
@@ -37,11 +39,24 @@ def tell_supervisor(root: Path) -> None:
         Path(file).write_text(json.dumps(str(root.absolute())))
 
 
+def tell_end() -> None:
+    """Tells the supervisor, if there is one, that the command came to its end, so that exit code 0 is no accident."""
+    file = os.environ.get(VARIABLE)
+    if file:
+        with contextlib.suppress(OSError):
+            _end_of(Path(file)).touch()
+
+
+def _end_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.ended")
+
+
 class Supervisor:
     """Runs a command until it ends by itself, and restarts it with `--resume` after a loss.
 
     A loss is exit code 75, or the end by SIGKILL, SIGSEGV, SIGABRT or SIGBUS. The waits double from restart to restart;
-    a new checkpoint starts the count and the waits anew.
+    a new checkpoint starts the count and the waits anew. Exit code 0 counts only with `tell_end`, or a new summary:
+    code of the user can end the process by `os._exit(0)`.
 
     Attributes:
       stopped: is set by the first signal; nothing is restarted after it.
@@ -50,10 +65,12 @@ class Supervisor:
     def __init__(self, command: Sequence[str], file: Path, *, restarts: int = RESTARTS, wait: float = 1.0) -> None:
         """Takes the command without `--resume`, the file for the run directory, and the first wait in seconds."""
         self.stopped = threading.Event()
-        self._command, self._file = tuple(command), file
+        self._command = tuple(command)
+        self._file = file
         self._restarts, self._first_wait = restarts, wait
         self._child: subprocess.Popen[bytes] | None = None
         self._early: int | None = None
+        self._started = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the command."""
@@ -65,10 +82,18 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code of the last start; a signal that ended it counts 128 and its number."""
-        restarts, best, arguments = 0, (False, -1), self._command
+        restarts = 0
+        best = (False, -1)
+        arguments = self._command
         while True:
             code = self._start(arguments)
             is_loss = code == LostProcessError.code or -code in CRASHES
+            if code == 0 and not self._has_ended():
+                warn(
+                    "the process ended with exit code 0 before the end of the command, as os._exit(0) in a function of "
+                    "yours does: not started again"
+                )
+                return UserError.code
             if self.stopped.is_set() or not is_loss:
                 return INTERRUPTED if -code in (signal.SIGINT, signal.SIGTERM) else _exit_code(code)
             directory = self._directory()
@@ -85,7 +110,15 @@ class Supervisor:
             if self.stopped.wait(seconds):
                 return INTERRUPTED
 
+    def _has_ended(self) -> bool:
+        directory = self._directory()
+        summary = None if directory is None else directory.summary
+        new = summary is not None and summary.exists() and summary.stat().st_mtime >= self._started
+        return new or _end_of(self._file).exists()
+
     def _start(self, command: Sequence[str]) -> int:
+        self._started = time.time()
+        _end_of(self._file).unlink(missing_ok=True)
         # Ctrl-C in a terminal comes to the whole process group: the command must get it once.
         environment = child_environment() | {VARIABLE: str(self._file)}
         self._child = subprocess.Popen(command, env=environment, process_group=0)

@@ -1,16 +1,23 @@
 """Trackers that a run tells its metrics beside its own files: Weights & Biases, and a port for Prometheus."""
 
 import importlib.util
-from collections.abc import Mapping
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from kljax.checkpoint import text_hash
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.run.glossary import tag_of
 
 PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
+MOST_SECONDS = 60.0
+"""A tracker has this time for the values of a step, and again to send the last ones."""
+SHOWN = 300
+"""Characters of an error of a tracker that are shown."""
 
 
 class Tracker(Protocol):
@@ -23,21 +30,54 @@ class Tracker(Protocol):
         """Sends the values that are not sent yet."""
 
 
+class GuardedTracker:
+    """A tracker whose failure, or silence for `MOST_SECONDS`, is a warning; the run goes on without it."""
+
+    def __init__(self, field: str, tracker: Tracker) -> None:
+        self._field, self._tracker = field, tracker
+        self._failed = False
+
+    def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        """Takes finite values of a step, unless the tracker has failed."""
+        self._call(f"step {step}", lambda: self._tracker.log(phase, step, values))
+
+    def close(self) -> None:
+        """Sends the values that are not sent yet, unless the tracker has failed."""
+        self._call("the end", self._tracker.close)
+
+    def _call(self, moment: str, action: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                action()
+            except BaseException as error:  # any error of the package, also SystemExit
+                errors.append(error)
+
+        # A daemon, so that one that never returns does not hold the process at its end.
+        thread = threading.Thread(target=call, name=self._field, daemon=True)
+        thread.start()
+        thread.join(MOST_SECONDS)
+        if thread.is_alive() or errors:
+            self._failed = True
+            reason = describe(errors[0]) if errors else f"no answer within {MOST_SECONDS:g} s"
+            warn(f"{self._field}: {reason}, at {moment}; the run goes on without it")
+
+
 class WandbTracker:
     """A run of Weights & Biases. A resumed run continues it; WANDB_MODE=offline writes files alone."""
 
     def __init__(self, project: str, root: Path, config: Mapping[str, Any]) -> None:
-        """Starts or continues the run; raises `UserError` if that is refused, as without an API key."""
+        """Starts or continues the run."""
         import wandb
 
         # The directory names the run, so that one that is resumed finds it.
         number = text_hash(str(root.absolute())).hexdigest()[:16]
         settings = wandb.Settings(console="off", silent=True)
         names: dict[str, Any] = {"project": project, "name": root.name, "id": number, "dir": root}
-        try:
-            self._run = wandb.init(**names, config=dict(config), resume="allow", settings=settings)
-        except wandb.errors.Error as error:
-            raise UserError(f"report.wandb: {error}; set report.wandb=null, or WANDB_MODE=offline") from error
+        self._run = wandb.init(**names, config=dict(config), resume="allow", settings=settings)
         for phase in ("warm_start", "train", "eval"):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
@@ -80,12 +120,29 @@ class PrometheusTracker:
         self._thread.join()
 
 
+def describe(error: BaseException) -> str:
+    """Describes an error of a tracker in one line, without the keys that its text may have.
+
+    Example:
+      >>> describe(ValueError("bad key 0123456789abcdef0123456789abcdef01234567"))
+      'ValueError: bad key ***'
+    """
+    text = " ".join(str(error).split())
+    for name, value in os.environ.items():
+        if re.search("KEY|TOKEN|SECRET|PASSWORD", name, re.IGNORECASE) and len(value) >= 4:
+            text = text.replace(value, "***")
+    text = re.sub(r"[\w-]{20,}", "***", text)[:SHOWN]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def check_trackers(config: Config) -> None:
     """Raises `UserError` if a tracker of the config needs a package that is not installed."""
     values = {"report.wandb": config.report.wandb, "report.prometheus_port": config.report.prometheus_port}
     for field, value in values.items():
         package = PACKAGES[field]
-        if value is not None and importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package) if value is not None else None
+        # A folder of the name, which W&B makes in the working directory, is found too, without a file of a package.
+        if value is not None and (spec is None or spec.origin is None):
             distribution = package.replace("_", "-")
             raise UserError(
                 f"{field}: got {value!r}, which needs the package {distribution}; install it with "
@@ -97,11 +154,23 @@ def open_trackers(config: Config, root: Path) -> list[Tracker]:
     """Opens the trackers of a config for the run in a directory.
 
     Raises:
-      UserError: a port cannot be used.
+      UserError: a port cannot be used, or a package refuses, as Weights & Biases does without an API key.
     """
     trackers: list[Tracker] = []
-    if config.report.prometheus_port is not None:
-        trackers.append(PrometheusTracker(config.report.prometheus_port, root.name))
-    if config.report.wandb is not None:
-        trackers.append(WandbTracker(config.report.wandb, root, config.model_dump(mode="json")))
+    port, project = config.report.prometheus_port, config.report.wandb
+    openers: dict[str, Callable[[], Tracker]] = {}
+    if port is not None:
+        openers["report.prometheus_port"] = lambda: PrometheusTracker(port, root.name)
+    if project is not None:
+        openers["report.wandb"] = lambda: WandbTracker(project, root, config.model_dump(mode="json"))
+    for field, opener in openers.items():
+        try:
+            trackers.append(GuardedTracker(field, opener()))
+        except BaseException as error:  # any error of the package, also SystemExit
+            for tracker in trackers:
+                tracker.close()
+            if isinstance(error, KeyboardInterrupt | UserError):
+                raise
+            offline = ", or WANDB_MODE=offline" if field == "report.wandb" else ""
+            raise UserError(f"{field}: {describe(error)}; set {field}=null{offline}") from error
     return trackers

@@ -70,8 +70,8 @@ def make_step(
         grads, loss = gradient(params)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss.value()) & jnp.isfinite(norm) & (norm > 0)
-        changes, following = optimizer.update(grads, opt_state, params)
-        trained = optax.apply_updates(params, changes), following
+        changes, next_opt_state = optimizer.update(grads, opt_state, params)
+        trained = optax.apply_updates(params, changes), next_opt_state
         loss = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), loss)
         return *keep_unless(finite, trained, (params, opt_state)), loss
 

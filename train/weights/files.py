@@ -1,8 +1,7 @@
-"""Atomic writes of files and directories, and small files that carry a digest of themselves."""
+"""Atomic writes of directories, and small files that carry a digest of themselves."""
 
 import functools
 import json
-import os
 import secrets
 import shutil
 import tempfile
@@ -11,21 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kljax._files import CONFIG_STARTS, check_outside_of_runs, write_text_atomic
 from kljax.checkpoint import json_digest, text_hash
 from train.config.errors import UserError, warn
 
 SEAL = "digest_of_record"
-FIRST_LINE = "# digest of the lines below: "
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Writes a file atomically: a killed process leaves the old file or the new file."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+FIRST_LINE = CONFIG_STARTS[0]
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -79,7 +69,11 @@ def check_sealed_text(path: Path, hint: str) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises FileExistsError unless `path` is free or an empty directory."""
+    """Raises FileExistsError unless `path` is free or an empty directory, and no place for files of a run."""
+    try:
+        check_outside_of_runs(path)
+    except ValueError as error:
+        raise FileExistsError(str(error)) from error
     if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
         raise FileExistsError(f"{path} is there already, and nothing is overwritten")
 

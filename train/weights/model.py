@@ -34,7 +34,8 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
                 "pad_token_id; set it to false"
             )
         shape = section.shape()
-        rope, experts = Rope(shape.pop("rope_theta")), shape.pop("experts")
+        rope = Rope(shape.pop("rope_theta"))
+        experts = shape.pop("experts")
         if experts is not None:
             with field_errors("model"):
                 shape["experts"] = ExpertsConfig(**experts.model_dump())
@@ -73,7 +74,8 @@ def make_policy_model(
     Raises:
       UserError: as `make_model`; or a field of `routing` trains routers that the decoder does not have, or freezes.
     """
-    model, section = make_model(config, tokenizer, folder_config=folder_config), config.routing
+    model = make_model(config, tokenizer, folder_config=folder_config)
+    section = config.routing
     fields = {"balance_coef": "0", "z_coef": "0", "bias_update_rate": "0", "freeze": "false"}
     fields |= {"verify": "false", "threshold": "0"}
     for name, default in fields.items():

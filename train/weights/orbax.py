@@ -128,7 +128,8 @@ class RunCheckpoints:
           pinned: steps to keep.
           run_id: sealed with each save and compared with what is read; None compares nothing.
         """
-        self._directory, self._run_id = directory.absolute(), run_id
+        self._directory = directory.absolute()
+        self._run_id = run_id
         policies = [preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])]
         if section.keep_every is not None:
             policies.append(preservation_policy.EveryNSteps(section.keep_every))
@@ -152,7 +153,8 @@ class RunCheckpoints:
 
     def save(self, state: TrainState, step: int) -> None:
         """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
-        trees, batch = _items(state), None if self.batch_of is None else self.batch_of(step)
+        trees = _items(state)
+        batch = None if self.batch_of is None else self.batch_of(step)
         if batch is not None:
             trees[BATCH] = batch
         identity: dict[str, Any] = {"step": step} if self._run_id is None else {"step": step, "run": self._run_id}
@@ -226,7 +228,8 @@ class RunCheckpoints:
         _check_step(metadata)
 
     def _check_fits(self, step: int, metadata: checkpoint.CheckpointMetadata, like: Tree) -> None:
-        saved, expected = _layout(metadata.tree), _layout(like)
+        saved = _layout(metadata.tree)
+        expected = _layout(like)
         differing = (name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name))
         # Weights first: their optimizer moments differ in the same way.
         names = sorted(differing, key=lambda name: (not name.startswith("trainable"), name))
@@ -266,7 +269,8 @@ class RunCheckpoints:
 
 def _check_step(metadata: checkpoint.CheckpointMetadata) -> None:
     """Raises ValueError if a checkpoint lies in the directory of another step than it was saved after."""
-    saved, named = (metadata.content or {}).get("step"), metadata.path.parent
+    saved = (metadata.content or {}).get("step")
+    named = metadata.path.parent
     in_run = named.parent.name == "checkpoints" and named.name.isdigit()
     if saved is not None and in_run and int(named.name) != saved:
         raise ValueError(f"checkpoint {metadata.path.parent} is a copy: it was saved after step {saved}")

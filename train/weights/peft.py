@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save
 
+from kljax._files import write_text_atomic
 from kljax.checkpoint import first_five, named_leaves
 from train.config.adapter import PARAMETERS, parameters_of
 from train.config.installation import shell_command
@@ -25,7 +26,7 @@ from train.models.blocks import split_path
 from train.models.config import PROJECTIONS, ROUTER
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
-from train.weights.files import new_directory, write_text_atomic
+from train.weights.files import new_directory
 from train.weights.huggingface.names import EXPERTS
 from train.weights.huggingface.safetensors import open_tensors
 from train.weights.peft_config import CONFIG_FILE, read_config, targeted
@@ -172,8 +173,10 @@ def save_adapter(
       FileExistsError: `path` exists and is not empty.
       ValueError: the adapter does not fit the model.
     """
-    lora, leaves = model.config.lora, named_leaves(adapter)
-    got, expected = {name: leaf.shape for name, leaf in leaves.items()}, _shapes(model)
+    lora = model.config.lora
+    leaves = named_leaves(adapter)
+    got = {name: leaf.shape for name, leaf in leaves.items()}
+    expected = _shapes(model)
     if lora is None or got != expected:
         raise ValueError(f"adapter does not fit the model: got {got}, expected {expected}")
     try:
@@ -202,13 +205,15 @@ def _matrices_to_write(
     Raises:
       ValueError: a dense MLP beside experts has an adapter that is not zero.
     """
-    config, matrices = model.config, dict[tuple[int, str], np.ndarray]()
+    config = model.config
+    matrices = dict[tuple[int, str], np.ndarray]()
     joined: dict[tuple[int, str, str], dict[str, np.ndarray]] = {}
     stacked = stacked_targets(config)
     for leaf, values in leaves.items():
         for (layer, inner), matrix in zip(_stacked_matrices(model, leaf), np.asarray(values, np.float32), strict=True):
             module, _, kind = inner.rpartition(".")
-            parameter, name = parameter_of(config, module), module.rpartition(".")[2]
+            parameter = parameter_of(config, module)
+            name = module.rpartition(".")[2]
             if parameter is None and name in stacked:
                 if matrix.any():
                     raise ValueError(
@@ -270,7 +275,8 @@ def _check_lora(path: str | Path, lora: LoraConfig) -> None:
 
 def _mismatches(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
     """Yields the tensors that are no part of the model, have another shape, or are ignored by PEFT."""
-    shapes, layers = _matrices(model, has_pairs(raw)), model.config.layers
+    shapes = _matrices(model, has_pairs(raw))
+    layers = model.config.layers
     wanted = targeted(raw, (tensor.module for tensor in stored))
     for tensor in stored:
         expected = shapes.get((tensor.layer, tensor.name))
@@ -345,7 +351,9 @@ def _open_weights(path: str | Path) -> AbstractContextManager[Any]:
 
 def _list_tensors(path: str | Path, file: Any, raw: Mapping[str, Any]) -> list[StoredTensor]:
     """Lists the tensors of an open file; raises ValueError if there are none, or a tensor is no adapter matrix."""
-    stored, unknown, parameters = [], [], parameters_of(raw.get("target_parameters") or ())
+    stored = []
+    unknown = []
+    parameters = parameters_of(raw.get("target_parameters") or ())
     for key in sorted(file.keys()):
         match = KEY.fullmatch(key)
         if match is None:

@@ -1,25 +1,24 @@
 """Reading of `adapter_config.json` of PEFT; a field that would change the weights is an error."""
 
-import functools
 import json
-import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import regex
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.config.adapter import PARAMETERS
 from train.config.json_text import parse_json
-from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
-from train.data.workers.targets import FIELDS, is_targeted, layer_expression
+from train.config.regular_file import read_regular
 from train.weights.peft_experts import PAIR_KEY, has_pairs
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 1_000_000
 MAX_ALPHA = 1e30
-# CPU seconds of the regular expressions of a config on all modules of a model.
 EXPRESSION_SECONDS = 5.0
+"""Time of the regular expressions of a config on all modules of a model."""
 
 # Origin, training and initialization of an adapter, which do not change the use of its weights.
 NEUTRAL = frozenset(
@@ -79,7 +78,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / CONFIG_FILE
     try:
-        raw = parse_json(file.read_bytes())
+        raw = parse_json(read_regular(file))
     except FileNotFoundError:
         raise FileNotFoundError(f"no PEFT adapter at {path}: it has no {CONFIG_FILE}") from None
     except (OSError, ValueError) as error:
@@ -137,7 +136,7 @@ def _expressions(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     names = raw.get("layers_pattern")
     if names and raw.get("layers_to_transform") is not None:
         expressions["layers_pattern"] = [
-            layer_expression(name) for name in ([names] if isinstance(names, str) else names)
+            _layer_expression(name) for name in ([names] if isinstance(names, str) else names)
         ]
     return expressions
 
@@ -146,8 +145,8 @@ def _bad_patterns(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, expressions in _expressions(raw).items():
         for expression in expressions:
             try:
-                re.compile(expression)
-            except (re.error, RecursionError, OverflowError) as error:
+                regex.compile(expression)
+            except (regex.error, RecursionError, OverflowError) as error:
                 yield name, f"which is no regular expression: {error}"
 
 
@@ -180,17 +179,59 @@ def targeted(raw: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
 
 
 def _targeted_modules(raw: Mapping[str, Any], names: list[str]) -> set[str]:
-    fields = {name: raw.get(name) for name in FIELDS}
-    if not _expressions(raw):
-        return {name for name in names if is_targeted(fields, name)}
+    end = time.monotonic() + EXPRESSION_SECONDS
     try:
-        answers = _pool().ask({"fields": fields, "modules": names}, cpu_seconds=EXPRESSION_SECONDS)
-    except (NoAnswer, NotStarted) as error:
+        return {name for name in names if is_targeted(raw, name, end)}
+    except TimeoutError:
         listed = " and ".join(_expressions(raw))
-        raise ValueError(f"{listed}: the regular expression failed: {error}; give names of modules") from None
-    return {name for name, answer in zip(names, answers, strict=True) if answer}
+        raise ValueError(
+            f"{listed}: the regular expression takes longer than {EXPRESSION_SECONDS:g} s; give names of modules"
+        ) from None
 
 
-@functools.cache
-def _pool() -> WorkerPool:
-    return WorkerPool("targets")
+def is_targeted(raw: Mapping[str, Any], module: str, end: float) -> bool:
+    """Checks whether PEFT would put an adapter on a module, such as `model.layers.0.self_attn.q_proj`.
+
+    A list has full names or suffixes of modules; a string is "all-linear" or a regular expression for the full name.
+    `layers_to_transform` applies only to lists.
+
+    Raises:
+      TimeoutError: a regular expression is not done at the monotonic time `end`.
+    """
+    if _matches(raw.get("exclude_modules") or [], module, end):
+        return False
+    targets = raw.get("target_modules") or []
+    if isinstance(targets, str):
+        return targets.lower() == "all-linear" or _matches(targets, module, end)
+    layers = raw.get("layers_to_transform")
+    if module in targets or not _matches(targets, module, end) or layers in (None, []):
+        return _matches(targets, module, end)
+    index = _layer(raw.get("layers_pattern"), module, end)
+    return index in ([layers] if isinstance(layers, int) else layers)
+
+
+def _matches(names: str | list[str], module: str, end: float) -> bool:
+    if isinstance(names, str):
+        return regex.fullmatch(names, module, timeout=_seconds(end)) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _layer(patterns: str | list[str] | None, module: str, end: float) -> int | None:
+    """Finds the layer index of a module, after the first match of `layers_pattern`."""
+    names = [patterns] if isinstance(patterns, str) else patterns
+    expressions = [_layer_expression(name) for name in names] if names else [r".*?\.[^.]*\.(\d+)\."]
+    for expression in expressions:
+        match = regex.match(expression, module, timeout=_seconds(end))
+        if match:
+            return int(match[1]) if match[1] and match[1].isdecimal() else None
+    return None
+
+
+def _layer_expression(name: str) -> str:
+    """Returns the regular expression that finds the layer index after a name of `layers_pattern`."""
+    return rf"(?:^|.*?\.){name}\.(\d+)\."
+
+
+def _seconds(end: float) -> float:
+    """Returns the time that is left; `regex` takes 0 for no limit."""
+    return max(end - time.monotonic(), 1e-3)

@@ -57,7 +57,8 @@ def config_fields(config: DecoderConfig) -> dict[str, Any]:
       ValueError: it has one of `gate_proj` and `up_proj` alone.
     """
     assert config.lora is not None
-    stacked, lora = stacked_targets(config), config.lora
+    stacked = stacked_targets(config)
+    lora = config.lora
     fields: dict[str, Any] = {"target_modules": sorted(set(lora.targets) - set(stacked))}
     if not stacked:
         return fields
@@ -151,7 +152,8 @@ def split(config: DecoderConfig, projection: str, kind: str, matrix: np.ndarray,
 def _places(config: DecoderConfig, projection: str, rank: int) -> tuple[slice, slice]:
     """Returns the ranks and the outputs of a projection in `gate_up_proj` with twice the rank."""
     assert config.experts is not None
-    number, width = _PAIR.index(projection), config.experts.width
+    number = _PAIR.index(projection)
+    width = config.experts.width
     outputs = slice(number, None, 2) if is_gpt_oss(config) else slice(number * width, (number + 1) * width)
     return slice(number * rank, (number + 1) * rank), outputs
 

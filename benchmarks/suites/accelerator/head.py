@@ -31,7 +31,8 @@ class HeadContender:
     def __init__(self, tiny: bool) -> None:
         platform = jax.default_backend()
         device = platform if platform in ("cpu", "tpu") else "gpu"
-        self.tiny, self._versions = tiny, dict[str, str]()
+        self.tiny = tiny
+        self._versions = dict[str, str]()
         self.shared = HeadOptions(device, "bf16", threads=0, tile=QUICK_TILE if tiny else None)
 
     def versions(self) -> dict[str, str]:
@@ -53,7 +54,8 @@ class HeadContender:
 
     def _row(self, form: Form, measured: Measured) -> dict[str, Any]:
         result, naive = measured.results[form.name], measured.results[form.baseline]
-        tolerances, differences = tolerances_of(self.shared), result.differences.items()
+        tolerances = tolerances_of(self.shared)
+        differences = result.differences.items()
         wrong = [f"{name} differs by {by:.0e}" for name, by in differences if not by <= tolerances[name]]
         return {
             "name": form.title,
@@ -68,7 +70,8 @@ class HeadContender:
 
 def speed(result: ContenderResult, naive: float | None, operations: float) -> dict[str, float | None]:
     """Returns the columns of the fastest round, given the seconds of naive JAX and the operations of this form."""
-    seconds, device = result.best("wall"), find_device(jax.devices()[0].device_kind)
+    seconds = result.best("wall")
+    device = find_device(jax.devices()[0].device_kind)
     reached = ratio(operations, seconds)
     return {
         "ms": seconds and 1e3 * seconds,

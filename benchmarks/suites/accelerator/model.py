@@ -47,8 +47,10 @@ class TrainerContender:
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
         """Samples a batch and updates on it, until the fastest of some rounds is known or the seconds are over."""
-        until, (name, weights) = time.monotonic() + seconds, of.split()
-        config, device = config_of(name, lora=weights == "lora"), jax.devices()[0]
+        until = time.monotonic() + seconds
+        name, weights = of.split()
+        config = config_of(name, lora=weights == "lora")
+        device = jax.devices()[0]
         context = bare_context(config, *planned_model(config))
         base = init_params(context.model, purpose_key(0, "params"), context.mesh)
         with jax.set_mesh(context.mesh):
@@ -64,7 +66,8 @@ class TrainerContender:
                 with clock.part("rollout"):
                     samples = jax.block_until_ready(_sample(learner, sampler, jnp.asarray(ids), index))
                 row["rollout_bytes"] = _peak(device)
-                batch, sampled = _batch(config, samples), int(samples.completion_mask.sum())
+                batch = _batch(config, samples)
+                sampled = int(samples.completion_mask.sum())
                 with clock.part("update"):
                     learner.update(batch)
                 row["update_bytes"] = _peak(device)
@@ -86,8 +89,10 @@ class TrainerContender:
 
 def _sample(learner: Learner, program: Any, prompts: jax.Array, index: int) -> Any:
     """Completes the prompts as the trainer does."""
-    policy, layout = policy_of(learner.state.trainable, learner.frozen.base), learner.context.layout
-    mask, key = jnp.ones(prompts.shape, bool), purpose_key(0, "sample", index)
+    policy = policy_of(learner.state.trainable, learner.frozen.base)
+    layout = learner.context.layout
+    mask = jnp.ones(prompts.shape, bool)
+    key = purpose_key(0, "sample", index)
     with layout.active():
         samples = program(layout.weights(policy), prompts, mask, key)
     if learner.frozen.base is None:

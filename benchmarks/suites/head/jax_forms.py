@@ -118,7 +118,8 @@ def call_options(
     data: TokenConstants, *, entropy: bool = True, kl: bool = False, masked: bool = False
 ) -> dict[str, Any]:
     """Returns the options that both calls of kljax share."""
-    mask, reference = data.mask if masked else None, (data.ref_hidden, None) if kl else None
+    mask = data.mask if masked else None
+    reference = (data.ref_hidden, None) if kl else None
     return {"mask": mask, "entropy": entropy, "reference": reference}
 
 
@@ -233,7 +234,8 @@ def make_inputs(size: Size) -> Inputs:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, Any]:
     """Draws the fields of `Inputs` on the device."""
-    keys, third = jax.random.split(jax.random.key(0), 6), jnp.arange(tokens) % 3 == 0
+    keys = jax.random.split(jax.random.key(0), 6)
+    third = jnp.arange(tokens) % 3 == 0
     hidden = jax.random.normal(keys[0], (tokens, width), dtype)
     head = jax.random.normal(keys[1], (width, vocab), dtype) * jnp.asarray(2 * width**-0.5, dtype)
     targets = jax.random.randint(keys[2], (tokens,), 0, vocab)

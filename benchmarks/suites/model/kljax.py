@@ -31,7 +31,8 @@ def model_of(work: ModelWork) -> Decoder:
 
 def save_weights(work: ModelWork, directory: pathlib.Path) -> None:
     """Draws float32 weights for `problem.load_weights`; matrices preserve the scale of inputs, norms are near 1."""
-    rng, weights = np.random.default_rng(0), dict[str, Any]()
+    rng = np.random.default_rng(0)
+    weights = dict[str, Any]()
     for mapping in leaf_mappings(model_of(work)):
         for name in mapping.names:
             drawn = rng.standard_normal(mapping.shape, np.float32)
@@ -69,7 +70,8 @@ class KljaxContender(ModelContender):
         shardings = jax.tree.map(lambda x: x.sharding, abstract_params(self.model, self.mesh))
         params = params_of(self.work, problem.load_weights(pathlib.Path(directory)))
         self.reference = kljax.Policy(jax.tree.map(jax.device_put, params, shardings))
-        self._draws, self._key = 0, jax.random.key(0)
+        self._draws = 0
+        self._key = jax.random.key(0)
         self._sample, self._score = jax.jit(self._complete), jax.jit(self._log_probs)
         self._learner: Learner | None = None
 

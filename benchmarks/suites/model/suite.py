@@ -141,7 +141,8 @@ def report(fields: Mapping[str, Any], part: str) -> Report:
     ]
     parts, failures = list[Report](), list[str]()
     for measured in (Measured.read(size, ModelWork) for size in fields["sizes"]):
-        work, paragraphs = measured.size, list[str]()
+        work = measured.size
+        paragraphs = list[str]()
         for name, (title, compared) in PARTS.items() if part == "step" else [("rollout", PARTS["rollout"])]:
             columns = [*COLUMNS, *([] if name == ALL else [("peak MiB", "MiB")])]
             columns += [(f"{value} differ by", DIFFERENCES[value]) for value in compared]
@@ -159,7 +160,8 @@ def report(fields: Mapping[str, Any], part: str) -> Report:
 
 
 def _rows(measured: Measured, part: str, compared: Sequence[str]) -> Iterator[list[Any]]:
-    baseline, work = measured.results["kljax"], measured.size
+    baseline = measured.results["kljax"]
+    work = measured.size
     tokens = work.rows * (work.completion_length if part == "rollout" else work.length)
     for _, result in measurable(measured.results):
         if result.best("wall", part) is not None:

@@ -30,7 +30,8 @@ class TransformersContender(ModelContender):
         self.model.tie_weights()
 
     def log_probs(self) -> np.ndarray:
-        tokens, first = torch.from_numpy(problem.make_sequences(self.work)).long(), self.work.prompt_length
+        tokens = torch.from_numpy(problem.make_sequences(self.work)).long()
+        first = self.work.prompt_length
         with torch.inference_mode():
             log_probs = torch.log_softmax(self.model(tokens).logits[:, first - 1 : -1], -1)
         return log_probs.gather(-1, tokens[:, first:, None])[..., 0].numpy()

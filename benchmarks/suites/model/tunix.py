@@ -125,9 +125,11 @@ class TunixContender(ModelContender):
         self._parts: Clock | Memory = Clock()
 
     def log_probs(self) -> np.ndarray:
-        sequences, first = problem.make_sequences(self.work), self.work.prompt_length
+        sequences = problem.make_sequences(self.work)
+        first = self.work.prompt_length
         graph, state = nnx.split(self.model)
-        prompts, completions = jnp.asarray(sequences[:, :first]), jnp.asarray(sequences[:, first:])
+        prompts = jnp.asarray(sequences[:, :first])
+        completions = jnp.asarray(sequences[:, first:])
         ids = {"pad_id": self.tokenizer.pad_id(), "eos_id": self.tokenizer.eos_id()}
         tokens = {"prompt_tokens": prompts, "completion_tokens": completions}
         return np.asarray(common.compute_per_token_logps(graph, state, **tokens, **ids))
@@ -177,7 +179,8 @@ class TunixContender(ModelContender):
         return [self.tokenizer.decode(row.tolist()) for row in problem.make_prompts(self.work)]
 
     def _learner(self) -> Feed:
-        work, mesh = self.work, jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        work = self.work
+        mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
         cluster = rl_cluster.RLCluster(
             actor=self.model,
@@ -217,7 +220,8 @@ class TunixContender(ModelContender):
         learner = grpo_learner.GRPOLearner(rl_cluster=cluster, algo_config=config, reward_fns=self._rewards)
         feed = Feed(self._prompts())
         threading.Thread(target=feed.run, args=(learner.train,), daemon=True).start()
-        self.cluster, self.model = cluster, cluster.actor_trainer.model
+        self.cluster = cluster
+        self.model = cluster.actor_trainer.model
         return feed
 
     def _rewards(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:

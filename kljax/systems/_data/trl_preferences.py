@@ -15,6 +15,7 @@ POLICY_AND_REF = {
     "preferred": "sum of log pi over the chosen completion, less the sum over the rejected one",
     "rejected": "the same of the reference"
 }
+BETA_OF_EPOCH = {"coef": "beta, else that of the epoch in the list"}
 BETA, SMOOTHING = {"coef": "beta"}, {"label_smoothing": "label_smoothing"}
 SCORES = "scores w and l of the chosen and the rejected completion, m = beta (w - l), S the logistic function"
 
@@ -60,6 +61,16 @@ PREFERENCES = (
         gradient="-1", goldens=recorded("DPOTrainer._compute_loss", loss_type="sft")),
     dpo("sigmoid_norm", "-log S(m) of means over the tokens", loss="sigmoid", scores=MEANS,
         divisors="max(n_i, 1) of each completion, then all pairs"),
+    policy_loss("online_dpo", call("preference_loss", loss="sigmoid", coef=0.1),
+        "-log S(m): DPO of two completions of the policy, the one of the higher reward chosen",
+        option="OnlineDPOConfig.loss_type sigmoid (experimental)", sources=SUMS | BETA_OF_EPOCH, defaults="beta 0.1",
+        note="the first is chosen where the rewards are equal; log-probs are of temperature 1, whatever the sampler's; "
+        "each batch is trained on once: there are no old log-probs and no correction",
+        goldens=recorded("OnlineDPOTrainer.training_step", loss_type="sigmoid")),
+    policy_loss("online_dpo+loss_type=ipo", call("preference_loss", loss="ipo", coef=0.1),
+        "(w - l - 1 / (2 beta))^2, of sums over the tokens", option="OnlineDPOConfig.loss_type (experimental)",
+        sources=SUMS | BETA_OF_EPOCH, defaults="beta 0.1", note="DPOTrainer takes means over the tokens",
+        goldens=recorded("OnlineDPOTrainer.training_step", loss_type="ipo")),
     policy_loss("kto", call("kto_loss", coef=0.1, desirable_weight=1.0, undesirable_weight=1.0),
         "w (1 - S(beta (h - kl))) of wanted completions, w (1 - S(beta (kl - h))) of others: KTO",
         option="KTOConfig.loss_type", sources={"scores": "sum of log pi - log ref", "desirable": "label",

@@ -1,8 +1,7 @@
-"""Runs the updates of the parity dumps: without a fault, with each single fault, and with pairs of faults."""
+"""Runs the updates of the parity dumps: without a fault, and with each single fault."""
 
-import itertools
+import dataclasses
 import pathlib
-import random
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ INPUTS = ("tokens", "prompt_lengths", "lengths", "group_ids", "rewards")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
-def record(releases: pathlib.Path, *, pairs: int, seed: int) -> tuple[Index, dict[str, np.ndarray]]:
+def record(releases: pathlib.Path) -> tuple[Index, dict[str, np.ndarray]]:
     """Records every dump of every system."""
     recording = Recording()
     with release.isolated():
@@ -32,39 +31,18 @@ def record(releases: pathlib.Path, *, pairs: int, seed: int) -> tuple[Index, dic
             results[mode] = verl_update.update(modules, drawn, settings)
             recording.add(f"verl-clean-{mode}", verl_update.header(settings), {**shared, **results[mode]})
         clean, declared = results["token-mean"], verl_update.header(verl_update.Settings())
-        singles = {}
         for fault in faults.FAULTS:
-            settings = faults.apply((fault,))
-            singles[fault.name] = verl_update.update(modules, drawn, settings)
-            if not differ(singles[fault.name], clean):
+            settings = dataclasses.replace(verl_update.Settings(), **fault.changes)
+            fields = verl_update.update(modules, drawn, settings)
+            if not differ(fields, clean):
                 raise ValueError(f"{fault.name}: changes nothing in this batch")
-            recording.add(f"verl-{slug(fault.name)}", declared, {**shared, **singles[fault.name]}, (fault,))
-        chosen = 0
-        for pair in random_pairs(seed):
-            if chosen == pairs:
-                break
-            try:
-                settings = faults.apply(pair)
-            except ValueError:
-                continue
-            result = verl_update.update(modules, drawn, settings)
-            # A fault that the other hides cannot be named.
-            if all(differ(result, singles[fault.name]) for fault in pair):
-                recording.add(f"verl-pair-{chosen:02d}", declared, {**shared, **result}, pair)
-                chosen += 1
+            recording.add(f"verl-{slug(fault.name)}", declared, {**shared, **fields}, (fault,))
     for case, fields in other_updates.record(releases, modules[2]):
         planted = () if case.fault is None else (case.fault,)
         recording.add(slug(case.name), {"dtype": "float32", **case.header}, fields, planted)
     for name, header, fields in recorders.record(releases, modules[2]):
         recording.add(name, header, fields)
     return recording.index, recording.arrays
-
-
-def random_pairs(seed: int) -> Any:
-    """Pairs of faults in random order."""
-    pairs = list(itertools.combinations(faults.FAULTS, 2))
-    random.Random(seed).shuffle(pairs)
-    return pairs
 
 
 def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.goldens.parity import batch
-from tests.goldens.parity.verl_update import Scoring, Settings
+from tests.goldens.parity.verl_update import Scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,3 @@ FAULTS = (
     DumpFault("gradient halved", {"grad_scale": 0.5}, ("gradient: scale 0.5",)),
     DumpFault("gradient times 4", {"grad_scale": 4.0}, ("gradient: scale 4",)),
 )
-
-
-def apply(faults: tuple[DumpFault, ...]) -> Settings:
-    """The settings with all these faults; two that change one switch do not go together."""
-    changes: dict[str, Any] = {}
-    for fault in faults:
-        if set(changes) & set(fault.changes):
-            raise ValueError(f"{fault.name} changes what another fault does")
-        changes |= fault.changes
-    return dataclasses.replace(Settings(), **changes)

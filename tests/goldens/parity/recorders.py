@@ -98,5 +98,5 @@ def record(releases: pathlib.Path, functional: Any) -> list[tuple[str, dict[str,
             exec(code[title], scope)
             run().backward()
             header = json.loads(json.dumps(scope["header"]))
-            done.append((f"{system}-recorder", {"dtype": "float32", **header}, dict(scope["fields"])))
+            done.append((f"{system}-recorder", {"dtype": "float32", **header}, scope["fields"]()))
     return done

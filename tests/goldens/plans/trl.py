@@ -45,6 +45,16 @@ OTHER_LOSSES = [
     RecordingPlan("GMPOTrainer._compute_loss", {"epsilon": 0.4, "epsilon_high": 0.4, "beta": beta}, EDGES)
     for beta in (0.0, 0.1)
 ]
+ASYNC = [
+    *[
+        RecordingPlan("AsyncGRPOTrainer.compute_loss", {**EPSILON, "gradient_accumulation_steps": steps}, BOTH)
+        for steps in (1, 4)
+    ],
+    *[
+        RecordingPlan("async_advantages", {"partial": partial}, ("base",), None, "part of the rollout worker")
+        for partial in (False, True)
+    ],
+]
 RLOO_LOSS = [RecordingPlan("RLOOTrainer._compute_loss", EPSILON)]
 
 MASKS = [
@@ -148,6 +158,15 @@ PREFERENCES = [
         RecordingPlan("cpo_loss", {"loss_type": name, "beta": 0.3, "label_smoothing": 0.1, "simpo_gamma": 0.5})
         for name in ("sigmoid", "hinge", "ipo", "simpo")
     ],
+    *[
+        RecordingPlan(
+            "OnlineDPOTrainer.training_step",
+            {"loss_type": name, "beta": 0.3, "missing_eos_penalty": None},
+            BOTH,
+            note="part of it",
+        )
+        for name in ("sigmoid", "ipo")
+    ],
     RecordingPlan("odds_ratio_loss", {"beta": 0.3}),
     *[
         RecordingPlan(
@@ -167,4 +186,4 @@ LEFT_OUT = {
     "AlphaPO": "other scores of the same loss",
     "use_liger_kernel": "another package, the same k3",
 }
-PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION, *BOUNDS, *PREFERENCES)
+PLANS = (*GRPO, *OTHER_LOSSES, *ASYNC, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION, *BOUNDS, *PREFERENCES)

@@ -68,7 +68,7 @@ def record(system: str, release: pathlib.Path) -> None:
 
     with mock.patch.object(atexit, "register"):
         run_first(system, release, run=recorded)
-    store(f"{system}-recorder", {"dtype": "float64", **scope["header"]}, scope["fields"])
+    store(f"{system}-recorder", {"dtype": "float64", **scope["header"]}, scope["fields"]())
 
 
 def record_tunix(release: pathlib.Path) -> None:

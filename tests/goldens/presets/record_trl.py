@@ -9,7 +9,7 @@ import copy
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,7 @@ GRPO: dict[str, Any] = {"scale_rewards": "group", "epsilon": 0.2}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.04, **GRPO},
     "dr_grpo": {"loss_type": "dr_grpo", "beta": 0.04, **GRPO, "scale_rewards": "none"},
-    "dapo": {"loss_type": "dapo", **GRPO, "epsilon_high": 0.28},
+    "dapo": {"loss_type": "dapo", **GRPO},
     "gspo": {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
@@ -100,12 +100,17 @@ def reference_from_memory(trained: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.Step:
+def run(
+    algorithm: str,
+    accumulation: int,
+    recorded: batch.Recorded,
+    algorithms: Mapping[str, dict[str, Any]] = ALGORITHMS,
+) -> record.Step:
     """One optimizer step of a trainer."""
     import datasets
     import trl
 
-    settings = ALGORITHMS[algorithm]
+    settings = algorithms[algorithm]
     rloo = algorithm == "rloo"
     trained, gradients = model.load(), StepGradients()
     make_config: Any = trl.RLOOConfig if rloo else trl.GRPOConfig

@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
         "algorithm": {"adv_estimator": "grpo"},
     },
     "cispo": {
-        "actor": {"clip_ratio_low": 10.0, "clip_ratio_high": 0.2},
+        "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
         "policy_loss": {"loss_mode": "cispo"},
         "algorithm": {"adv_estimator": "grpo"},
     },

@@ -78,14 +78,18 @@ def _assigned(statements: list[ast.stmt], name: str) -> Iterator[ast.expr]:
 
 
 def _field(tree: ast.Module, path: pathlib.Path, owner: str, name: str) -> Iterator[ast.expr]:
-    """Yields the default of a field; `field(default=...)` and `Field(...)` hold it as an argument."""
+    """Yields the default of a field; an argument of `field(...)` or `Field(...)` holds it."""
     scope = _scope(tree, owner)
     assert isinstance(scope, ast.ClassDef)
     values = list(_assigned(scope.body, name))
     for value in values:
         if isinstance(value, ast.Call):
             keywords = {keyword.arg: keyword.value for keyword in value.keywords}
-            yield keywords["default"] if "default" in keywords else value.args[0]
+            if factory := keywords.get("default_factory"):
+                assert isinstance(factory, ast.Lambda)
+                yield factory.body
+            else:
+                yield keywords["default"] if "default" in keywords else value.args[0]
         else:
             yield value
     if not values:

@@ -76,7 +76,8 @@ def statements_from(path: pathlib.Path, function: str, first: str, last: str) ->
     It becomes a function from the names that the statements read to all names after them.
     """
     tree = ast.parse(path.read_text())
-    (method,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    (method,) = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == function]
     bodies = [getattr(node, "body", []) for node in ast.walk(method)]
     for body in (body for body in bodies if isinstance(body, list)):
         texts = [ast.unparse(statement) for statement in body]

@@ -4,10 +4,12 @@ import collections
 import functools
 import math
 import pathlib
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.goldens.systems import release
@@ -95,6 +97,44 @@ def off_policy_mask(method: Callable[..., Any], given: InputTensors, params: Par
     """The rows that are kept."""
     arrays = given.row_advantages[:, None], given.log_probs, given.old_log_probs, given.mask
     return {"kept": method(*arrays, params["off_policy_threshold"])}
+
+
+def async_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """`compute_loss` of the asynchronous GRPO on rows that are packed into one, and its metrics."""
+    self = types.SimpleNamespace(
+        **{"epsilon_low": params["epsilon"], "epsilon_high": params["epsilon_high"], "aux_loss_enabled": False},
+        **dict.fromkeys(
+            ("_step_forward_tokens", "_step_trained_tokens", "_step_seq_len_weighted", "_step_samples"), 0.0
+        ),
+        **{"_step_forward_s": 0.0, "_metrics": {"train": collections.defaultdict(list)}},
+        current_gradient_accumulation_steps=params["gradient_accumulation_steps"],
+        accelerator=types.SimpleNamespace(num_processes=1, gather=release.identity, reduce=release.identity),
+    )
+    real, (rows, length) = given.mask.flatten() > 0, given.mask.shape
+    flat = torch.arange(real.numel())
+    known = {"token_index": torch.where(real, flat, -1), "segment_id": flat // length}
+    known |= {"old_log_probs": given.rollout_log_probs, "advantages": given.row_advantages.repeat_interleave(length)}
+    known |= dict.fromkeys(("input_ids", "position_ids", "shift_labels", "attention_mask"), torch.ones_like(flat))
+    known |= dict.fromkeys(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), flat)
+    batch = {name: values.reshape(1, -1) for name, values in known.items()}
+    batch |= {"tree_max_seqlens": torch.ones(1, 2), "global_n_tokens": given.mask.sum()[None]}
+    batch |= {"global_n_forward_tokens": given.mask.sum()[None], "mean_seq_len": given.mask.sum()[None] / rows}
+    outputs = types.SimpleNamespace(log_probs=given.log_probs, entropy=-given.log_probs.detach())
+    value = method(self, lambda **_: outputs, batch)
+    names = "kl", "clip_ratio/low_mean", "clip_ratio/high_mean"
+    metrics = {f"metric_{name.replace('/', '_')}": torch.tensor(self._metrics["train"][name][-1]) for name in names}
+    return {"value": value, **metrics}
+
+
+def async_advantages(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The advantages of each group of two, from the rewards of the functions."""
+    rewards = given.partial_components if params["partial"] else given.reward_components
+    logger = types.SimpleNamespace(info=release.identity)
+    groups = [
+        statements(all_rewards=pair.T.tolist(), np=np, logger=logger, float=float)["advantages"]
+        for pair in rewards.split(2)
+    ]
+    return {"advantages": torch.tensor(np.concatenate(groups))}
 
 
 def importance_ratio(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
@@ -202,6 +242,21 @@ def cpo_loss(method: Callable[..., Any], given: InputTensors, params: Params) ->
     return {"value": method(self, *scores)[0].sum()}
 
 
+def online_dpo_loss(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
+    """The loss of pairs: the first completion of each has the higher reward."""
+    half, mask = len(given.mask) // 2, given.mask.long()
+    args = {"missing_eos_penalty": params["missing_eos_penalty"], "loss_type": params["loss_type"]}
+    self = types.SimpleNamespace(
+        args=types.SimpleNamespace(**args),
+        beta=params["beta"],
+        _calculate_rewards_from_functions=lambda **_: torch.arange(2.0 * half).flip(0),
+    )
+    arrays = {"logprobs": given.log_probs, "ref_logprobs": given.ref_log_probs, "completion_mask": mask}
+    names = {"prompts": [""] * half, "completions": [], "completion_ids_list": [], "reward_kwargs": {}}
+    scope = statements(self=self, F=torch.nn.functional, batch_size=half, device="cpu", **arrays, **names)
+    return {"value": scope["loss"]}
+
+
 def orpo_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """The term of the odds ratio, which the trainer subtracts."""
     self = types.SimpleNamespace(accelerator=types.SimpleNamespace(device="cpu"), **params)
@@ -238,6 +293,7 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
     names |= {name: release.function_from(utils, name, names) for name in ("nanmin", "nanmax", "nanstd")}
     helpers = {name: release.function_from(grpo, name, names) for name in ("get_off_policy_mask", "get_gamma_weights")}
     helpers["get_gamma_weights"] = torch.no_grad()(helpers["get_gamma_weights"])  # its decorator in the release
+    asynchronous, online = (trl / f"experimental/{name}" for name in ("async_grpo", "online_dpo"))
     gmpo = release.function_from(trl / "experimental/gmpo/gmpo_trainer.py", "_compute_loss", names)
     sdpo = trl / "experimental/sdpo/loss_utils.py"
     parts = {name: release.function_from(sdpo, name, names) for name in ("compute_divergence", "add_tail_bucket")}
@@ -254,6 +310,22 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
             grpo_loss, release.function_from(grpo, "_compute_loss", names), helpers
         ),
         "GMPOTrainer._compute_loss": functools.partial(grpo_loss, gmpo, {}),
+        "AsyncGRPOTrainer.compute_loss": functools.partial(
+            async_loss,
+            release.function_from(asynchronous / "async_grpo_trainer.py", "compute_loss", {**names, "time": time}),
+        ),
+        "async_advantages": functools.partial(
+            async_advantages,
+            release.statements_from(
+                asynchronous / "async_rollout_worker.py", "_score_group", "all_rewards = [[r if", "if scored_mask.any()"
+            ),
+        ),
+        "OnlineDPOTrainer.training_step": functools.partial(
+            online_dpo_loss,
+            release.statements_from(
+                online / "online_dpo_trainer.py", "training_step", "rewards = self._calculate", "loss = losses.mean()"
+            ),
+        ),
         "RLOOTrainer._compute_loss": functools.partial(rloo_loss, release.function_from(rloo, "_compute_loss", names)),
         "get_off_policy_mask": functools.partial(off_policy_mask, helpers["get_off_policy_mask"]),
         "vllm_importance_sampling": functools.partial(

@@ -61,11 +61,11 @@ def policy_of(context: RunContext, step: int) -> kljax.Policy:
     return kljax.Policy(drawn(params, 0), drawn(abstract_adapter(context.model, context.mesh), step))
 
 
-def request_of(context: RunContext, step: int) -> Request:
-    """The requests of a step."""
+def request_of(context: RunContext, step: int, key: int) -> Request:
+    """The requests of a step, whose seeds follow from the number of a key."""
     examples = context.prompts.batch(step)
     rows = RowSplit.of(batch_sharding(context.mesh), len(examples) * SAMPLES)
-    return Request(examples, SAMPLES, step, jax.random.key(step), rows)
+    return Request(examples, SAMPLES, step, jax.random.key(key), rows)
 
 
 def byte_symbols() -> list[str]:
@@ -92,3 +92,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names | {"pad_token": "<pad>"}))
+
+
+def write_defaults(folder: Path) -> None:
+    """`generation_config.json` with what a server takes where a request leaves it out: no log-prob would be right."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    content = penalties | {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "eos_token_id": 257}
+    (folder / "generation_config.json").write_text(json.dumps(content))

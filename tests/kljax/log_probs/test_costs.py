@@ -36,7 +36,7 @@ def loss(given: dict[str, Any], kind: str, mask: Any = None, tile: Tile = TILE) 
     targets = jnp.arange(x["hidden"].shape[0], dtype=jnp.int32) % VOCABULARY
     head = kljax.Head(x["head"], bias=x["bias"] if kind == "bias" else None, tile=tile)
     if kind == "jsd":
-        return kljax.jsd_from_hidden(x["hidden"], head, x["ref_hidden"], x["ref_head"], mask=mask).sum()
+        return kljax.jsd_from_hidden(x["hidden"], head, x["ref_hidden"], x["ref_head"], hidden_mask=mask).sum()
     options: dict[str, Any] = {
         "shared": {"reference": (x["ref_hidden"], None)},
         "own": {"reference": (x["ref_hidden"], x["ref_head"])},

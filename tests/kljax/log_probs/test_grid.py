@@ -175,6 +175,8 @@ def fields_of(point: Point, arrays: Arrays, numbers: Numbers, implementation: st
     names = OUTPUTS[point["outputs"]][0]
     options = {"mask": numbers.mask if point["mask"] else None, "temperature": numbers.temperature}
     head, ref_head = head_of(point, arrays, implementation), ref_head_of(point, arrays)
+    if names in (("jsd",), ("reverse",)):
+        options["hidden_mask"] = options.pop("mask")
     if names == ("jsd",):
         return {"jsd": kljax.jsd_from_hidden(arrays.hidden, head, arrays.ref_hidden, ref_head, beta=BETA, **options)}
     if names == ("reverse",):

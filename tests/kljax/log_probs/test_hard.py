@@ -144,7 +144,8 @@ def test_non_finite_values_under_the_mask_stay_out(implementation: str) -> None:
             stats = kljax.log_probs_from_hidden(*policy, targets, **options)
             alone = kljax.log_probs_from_hidden(*map(jax.lax.stop_gradient, policy), targets, **common)
             renormalised = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
-            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, renormalised]
+            jsd = kljax.jsd_from_hidden(*policy, *reference, hidden_mask=MASK, temperature=common["temperature"])
+            return [stats, jsd, alone, renormalised]
 
         def frozen(hidden: Any) -> jax.Array:
             return kljax.log_probs_from_hidden(hidden, head(arrays["head"]), targets, **common).log_prob.sum()

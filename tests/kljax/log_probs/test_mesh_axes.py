@@ -43,8 +43,10 @@ def every_function(x: dict[str, Any]) -> dict[str, Any]:
         "log_probs_from_hidden": kljax.log_probs_from_hidden(hidden, head, tokens, reference=reference, **mask),
         "token_log_probs": kljax.token_log_probs(hidden, head, tokens, entropy=True, **mask),
         "renormalized_log_probs": kljax.renormalized_log_probs(hidden, head, tokens, x["kept_ids"], **mask),
-        "kl_from_hidden": kljax.kl_from_hidden(hidden, head, ref, x["head"], **mask),
-        "jsd_from_hidden": kljax.jsd_from_hidden(hidden, head, ref, **mask),
+        "kl_from_hidden": kljax.kl_from_hidden(hidden, head, ref, x["head"], hidden_mask=x["mask"]),
+        "jsd_from_hidden": kljax.jsd_from_hidden(hidden, head, ref, hidden_mask=x["mask"]),
+        "token_kl": kljax.token_kl(hidden, head, ref, x["head"], **mask),
+        "token_jsd": kljax.token_jsd(hidden, head, ref, **mask),
         "token_loss_from_hidden": token_loss(hidden, head, x),
         "reference": kljax.token_log_probs(hidden, Head(x["head"], implementation="reference"), tokens, **mask),
     }

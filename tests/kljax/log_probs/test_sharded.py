@@ -116,6 +116,7 @@ def fields_of(
         layout = OTHER[case.layout]
         ref_head = Head(ref_head, bias=arrays["ref_bias"], softcap=2.0, vocab_size=case.vocab_size, layout=layout)
     if case.kind == "jsd":
+        options["hidden_mask"] = options.pop("mask")
         return {"jsd": kljax.jsd_from_hidden(arrays["hidden"], head, ref_hidden, ref_head, **options)}
     if case.kind == "loss":
         return loss_of(arrays, head, targets, {**options, "reference": (ref_hidden, ref_head), "entropy": True})

@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 
 import kljax
 from kljax import Head, Tile
-from tests.kljax.calls import interpreted, known_options
+from tests.kljax.calls import known_options, quick
 from tests.kljax.log_probs.points import Point, pairwise
 from tests.kljax.log_probs.test_costs import products_of
 from tests.masks import LENGTH, MASK, ROWS
@@ -198,7 +198,7 @@ def test_loss_metrics_and_gradients_match_log_probs(point: Point) -> None:
     x = draw(point)
     program = jax.jit(tiles).lower(x, jnp.asarray(MASK)).compile(compiler_options=known_options())
     # Without loops NumPy takes less time than a compilation.
-    reference = interpreted(by_reference)
+    reference = quick(by_reference)
     for mask_name, mask in MASKS.items() if point["mask"] else [("all", np.ones_like(MASK))]:
         result, wanted = reference(x, jnp.asarray(mask))
         result["tile"] = jax.device_get(program(x, jnp.asarray(mask)))

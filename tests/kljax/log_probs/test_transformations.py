@@ -90,7 +90,7 @@ def test_one_program_for_all_temperatures_masks_and_coefficients() -> None:
     def run(given: dict[str, Any], mask: Any, temperature: Any, numbers: dict[str, Any], beta: Any) -> Any:
         traces.append(1)
         head = Head(given["head"], tile=TILE)
-        jsd = kljax.jsd_from_hidden(given["hidden"], head, given["ref_hidden"], beta=beta, mask=mask)
+        jsd = kljax.jsd_from_hidden(given["hidden"], head, given["ref_hidden"], beta=beta, hidden_mask=mask)
         return loss(given, mask, temperature=temperature, **numbers) + jsd.sum()
 
     program = jax.jit(run, compiler_options=known_options())

@@ -156,7 +156,7 @@ def _before_whitening(call: Call, arrays: dict[str, Any], more: dict[str, Any]) 
     return result[1] if isinstance(result, tuple) else result
 
 
-@exercise(("trl", "advantages"))
+@exercise(("trl", "advantages"), ("trl", "async_advantages"))
 def trl(entry: Entry, case: Case) -> None:
     (name,) = case.inputs
     rewards, more = case.given(name), {}

@@ -33,7 +33,7 @@ MODES = {
     "trinity": lambda case: case.params.get("loss_agg_mode", "token-mean"),
     "openrlhf": lambda case: "token-mean" if _token_level(case) else "seq-mean-token-mean",
     "art": lambda case: case.params["reduction"],
-    "trl": lambda case: case.params["loss_type"],
+    "trl": lambda case: case.params.get("loss_type", "async_grpo"),
 }
 ALWAYS = {
     ("verl", "sapo"): compare.VERL["seq-mean-token-mean"],
@@ -71,6 +71,7 @@ LOSSES = (
     *(("trinity", f"{name}PolicyLossFn") for name in ("PPO", "CISPO", "SAPO", "TOPR", "OPMD", "sPPO", "REC")),
     *(("trinity", f"{name}LossFn") for name in ("GSPO", "ImportanceSampling", "SFT", "SFTIS", "SFTPhi")),
     *(("trl", f"{name}Trainer._compute_loss") for name in ("GRPO", "GMPO", "RLOO")),
+    ("trl", "AsyncGRPOTrainer.compute_loss"),
     ("openrlhf", "PolicyLoss"),
     ("art", "loss_fn"),
     ("prime-rl", "default_loss_fn"),

@@ -505,6 +505,22 @@ def _trl_clipped(case: Case) -> Metrics:
     return {f"metric_clip_ratio_{side}_mean": value for side, value in actual.items()}
 
 
+@metrics_of(("trl", "AsyncGRPOTrainer.compute_loss"))
+def trl_async_grpo(case: Case) -> Metrics:
+    """The clipped tokens, and an estimate of KL(sampler || policy)."""
+    log_probs, sampler, mask = (case.given(name) for name in ("log_probs", "rollout_log_probs", "mask"))
+    advantages = kljax.broadcast_to_tokens(case.given("row_advantages"), mask)
+    clips, signs = (
+        compare.renamed(case, **TRL_CLIPS),
+        {"low": jnp.minimum(advantages, 0), "high": jnp.maximum(advantages, 0)},
+    )
+    clipped = {
+        f"metric_clip_ratio_{side}_mean": kljax.clip_fraction(log_probs, sampler, sign, mask, **clips).value()
+        for side, sign in signs.items()
+    }
+    return {**clipped, "metric_kl": mean(kljax.k3(sampler, log_probs), mask, None)}
+
+
 @metrics_of(("trl", "GMPOTrainer._compute_loss"))
 def trl_gmpo(case: Case) -> Metrics:
     log_probs, old, advantages, mask = compare.policy(case)

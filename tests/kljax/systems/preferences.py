@@ -11,7 +11,10 @@ from kljax.systems._call import run
 from tests.goldens.cases import Case
 from tests.kljax.systems.exercises import call_of, exercise, options
 
-PAIRS = ("DPOTrainer._compute_loss", "cpo_loss", "odds_ratio_loss", "TPOTrainer._compute_loss")
+PAIRS = (
+    *("DPOTrainer._compute_loss", "OnlineDPOTrainer.training_step"),
+    *("cpo_loss", "odds_ratio_loss", "TPOTrainer._compute_loss"),
+)
 SUMMED = ("cpo_loss", "odds_ratio_loss")
 
 

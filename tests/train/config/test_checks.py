@@ -152,6 +152,10 @@ SAMPLING_MESHES = [
             ("loss.entropy_controller={type: adaptive, delta: 0.1}",),
             "loss.entropy_controller.target: missing, expected a number >= 0",
         ),
+        (
+            ("loss.entropy_aggregation=token_mean",),
+            "loss.entropy_aggregation: got token_mean, but loss.entropy_coef is 0, so there is no entropy bonus",
+        ),
         (("loss.entropy_controller.target=1",), "loss.entropy_controller.target: not a field when"),
         (("reference={source: bema, lag: 0}",), "reference.lag: got 0, expected a number > 0"),
         (("reference={source: bema, decay: 0.9}",), "reference.decay: not a field when reference.source is bema"),
@@ -242,6 +246,7 @@ def test_other_estimators_need_no_group():
         ("loss.dual_clip=3.0",),
         (NORM, "loss.max_length=6"),
         ("kl.loss.aggregation=seq_mean_token_sum_norm", "loss.max_length=6"),
+        ("loss.entropy_aggregation=seq_mean_token_sum_norm", "loss.entropy_coef=0.1", "loss.max_length=6"),
         ("lora.rank=2", "reference={source: adapter, path: /}"),
         ("reference={source: checkpoint, path: /}",),
         ("mesh={data: 2, fsdp: 2, tensor: 2}",),
@@ -407,9 +412,15 @@ FILE = "rollout.source={type: file, path: tests}"
             "rollout.source.url: got 'http://***@host', but it has a user name or password, which logs would show",
         ),
         (
-            (OPENAI, "rollout.top_p=0.9", "temperature=0.7"),
-            "rollout.top_p: got 0.9, but a server has log-probs of all tokens only at temperature 1, not at 0.7",
+            (OPENAI, "rollout.source.url='http://host/v1?api_key=sk-secret'"),
+            "rollout.source.url: got 'http://host/v1?***', but it has a query, a fragment or a backslash",
         ),
+        (
+            (OPENAI, "rollout.source.url='http://host/v1#sk-secret'"),
+            "rollout.source.url: got 'http://host/v1#***', but it has a query, a fragment or a backslash",
+        ),
+        (("model.experts={count: 40000, width: 8}",), "model.experts.count: got 40000, expected"),
+        (("routing.bias_update_rate=1e38",), "routing.bias_update_rate: got 1e+38, expected"),
         (
             ("rollout.source={type: openai, url: 'host:1', model: m}",),
             "rollout.source.url: got 'host:1', expected text that starts with http:// or https://",

@@ -120,9 +120,98 @@ def test_message_of_a_bad_value(write, override, problem):
 
 def test_name_in_the_wrong_section_is_found(write):
     (problem,) = problems_of_file(write("steps: 1\nlearning_rate: 1\n"))
-    assert problem.endswith("did you mean 'optim.learning_rate'?")
-    (problem,) = problems_of_file(write(), "operand=1")
-    assert problem.endswith("did you mean 'data.max_operand'?")
+    assert problem == "learning_rate: unknown field; did you mean 'optim.learning_rate'?"
+
+
+LENGTHS = "loss.max_length' or 'data.max_prompt_length' or 'data.max_completion_length"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        # By the letters.
+        ("stepz", "steps"),
+        ("optim.lerning_rate", "optim.learning_rate"),
+        ("kl.los.coef", "kl.loss.coef"),
+        ("rollout.sorce.url", "rollout.source.url"),
+        ("eval.batchsize", "eval.batch_size"),
+        ("optim.eps", "optim.optimizer.eps"),
+        # By the words.
+        ("operand", "data.max_operand"),
+        ("optim.warmup", "optim.warmup_steps"),
+        ("reference.update_every", "reference.every"),
+        ("data.max_length", LENGTHS),
+        # The same name elsewhere.
+        ("top_p", "rollout.top_p"),
+        ("rollout.seed", "seed"),
+        ("model.tokenizer", "data.tokenizer"),
+        # Usual names, also in a section.
+        ("rollout.temperature", "temperature"),
+        ("rollout.max_tokens", "data.max_completion_length"),
+        ("optim.lr", "optim.learning_rate"),
+        ("warm_start.lr", "warm_start.learning_rate"),
+        ("optim.gradient_accumulation_steps", "optim.micro_batches"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "kl.loss.coef"),
+        ("scale_rewards", "advantage.scale"),
+        ("optim.epsilon", "optim.optimizer.eps"),
+        # Nothing is near: no hint is better than a wrong one.
+        ("rollout.repetition_penalty", None),
+        ("rollout.presence_penalty", None),
+        ("mask_truncated_completions", None),
+        ("num_train_epochs", None),
+        ("logging_steps", None),
+        ("vllm_mode", None),
+        ("optim.steps", None),
+        ("kl.type", None),
+        ("mesh.dp", None),
+        ("lora.dropout", None),
+    ],
+)
+def test_unknown_field_has_a_near_hint_or_none(write, path, field):
+    (problem,) = problems_of_file(write(), f"{path}=1")
+    assert problem.startswith(f"{path}: unknown field")
+    assert problem.endswith(f"; did you mean '{field}'?" if field else problem)
+    assert ("did you mean" in problem) == (field is not None)
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("loss.type=grpo", "ppo"),
+        ("loss.type=gspo_token", "gspo"),
+        ("loss.type=dpo", None),
+        ("loss.type=rloo", None),
+        ("rollout.source.type=vllm", "openai"),
+        ("optim.optimizer.type=paged_adamw", "adamw"),
+        ("optim.optimizer.type=lamb", None),
+        ("optim.schedule.type=cosine_with_restarts", "cosine"),
+        ("optim.schedule.type=inverse_sqrt", None),
+        ("loss.aggregation=dapo", "token_mean"),
+        ("model.dtype=float64", "float32"),
+        ("model.dtype=bf16", "bfloat16"),
+        ("model.dtype=fp16", None),
+        ("model.attention=flash", None),
+        ("kl.loss.estimator=mse", "k2"),
+    ],
+)
+def test_unknown_value_has_a_near_hint_or_none(write, override, hint):
+    path, _, value = override.partition("=")
+    problem = next(line for line in problems_of_file(write(), override) if line.startswith(f"{path}: got '{value}'"))
+    assert ("did you mean" in problem) == (hint is not None)
+    assert hint is None or problem.endswith(f"; did you mean '{hint}'?")
+
+
+@pytest.mark.parametrize(
+    ("override", "written"),
+    [
+        ("rewards.weights.match=1", "rewards.weights={match: 1}"),
+        ("data.template_arguments.enable_thinking=false", "data.template_arguments={enable_thinking: false}"),
+        ("rewards.weights.a.b=0.5", "rewards.weights={a.b: 0.5}"),
+    ],
+)
+def test_entry_of_a_mapping_is_written_as_mapping(write, override, written):
+    path = override.partition("=")[0]
+    assert f"{path}: unknown field; write `{written}`" in problems_of_file(write(), override)
 
 
 @pytest.mark.parametrize(

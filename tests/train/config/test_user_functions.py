@@ -60,6 +60,18 @@ def fails(highest: int = 1):
 
 def number():
     return 3
+
+class Beyond(ByteTokenizer):
+    eos_ids = (257, 264)
+
+class Endless(ByteTokenizer):
+    eos_ids = ()
+
+def beyond():
+    return Beyond()
+
+def endless():
+    return Endless()
 '''
 
 
@@ -160,6 +172,16 @@ def test_mistake_is_found_before_the_function_is_imported(user, changes, message
             load_tokenizer,
             ("data.tokenizer={user}:number",),
             r"data\.tokenizer: .*:number returned 'int' without bos_id",
+        ),
+        (
+            load_tokenizer,
+            ("data.tokenizer={user}:beyond",),
+            r"data\.tokenizer: .*:beyond: eos_ids: got \(257, 264\), expected ids below vocab_size = 264",
+        ),
+        (
+            load_tokenizer,
+            ("data.tokenizer={user}:endless",),
+            r"data\.tokenizer: .*:endless: eos_ids: got \(\), expected",
         ),
     ],
 )

@@ -52,16 +52,17 @@ def test_text_of_the_exact_length_fits_not_longer():
 
 def test_decode_completions_reads_the_mask_not_pad_ids():
     tokens = np.array([[BOS, 65, 66, EOS, 67], [BOS, 65, PAD, 66, PAD]], np.int32)
-    mask = np.array([[0, 0, 1, 1, 0], [0, 1, 1, 1, 0]], bool)
-    assert decode_completions(tokens, mask, TOKENIZER) == ["B", "A\N{REPLACEMENT CHARACTER}B"]
+    completions = np.array([[0, 0, 1, 1, 0], [0, 1, 1, 1, 0]], bool)
+    tokens_mask = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]], bool)
+    assert decode_completions(tokens, tokens_mask, completions, TOKENIZER) == ["B", "A\N{REPLACEMENT CHARACTER}B"]
 
 
 def test_supervised_solutions_decode_to_themselves():
     source = Supervised(examples(12), TOKENIZER, prompt_length=5, completion_length=3, batch_size=5, seed=0)
     batch = source.batch(7)
     assert batch.tokens.shape == (5, 8)
-    solutions = decode_completions(batch.tokens, batch.completion_mask, TOKENIZER)
-    rows = decode_completions(batch.tokens, batch.token_mask, TOKENIZER)
+    solutions = decode_completions(*batch, TOKENIZER)
+    rows = decode_completions(batch.tokens, batch.token_mask, batch.token_mask, TOKENIZER)
     assert rows == [f"\N{REPLACEMENT CHARACTER}{solution}={solution}" for solution in solutions]
 
 

@@ -88,7 +88,10 @@ def test_overlong_is_the_equation_of_dapo(longest, cache):
 def test_unknown_and_missing_rewards_are_named():
     with pytest.raises(UserError, match=r"rewards\.weights: got 'style', expected some of correct, format, reward"):
         compose(Rewards(weights={"style": 1.0}), SCORES, np.array([1, 1]), longest=4)
-    with pytest.raises(UserError, match=r"rewards\.weights: missing; the task has no total, only style"):
+    with pytest.raises(
+        UserError,
+        match=r"rewards\.weights: missing; the task has no total, only style; return .* rewards\.weights=\{style: 1\}",
+    ):
         compose(Rewards(), {"style": np.float32([1])}, np.array([1]), longest=4)
     config, _ = parse({"steps": 1, "rewards": {"weights": {"style": 1}}, "eval": {"prompts": 8}})
     with pytest.raises(UserError, match=r"rewards\.weights: got 'style', expected some of correct, reward"):

@@ -1,12 +1,20 @@
+import bz2
+import gzip
 import json
+import lzma
+import os
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from train.config.errors import UserError
 from train.data.tasks import Example, arithmetic, gsm8k, load_task
+from train.data.tasks.jsonl import read_examples
+from train.data.tasks.records import read_records
 
 
 def config(**data):
@@ -176,6 +184,75 @@ def test_gsm8k_unusable_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"latin\.jsonl, line 2: not UTF-8"):
         gsm8k.read_examples(tmp_path / "latin.jsonl", "data.eval")
     assert gsm8k.read_examples(None, "data.eval") == []
+
+
+ROWS = [GOOD, {**GOOD, "question": "Wie viele, naïve?", "list": [1, {"a": "b"}]}]
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LINES.encode(),
+        LINES.encode("utf-8-sig"),
+        b"\n".join(line.encode("utf-8-sig") for line in LINES.split("\n")),
+        LINES.replace("\n", "\r\n\r\n").encode(),
+        json.dumps(ROWS).encode(),
+        json.dumps(ROWS, indent=2).encode("utf-8-sig"),
+        b" \n" + json.dumps(ROWS, indent=2).replace("\n", "\r\n").encode(),
+    ],
+)
+def test_records_are_read_in_usual_forms(tmp_path, content):
+    (tmp_path / "rows").write_bytes(content)
+    records = read_records(tmp_path / "rows", "data.train", expected="'question'")
+    assert [dict(record.fields) for record in records] == ROWS
+
+
+def test_records_of_parquet_lack_empty_cells(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "3", "n": 1},
+        {"prompt": None, "answer": None, "n": 2, "nested": {"a": 1, "b": None}},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), tmp_path / "rows.parquet")
+    last, first = read_records(tmp_path / "rows.parquet", "data.train", expected="'prompt'")
+    assert first.fields == rows[0]
+    assert last.fields == {"n": 2, "nested": {"a": 1}}
+    assert last.where == f"{tmp_path / 'rows.parquet'}, row 1"
+    names = {"prompt": "prompt", "answer": "answer", "solution": "solution"}
+    with pytest.raises(UserError, match=r"rows\.parquet, row 1: field 'prompt' is missing, got n, nested"):
+        read_examples(tmp_path / "rows.parquet", "data.train", **names)
+    (example,) = read_examples(write_lines(tmp_path / "a.jsonl", {"prompt": "a", "answer": None}), "", **names)
+    assert example.answer == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LINES.encode("utf-16"), r"rows: UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
+        (LINES.encode("utf-16-be"), r"rows: UTF-16, expected UTF-8"),
+        (gzip.compress(LINES.encode()), r"rows: compressed by gzip, expected text; decompress it: gunzip FILE"),
+        (bz2.compress(LINES.encode()), r"rows: compressed by bzip2"),
+        (lzma.compress(LINES.encode()), r"rows: compressed by xz"),
+        (b"PAR1 or not", r"rows cannot be read as Parquet"),
+        (b"[]", r"rows holds no examples"),
+        (b'[{"a": 1, "a": 2}]', r"rows: JSON that cannot be used \(the key 'a' is there twice\)"),
+        (b"[1]", r"rows, entry 1: got int, expected an object with 'question'"),
+        (b"[1]\n[2]", r"rows, line 1: got list, expected an object with 'question'"),
+        (json.dumps(ROWS[0], indent=1).encode(), r"rows, line 1: not JSON \(.*\); expected one object a line"),
+        (b"question,answer\n1,2\n", r"rows, line 1: not JSON \(.*\); expected one object a line"),
+    ],
+)
+def test_records_in_other_forms_are_refused(tmp_path, content, message):
+    (tmp_path / "rows").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_records(tmp_path / "rows", "data.train", expected="'question'")
+
+
+def test_records_are_read_of_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path, kind in ((tmp_path / "fifo", "no regular file"), (tmp_path, "a directory")):
+        with pytest.raises(UserError, match=f"data.eval: cannot read .*: it is {kind}, expected a file of JSON lines"):
+            read_records(path, "data.eval", expected="'question'")
 
 
 def test_wrong_solutions_are_in_the_corpus_alone():

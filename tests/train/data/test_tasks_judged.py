@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import operator
+import pickle
 import random
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def test_worker_answers_without_a_memory_limit(limit):
     answers = []
     with pipe:
         for size in (8, 2 << 30):
-            pipe.send_bytes(json.dumps({"question": size, "seconds": 60, "cpu_seconds": 60}).encode())
+            pipe.send_bytes(pickle.dumps({"question": size, "seconds": 60, "cpu_seconds": 60}))
             answers.append(json.loads(pipe.recv_bytes()))
     assert (process.wait(60), answers) == (0, [8, 0 if limit == "set" else 2 << 30])
 

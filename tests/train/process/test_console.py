@@ -110,8 +110,12 @@ def test_closed_standard_output_does_not_end_the_command(redirection):
 def test_failed_allocation_is_one_line(error, capsys):
     assert run_command(lambda: _raise(error)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: out of memory: ")
-    assert "optim.micro_batches" in line
+    on_host = isinstance(error, MemoryError)
+    assert line.startswith(f"error: out of memory{' on the host' if on_host else ''}: ")
+    # The advice for a large batch is for the devices alone; on the host the line that asked for the memory counts.
+    assert ("optim.micro_batches" in line) == (not on_host)
+    assert ("test_console.py, line" in line and line.endswith(": raise error")) == on_host
+    assert "make room" not in line
     handle_thread_errors().ending = False
 
 
@@ -121,3 +125,13 @@ def test_thread_interrupted_by_a_signal_logs_nothing():
 
     assert not handle_thread_errors().filter(record(KeyboardInterrupt()))
     assert handle_thread_errors().filter(record(ValueError("another")))
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "a text"])
+def test_exit_inside_a_command_is_an_error(capsys, code):
+    """Code 0 means that the command came to its end, whatever a function of the user wants."""
+    assert run_command(lambda: sys.exit(code)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: SystemExit: {'' if code is None else code}")
+    assert "test_console.py" in printed
+    assert "The command was ended by sys.exit, before its end" in printed

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -59,3 +61,32 @@ def test_signal_during_a_callback_is_not_lost(capsys):
     with ending_at_once(), pytest.raises(KeyboardInterrupt):
         command()
     assert capsys.readouterr().err == ""
+
+
+WAITING = """
+import threading, time
+from train.process.interrupt import exit_with
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("ending", flush=True)
+exit_with({code})
+"""
+
+
+def test_thread_that_waits_does_not_hold_an_ending_command():
+    command = [sys.executable, "-c", WAITING.format(code=2)]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_ends_a_shutdown_that_waits(number):
+    command = [sys.executable, "-c", WAITING.format(code=0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ending\n"
+            time.sleep(0.5)
+            process.send_signal(number)
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()

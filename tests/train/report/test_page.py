@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import zlib
@@ -162,6 +163,117 @@ def test_page_lies_in_the_run_by_default(runs, tmp_path, capsys):
     assert main([str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
     assert data_of((tmp_path / "run" / "report.html").read_text())["title"] == "run"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_page_never_replaces_a_file_of_the_run(runs, tmp_path, capsys, name):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    before = (run / name).read_bytes()
+    assert main([str(run), "--output", str(run / name)]) == 2
+    assert f"error: --output: {run / name} is a file of the run {run}" in capsys.readouterr().err
+    assert (run / name).read_bytes() == before
+
+
+NESTED = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (NESTED, "The config cannot be read: its aliases stand for too many values."),
+        ("a: &a [*a]", "The config cannot be read: its aliases stand for too many values."),
+        ("x" * 2**21, "The config cannot be read: it has 2097152 bytes"),
+        ("a: [" * 5000, "The config cannot be read: it is nested too deeply."),
+        ("", "The config is empty."),
+        ("# digest of the lines below: 0\nname: a\n", "The config is damaged or was changed"),
+    ],
+)
+def test_damaged_config_is_a_note(runs, tmp_path, text, note):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    (run / "config.yaml").write_text(text)
+    assert main([str(run)]) == 0
+    (written,) = data_of((run / "report.html").read_text())["runs"][0]["notes"]
+    assert written.startswith(note)
+    assert (run / "report.html").stat().st_size < 10**7
+
+
+@pytest.mark.parametrize(
+    ("content", "note"),
+    [
+        (b"\0" * 1000, "The metrics are damaged: they have no whole line."),
+        (b"[" * 100_000 + b"\n", "1 lines of the metrics are damaged"),
+        (b'{"phase": "train", "step": Infinity}\n', "1 lines of the metrics are damaged"),
+    ],
+)
+def test_damaged_metrics_are_a_note(runs, tmp_path, content, note):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    (run / "metrics.jsonl").write_bytes(content)
+    assert read_run(run, rollouts=16).notes[0].startswith(note)
+
+
+def test_pipes_of_a_run_are_never_opened(runs, tmp_path):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    rollouts = sorted((run / "rollouts").glob("*.parquet"))[1]
+    for path in (run / "metrics.jsonl", rollouts):
+        path.unlink()
+        os.mkfifo(path)
+    notes = read_run(run, rollouts=1000).notes
+    assert notes[0] == "The metrics cannot be read: it is no regular file."
+    assert "00000002.parquet (it is no regular file)" in notes[1]
+
+
+def rewritten(table, name, values):
+    index = table.schema.get_field_index(name)
+    return table.set_column(index, name, [values])
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion", "token_texts", "reward", "kl_reference"])
+def test_wrong_rows_of_rollouts_are_a_note(runs, tmp_path, name):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    file = sorted((run / "rollouts").glob("*.parquet"))[1]
+    table = parquet.read_table(file)
+    field = name if name in table.column_names else next(n for n in table.column_names if n.endswith("log_probs"))
+    values = table.column(field).to_pylist()
+    values[0] = values[0][:-1] if isinstance(values[0], list) else None if name != "reward" else "high"
+    values = [str(value) for value in values] if name == "reward" else values
+    parquet.write_table(rewritten(table, field, values), file)
+    (note,) = read_run(run, rollouts=1000).notes
+    assert note.startswith("1 of 6 files of rollouts cannot be read, such as 00000002.parquet (row ")
+    assert main([str(run)]) == 0
+
+
+def test_flipped_bits_of_rollouts_are_noticed(runs, tmp_path):
+    file = sorted((runs[0] / "rollouts").glob("*.parquet"))[1]
+    content, whole = bytearray(file.read_bytes()), parquet.read_table(file)
+    path = tmp_path / "00000001.parquet"
+    for position in range(4, len(content) // 2, len(content) // 40):
+        changed = bytearray(content)
+        changed[position] ^= 16
+        path.write_bytes(changed)
+        recording = read_parquet(tmp_path, 1000)
+        assert recording.notes or parquet.read_table(path).equals(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"token_ids": None}, {"loss_mask": 3}, {"step": "x", "export_step": "x"}, {"env_name": 3}, {"rewards": ["a"] * 4}],
+)
+def test_wrong_token_export_is_one_line(tmp_path, capsys, change):
+    (tmp_path / "rank_0.jsonl").write_text(json.dumps(EXPORT | change) + "\n")
+    assert main([str(tmp_path), "--output", str(tmp_path / "page.html")]) == 2
+    assert "rank_0.jsonl, row 0: " in capsys.readouterr().err
+    (tmp_path / "rank_1.jsonl").write_text(json.dumps(EXPORT) + "\n")
+    assert main([str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+
+
+@pytest.mark.parametrize("content", ["some text\n", "", '{"schema_version": 1, "tokens": [1]}\n'])
+def test_file_that_is_no_run_is_refused(tmp_path, capsys, content):
+    (tmp_path / "notes.jsonl").write_text(content)
+    assert main([str(tmp_path / "notes.jsonl"), "--output", str(tmp_path / "page.html")]) == 2
+    assert "notes.jsonl is neither a run nor a token export: " in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_colours_and_bars_ignore_infinite_numbers():

@@ -15,6 +15,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.algorithms import ADVANTAGES, LOSSES, OPTIMIZERS
+from train.config.optim import DEFAULT_SCHEDULE
 from train.config.plan import Plan
 from train.rl.algorithms import (
     clip_metric,
@@ -22,6 +23,7 @@ from train.rl.algorithms import (
     learning_rate,
     make_controllers,
     make_optimizer,
+    next_learning_rate,
     policy_loss,
 )
 from train.rl.batch import Batch
@@ -210,6 +212,22 @@ def test_the_learning_rate_follows_its_schedule(schedule: str, expected: list[fl
     config = tiny.config_of("optim.learning_rate=1.0", "optim.warmup_steps=1", f"optim.schedule={schedule}")
     rate = learning_rate(config.optim)
     np.testing.assert_allclose([float(rate(count)) for count in range(7)], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "{type: linear, decay_steps: 4, end: 0.0}"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_next_learning_rate_follows_the_applied_updates(name: str, schedule: str) -> None:
+    """Whatever parts of the weights the optimizer counts apart."""
+    section = tiny.config_of(f"optim.optimizer={name}", "optim.warmup_steps=1", f"optim.schedule={schedule}").optim
+    weights, optimizer = {"layers": jnp.ones((2, 3, 4)), "norm": jnp.ones((2, 3))}, make_optimizer(section)
+    state, rate = optimizer.init(weights), learning_rate(section)
+    for count in range(4):
+        assert float(next_learning_rate(section, state)) == np.float32(rate(count))
+        _, state = optimizer.update(weights, state, weights)
+    constant = section.model_copy(update={"warmup_steps": 0, "schedule": DEFAULT_SCHEDULE})
+    assert float(next_learning_rate(constant, make_optimizer(constant).init(weights))) == np.float32(
+        section.learning_rate
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

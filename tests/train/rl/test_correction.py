@@ -149,11 +149,11 @@ def test_the_metrics_of_the_mismatch():
     }
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
-    assert set(metrics) - set(expected) == {"correction_sample_size", "correction_rejected"}
+    assert set(metrics) - set(expected) == {"correction_sample_size", "correction_rejected", "groups_with_spread"}
     _, plain, alone = corrected(options=("rollout.mismatch_by_position=1",))
     assert (plain.correction_weights, plain.kept_mask) == (None, None)
     full = {name for name in expected if name.startswith("mismatch_") and "part" not in name}
-    assert set(alone) == {*full, "mismatch_k3_part_1_of_1"}
+    assert set(alone) == {*full, "mismatch_k3_part_1_of_1", "groups_with_spread"}
 
 
 def test_entry_sees_the_mask_of_earlier_entries():
@@ -251,7 +251,7 @@ def test_recorded_log_probs_can_be_the_old_policy():
     config = tiny.config_of("loss.old_log_probs=sampler", "optim.updates_per_batch=2")
     batch = dataclasses.replace(batch_of(), old_log_probs=None)
     prepared, _, metrics = jax.jit(make_preparation(Plan.of(config)))(batch, controllers_of(config))
-    assert metrics == {}
+    assert set(metrics) == {"groups_with_spread"}
     np.testing.assert_array_equal(prepared.old_log_probs, batch.rollout_log_probs)
     # A mask still compares the trainer's policy with the sampler's.
     masked = corrected(REJECTING, options=("loss.old_log_probs=sampler",))[1]

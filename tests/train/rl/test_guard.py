@@ -92,7 +92,7 @@ def test_update_beyond_a_limit_is_skipped_by_means():
 
     state, metrics = apply(update, with_reference(40.0), state)
     largest = metrics["kl_reference_max"]
-    assert (int(largest.row), int(largest.column), float(largest.ref_log_prob)) == (row, column, 40.0)
+    assert (int(largest.row), int(largest.column), float(largest.other_log_prob)) == (row, column, 40.0)
     # k3 of one token is exp(6) - 7 = 396, of 20 tokens in the mean: 19.8, beyond 10.
     state, metrics = apply(update, with_reference(float(largest.log_prob) + 6), state)
     assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (1, 1)
@@ -105,9 +105,32 @@ def test_update_beyond_a_limit_is_skipped_by_means():
     assert int(state.guard.skipped) == 0
 
 
+def test_rollout_kl_of_one_token_is_limited():
+    """As `kl.rollout` pulls the policy to the sampler, one wrong log-prob of it would be all of an update."""
+    config = tiny.config_of("guard.action=skip", "kl.rollout.coef=0.1", "loss.old_log_probs=trainer", "optim.epochs=2")
+    optimizer = make_optimizer(config.optim)
+    state = tiny.state_of(config, optimizer)
+    update = make_update(Plan.of(config), MODEL, optimizer, state, tiny.mesh_of())
+    row, column, before = 3, 6, jax.device_get(state.trainable)
+    spike = prepared().rollout_log_probs.at[row, column].set(-45.0)
+    state, metrics = update(
+        state, None, dataclasses.replace(prepared(), rollout_log_probs=spike), ROWS, coefficients(config)
+    )
+    largest = metrics["rollout_kl_max"]
+    assert (int(largest.row), int(largest.column), float(largest.other_log_prob)) == (row, column, -45.0)
+    assert float(largest.value()) > 1e15
+    assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (1, 1)
+    chex.assert_trees_all_equal(jax.device_get(state.trainable), before)
+    state, metrics = update(state, None, prepared(), ROWS, coefficients(config))
+    assert float(metrics[SHARE].value()) == 0
+    assert float(metrics["rollout_kl_max"].value()) >= float(metrics["rollout_kl"].value()) > 0
+
+
 def test_each_limit_has_its_side_and_ignores_nan():
-    metrics = {name: single(jnp.float32(1)) for name in ("kl_reference", "kl_reference_max", "entropy")}
+    names = ("kl_reference", "kl_reference_max", "rollout_kl_max", "entropy")
+    metrics = {name: single(jnp.float32(1)) for name in names}
     for limit, name, beyond in (
+        ("max_token_kl", "rollout_kl_max", 2e6),
         ("max_kl", "kl_reference", 10.5),
         ("max_token_kl", "kl_reference_max", 2e6),
         ("min_entropy", "entropy", 0.1),
@@ -132,7 +155,7 @@ def test_largest_token_is_the_same_in_any_split(special):
 
     def of(rows):
         parts = (jnp.asarray(x[rows]) for x in (values, mask))
-        more = {"log_probs": jnp.asarray(log_probs[rows]), "ref_log_probs": jnp.asarray(2 * log_probs[rows])}
+        more = {"log_probs": jnp.asarray(log_probs[rows]), "other_log_probs": jnp.asarray(2 * log_probs[rows])}
         return LargestToken.of(*parts, rows=jnp.asarray(rows, jnp.int32), **more)
 
     expected = (2, 1, log_probs[2, 1], 2 * log_probs[2, 1])
@@ -140,15 +163,15 @@ def test_largest_token_is_the_same_in_any_split(special):
     micro = jax.tree.map(lambda *parts: jnp.stack(parts), *map(of, order.reshape(4, 2))).reduce()
     for token in (of(np.arange(8)), of(order), micro, of(order[:3]) + of(order[3:]), of(order[3:]) + of(order[:3])):
         np.testing.assert_array_equal(token.value(), np.float32(special))
-        assert (int(token.row), int(token.column), token.log_prob, token.ref_log_prob) == expected
+        assert (int(token.row), int(token.column), token.log_prob, token.other_log_prob) == expected
     empty = of(np.array([5]))
     assert empty.value() == -np.inf
     assert int((empty + micro).column) == expected[1]
     mesh = tiny.mesh_of(2, 2)
     arrays = jax.device_put((values, mask, np.arange(8, dtype=np.int32), log_probs), batch_sharding(mesh))
-    find = jax.jit(lambda v, m, r, x: LargestToken.of(v, m, rows=r, log_probs=x, ref_log_probs=2 * x))
+    find = jax.jit(lambda v, m, r, x: LargestToken.of(v, m, rows=r, log_probs=x, other_log_probs=2 * x))
     token = jax.device_get(find(*arrays))
-    assert (int(token.row), int(token.column), token.log_prob, token.ref_log_prob) == expected
+    assert (int(token.row), int(token.column), token.log_prob, token.other_log_prob) == expected
 
 
 def test_first_non_finite_leaf_is_found():

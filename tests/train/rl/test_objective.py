@@ -19,7 +19,7 @@ from train.config import types
 from train.config.plan import Layout, Plan
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
-from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights, with_token_weights
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -164,9 +164,15 @@ def test_loss_is_the_sum_of_its_terms():
     assert (int(largest.row), int(largest.column)) == at
     np.testing.assert_allclose(values["kl_reference_max"], estimates.max(), rtol=2e-5)
     np.testing.assert_allclose(largest.log_prob, mine["log_prob"][at], rtol=2e-6)
-    assert largest.ref_log_prob == x["ref_log_probs"][at]
-    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
-    assert values.keys() == {*terms, *means, "rollout_log_prob_error", "kl_reference_max"}
+    assert largest.other_log_prob == x["ref_log_probs"][at]
+    np.testing.assert_allclose(
+        values["rollout_kl_max"], oracles.k3(reverse)[np.asarray(batch.completion_mask)].max(), rtol=2e-5
+    )
+    surplus = np.minimum(np.exp(-reverse), 5) * (mine["log_prob"] + mine["entropy"])
+    np.testing.assert_allclose(values["sampling_bias"], total(batch, surplus), rtol=1e-5)
+    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction", "sampling_bias"}
+    largest_of = {"rollout_log_prob_error", "kl_reference_max", "rollout_kl_max"}
+    assert values.keys() == {*terms, *means, *largest_of, "sampling_bias_z"}
 
 
 @pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.type=gspo"])
@@ -325,7 +331,20 @@ def test_loss_kl_has_its_reduction_beside_another(mode):
     batch = tiny.rollout_batch()
     mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
     expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
-    np.testing.assert_allclose(token_weights(Plan.of(config), config.loss, batch, config.kl.loss), expected, rtol=1e-6)
+    weighted = with_token_weights(Plan.of(config), config.loss, config.kl.loss, batch)
+    np.testing.assert_allclose(weighted.kl_token_weights, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, "token_mean", "seq_mean_token_mean"])
+def test_entropy_bonus_has_its_reduction_beside_another(mode):
+    """As TRL's, which is a mean over tokens whatever the loss."""
+    own = [] if mode is None else [f"loss.entropy_aggregation={mode}"]
+    config = tiny.config_of("loss={type: none, aggregation: seq_mean_token_mean}", "loss.entropy_coef=0.5", *own)
+    batch = with_token_weights(Plan.of(config), config.loss, config.kl.loss, batch_of())
+    mask, entropies = np.asarray(batch.completion_mask), measured()["entropy"]
+    per_row = np.where(mask, entropies, 0).sum(1)[mask.any(1)] / mask.sum(1)[mask.any(1)]
+    expected = entropies[mask].mean() if mode == "token_mean" else per_row.mean()
+    np.testing.assert_allclose(loss_of(config, batch)[0], -0.5 * expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ESTIMATED)
@@ -361,7 +380,8 @@ def test_every_advantage_estimator_equals_the_library(name):
             expected[row, t] = later
     result, _, metrics = prepared(config, batch)
     np.testing.assert_allclose(result.advantages, expected, rtol=2e-5, atol=1e-6)
-    assert metrics == {}
+    spread = (rewards[::2] != rewards[1::2]).mean()
+    assert {key: float(metric.value()) for key, metric in metrics.items()} == {"groups_with_spread": spread}
     if name == "gae":
         np.testing.assert_allclose(result.returns, np.where(mask, expected + x["values"], 0), rtol=2e-5, atol=1e-6)
     else:

@@ -242,6 +242,40 @@ def verified(model: Decoder, routed: Routed, recorded: np.ndarray) -> None:
     verify_routes({name: float(metric.value()) for name, metric in metrics.items()}, step=7)
 
 
+def agreement(own: float, before: float, after: float, tokens: int) -> dict[str, float]:
+    names = ("", "_before", "_after")
+    shares = {f"routing_agreement{name}": x for name, x in zip(names, (own, before, after), strict=True)}
+    return shares | {"routing_missing": 0.1, "routing_compared": tokens}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        agreement(0.562, 0.571, 0.5, 56),
+        agreement(0.562, 0.6, 0.5, 2000),
+        agreement(0.0, 0.6, 0.6, 4),
+        agreement(0.3, 0.05, 0.1, 400),
+        agreement(1.0, 1.0, 1.0, 1000),
+    ],
+)
+def test_chance_is_not_called_a_shift(values):
+    verify_routes(values, step=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (agreement(0.1, 1.0, 0.1, 16), "shifted by one token: .* token before in 1 of"),
+        (agreement(0.56, 0.1, 0.66, 2000), "shifted by one token: .* token after in 0.66 of"),
+        (agreement(0.09, 0.1, 0.08, 200), r"recorded experts in 0\.09 of the cases, .* 0\.1: they are routes of other"),
+        (agreement(0.0, 0.0, 0.0, 40), "recorded experts in 0 of the cases"),
+    ],
+)
+def test_wrong_routes_beyond_chance_end_the_run(values, message):
+    with pytest.raises(GuardError, match=message):
+        verify_routes(values, step=1)
+
+
 def test_verified_routes_are_the_recorded_ones(recording, routed):
     """A lost layer is named, and so is a shift, of which replay itself loses nothing."""
     model, run = routed
@@ -256,6 +290,9 @@ def test_verified_routes_are_the_recorded_ones(recording, routed):
         expected = rf"shifted by one token: .* of the token {neighbour} in 1 of .* one token {direction}"
         with pytest.raises(GuardError, match=expected):
             verified(model, run(shifted), shifted)
+    for unrelated in (routes[:, :, ::-1], other_experts(routes, recording[1].batch.token_mask)):
+        with pytest.raises(GuardError, match=r"recorded experts in .* routes of other layers, of other rows or"):
+            verified(model, run(unrelated), unrelated)
     with pytest.raises(GuardError, match="no routes were recorded"):
         verified(model, run(routes), np.full_like(routes, -1))
 

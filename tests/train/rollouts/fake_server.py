@@ -9,6 +9,39 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, str] | None
+PROBES = 3
+"""Requests that a source makes before a run, if it records log-probs."""
+NEEDED = {
+    "model": str,
+    "prompt": list,
+    "n": 1,
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": bool,
+    "skip_special_tokens": True,
+    "watermarking": False,
+    "watermark": {"enabled": False},
+    "seed": int,
+    "stop_token_ids": list,
+    "return_token_ids": True,
+}
+"""The fields of a request, each a type or a value: a server has defaults of its own for those that are left out."""
+
+
+def wrong_fields(body: dict[str, Any]) -> list[str]:
+    """The needed fields that a request lacks, or that have another type or value."""
+
+    def fits(name: str, needed: Any) -> bool:
+        return isinstance(body[name], needed) if isinstance(needed, type) else body[name] == needed
+
+    return [name for name, needed in NEEDED.items() if name not in body or not fits(name, needed)]
 
 
 @contextlib.contextmanager
@@ -59,7 +92,10 @@ def serving(
 
 
 class Digits:
-    """Completes every prompt with a digit that its seed decides, and ends it. Dies after so many completions."""
+    """Completes every prompt with a digit that its seed decides, and ends it. Dies after so many completions.
+
+    Its log-probs are those at temperature 1. Digits go on where the end is to be ignored.
+    """
 
     def __init__(self, eos_id: int, lives: int = 10**9) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -74,15 +110,17 @@ class Digits:
             self._lives -= 1
         if self._lives < 0:
             return None
-        choices = [self._choice(body, index) for index in range(body["n"])]
-        # Not in their order, as a server may answer.
-        return 200, json.dumps({"choices": choices[::-1]})
+        if wrong := wrong_fields(body):
+            return 400, f"missing or wrong: {', '.join(wrong)}"
+        return 200, json.dumps({"choices": [self._choice(body)]})
 
-    def _choice(self, body: dict, index: int) -> dict:
-        tokens = [ord("0") + (body["seed"] + index) % 10, self._eos_id][: body["max_tokens"]]
+    def _choice(self, body: dict) -> dict:
+        tokens = [ord("0") + body["seed"] % 10, self._eos_id][: body["max_tokens"]]
+        if body["ignore_eos"]:
+            tokens = tokens[:1] * body["max_tokens"]
         return {
-            "index": index,
+            "index": 0,
             "token_ids": tokens,
-            "logprobs": {"token_logprobs": [-2.0, -1.0][: len(tokens)]},
-            "finish_reason": "stop" if len(tokens) == 2 else "length",
+            "logprobs": {"token_logprobs": ([-2.0] + [-1.0] * len(tokens))[: len(tokens)]},
+            "finish_reason": "stop" if tokens[-1] == self._eos_id else "length",
         }

@@ -11,11 +11,11 @@ import pytest
 
 from tests import tiny
 from tests.train.rollouts.conftest import FROZEN, OPTIONS
-from tests.train.rollouts.fake_server import Answer, Digits, serving
+from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rollouts.open import open_source
@@ -27,7 +27,7 @@ from train.weights.orbax import RunCheckpoints
 EOS = ByteTokenizer().eos_id
 SOURCE = "rollout.source={{type: openai, url: '{}', model: m, retries: 0, timeout: 20.0}}"
 AHEAD = ("rollout.ahead=1", "temperature=1.0", "eval.every=1000", "optim.learning_rate=3e-2")
-PROMPTS, SECONDS = 4, 30
+REQUESTS, SECONDS = 4 * 8, 30
 
 
 class Versions:
@@ -43,14 +43,14 @@ class Versions:
 class VersionedServer(Digits):
     """Draws other digits with other weights; lists the versions that were asked for, in their order."""
 
-    def _choice(self, body: dict, index: int) -> dict:
+    def _choice(self, body: dict) -> dict:
         version = int(body["model"].removeprefix("v") if body["model"] != "m" else 0)
-        return super()._choice(body | {"seed": body["seed"] + 3 * version}, index)
+        return super()._choice(body | {"seed": body["seed"] + 3 * version})
 
     @property
     def versions(self) -> list[str]:
-        requests = [body["model"] for body in self.bodies[1:]]
-        batches = [requests[start : start + PROMPTS] for start in range(0, len(requests), PROMPTS)]
+        requests = [body["model"] for body in self.bodies[PROBES:]]
+        batches = [requests[start : start + REQUESTS] for start in range(0, len(requests), REQUESTS)]
         assert all(len({*batch}) == 1 for batch in batches)
         return [batch[0] for batch in batches]
 
@@ -115,15 +115,15 @@ def test_next_batch_is_requested_before_the_update(steps, go_on, tmp_path):
 
     class Slow(VersionedServer):
         def __call__(self, path: str, body: dict) -> Answer:
-            if len(self.bodies) >= 1 + PROMPTS and path == "/v1/completions":
+            if len(self.bodies) >= PROBES + REQUESTS and path == "/v1/completions":
                 requests.release()
                 assert updated.acquire(timeout=SECONDS)
             return super().__call__(path, body)
 
     def update(*arguments, **options):
-        for _ in range(PROMPTS):
+        for _ in range(REQUESTS):
             assert requests.acquire(timeout=SECONDS), "the next batch was not requested before the update"
-        updated.release(PROMPTS)
+        updated.release(REQUESTS)
         return steps.programs.update(*arguments, **options)
 
     server, programs = Slow(EOS), dataclasses.replace(steps.programs, update=update)
@@ -153,7 +153,7 @@ def test_failing_reward_function_leaves_its_batch(steps, go_on):
 
     def score(example, text, finished):
         calls.append(text)
-        if len(calls) == 2 * PROMPTS * 8 + 3:
+        if len(calls) == 2 * REQUESTS + 3:
             raise RewardError("data.reward: no answer")
         return steps.context.task.score(example, text, finished)
 
@@ -170,7 +170,7 @@ def test_failing_reward_function_leaves_its_batch(steps, go_on):
 def test_dead_server_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
     """Whether the loss is noticed by the step or by the checkpoint before it, the state of the last step is saved."""
     with pytest.raises(SourceError) as caught:
-        go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS + 1), 4, f"checkpoint.every={every}")
+        go_on("run", VersionedServer(EOS, lives=PROBES + 2 * REQUESTS + 1), 4, f"checkpoint.every={every}")
     first, last = str(caught.value).split("\n")
     assert first.startswith("rollout.source.url: POST http://127.0.0.1:")
     assert last == "The run is saved after step 2; continue it with --resume"
@@ -184,7 +184,7 @@ def test_dead_server_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
 
 
 def test_dead_server_after_the_last_step_is_harmless(go_on, tmp_path):
-    state, _ = go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS), 2)
+    state, _ = go_on("run", VersionedServer(EOS, lives=PROBES + 2 * REQUESTS), 2)
     assert int(state.step) == 2
     assert not (tmp_path / "run" / "2" / "batch").exists()
 
@@ -195,7 +195,7 @@ def test_interrupt_ends_the_pending_request(steps, go_on):
 
     class Hangs(VersionedServer):
         def __call__(self, path: str, body: dict) -> Answer:
-            if len(self.bodies) >= 1 + PROMPTS:
+            if len(self.bodies) >= PROBES + REQUESTS:
                 over.wait(SECONDS)
                 return None
             return super().__call__(path, body)
@@ -215,7 +215,7 @@ def test_a_saved_batch_of_other_prompts_is_refused(steps, go_on):
 
     class Others:
         def batch(self, step: int) -> list:
-            return [other] * PROMPTS
+            return [other] * 4
 
     message = r"^rollout\.ahead: the batch that was saved with step 1 has other prompts than the data has"
     with pytest.raises(UserError, match=message):

@@ -113,7 +113,7 @@ def test_malformed_json_answer_is_retried():
     """A proxy answers so while its server starts; another form would repeat, and is an error at once."""
     answers = ["<html>starting</html>", "", '{"data": ', json.dumps({"data": [{"id": "m"}]})]
     with serving(lambda path, body: (200, answers.pop(0))) as url, client_of(url) as (client, waits):
-        assert client.get("/v1/models", read_models) == ["m"]
+        assert client.get("/v1/models", read_models) == {"m": "None"}
     assert len(waits) == 3
     with serving(lambda path, body: (200, "[]")) as url, client_of(url) as (client, waits):
         with pytest.raises(SourceError, match=r"^rollout.source: the answer: got \[\], expected an object$"):

@@ -10,7 +10,7 @@ import pytest
 import kljax
 from tests import tiny
 from tests.train.rollouts.conftest import FROZEN, OPTIONS
-from tests.train.rollouts.fake_server import Answer, Digits, serving
+from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
@@ -24,6 +24,8 @@ from train.run.loop import train
 from train.weights.orbax import RunCheckpoints
 
 EOS = ByteTokenizer().eos_id
+REQUESTS = 4 * 8
+"""Of each step: completions of its prompts."""
 
 
 class Records:
@@ -69,9 +71,9 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     uninterrupted, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
     assert [record["step"] for record in records] == [1, 2, 3]
-    # One request to look at the server, four prompts a step: it dies within the third step.
+    # It dies within the third step.
     with pytest.raises(SourceError) as caught:
-        go_on(steps, Digits(EOS, lives=1 + 2 * 4 + 1), tmp_path / "broken", 3)
+        go_on(steps, Digits(EOS, lives=PROBES + 2 * REQUESTS + 1), tmp_path / "broken", 3)
     first, last = str(caught.value).split("\n")
     assert "/v1/completions failed once in 0 s" in first
     assert last == "The run is saved after step 2; continue it with --resume"
@@ -88,15 +90,15 @@ def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
     class Broken(Digits):
         """Its log-probs become NaN in the third step."""
 
-        def _choice(self, body: dict, index: int) -> dict:
-            choice = super()._choice(body, index)
-            broken = len(self.bodies) > 1 + 2 * 4
+        def _choice(self, body: dict) -> dict:
+            choice = super()._choice(body)
+            broken = len(self.bodies) > PROBES + 2 * REQUESTS
             return choice | ({"logprobs": {"token_logprobs": [float("nan")] * 2}} if broken else {})
 
     with pytest.raises(SourceError) as caught:
         go_on(steps, Broken(EOS), tmp_path, 3)
     first, last = str(caught.value).split("\n")
-    assert first.startswith("rollout.source: logprobs.token_logprobs of the answer: got nan, expected finite numbers")
+    assert first.startswith("rollout.source: logprobs.token_logprobs of the answer: got nan, expected numbers that are")
     assert last == "The run is saved after step 2; continue it with --resume"
     assert RunCheckpoints(tmp_path, Checkpoint()).steps() == [2]
     _, rest = go_on(steps, Digits(EOS), tmp_path, 3)
@@ -104,15 +106,16 @@ def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
 
 
 def test_requests_to_a_server_have_these_fields(steps, tmp_path, monkeypatch):
-    """Ids and not text, the seed and temperature of the run, and the rows in the order of their prompts."""
+    """Ids and not text, every sampling field, and a seed for each completion."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     server = Digits(EOS)
     go_on(steps, server, tmp_path, 1)
-    bodies = server.bodies[1:]
+    bodies = server.bodies[PROBES:]
     prompts = [steps.context.tokenizer.prompt_ids(example) for example in steps.context.prompts.batch(0)]
-    assert sorted(body["prompt"] for body in bodies) == sorted(list(ids) for ids in prompts)
-    assert len({body["seed"] for body in bodies}) == 4
-    requests = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    assert sorted(body["prompt"] for body in bodies) == sorted(list(ids) for ids in prompts for _ in range(8))
+    assert len({body["seed"] for body in bodies}) == REQUESTS
+    requests = {"model": "m", "n": 1, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    requests |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False}
     for body in bodies:
         assert requests.items() <= body.items()
         assert body["stop_token_ids"] == [EOS]

@@ -79,6 +79,9 @@ def test_rows_follow_their_prompts_and_are_scored_individually():
         "completion_length": sum(lengths) / 8,
         "finished": 6 / 8,
         "rollout_occupancy": 1.0,
+        "reward_std": 0.5,
+        "repeated_completions": 0.0,
+        "copied_groups": 0.0,
     }
     assert (batch.rewards.dtype, batch.group_ids.dtype) == (np.float32, np.int32)
     for name in ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "token_weights"):

@@ -1,5 +1,8 @@
 """Recorded completions: what a run writes is what it trained on, read back row for row; mistakes name file and line."""
 
+import codecs
+import dataclasses
+import gzip
 import json
 import logging
 
@@ -7,16 +10,19 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests import tiny
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.folder import FolderTokenizer
 from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.open import open_source
-from train.rollouts.recorded import write_rows
+from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.recorded.files import JsonLinesFile
+from train.rollouts.source import SourceError
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id
@@ -62,7 +68,7 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
         assert again.completions.texts == rollout.completions.texts
-        assert again.metrics | rollout.completions.metrics == rollout.metrics
+        assert again.metrics | rollout.completions.metrics == rollout.metrics | {"log_probs_missing": 0.0}
         same = ("token_mask", "completion_mask", "rewards", "group_ids", "rollout_log_probs")
         for name in same:
             np.testing.assert_array_equal(getattr(again.batch, name), getattr(rollout.batch, name), err_msg=name)
@@ -136,6 +142,31 @@ def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
     np.testing.assert_array_equal(collect(context, source, 0).batch.group_ids, [0, 0, 1, 1])
 
 
+def test_tokens_with_floors_have_no_log_prob(tmp_path):
+    """Floors of vLLM, and null of SGLang: the tokens stay in their rows, and out of the loss."""
+    rows = [row(7, sample) for sample in range(128)]
+    rows[3]["log_probs"][1], rows[5]["log_probs"][0] = None, -9999.0
+    context = context_of(write(tmp_path / "a.jsonl", rows), "rollout.samples_per_prompt=64", shuffle=False)
+    rollout = collect(context, open_source(context), 0)
+    mask = np.asarray(rollout.batch.completion_mask)
+    assert [tuple(indices) for indices in np.argwhere(rollout.completions.completion_mask & ~mask)] == [
+        (3, tiny.PROMPT + 1),
+        (5, tiny.PROMPT),
+    ]
+    assert rollout.metrics["log_probs_missing"] == 2 / (128 * 3)
+    # Another recording of the rows has null where this one has it.
+    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 64)
+    assert [written[index]["log_probs"] for index in (3, 5)] == [[-7.0, None, 0.0], [-9999.0, -0.5, 0.0]]
+    assert "null" in json.dumps(written[3])
+
+
+def test_recording_full_of_floors_is_refused(tmp_path):
+    rows = [row(7, sample, log_probs=[-9999.0, -1.0, -1.0]) for sample in range(4)]
+    context = context_of(write(tmp_path / "a.jsonl", rows))
+    with pytest.raises(SourceError, match=r"rollout: 4 of the 12 sampled tokens have no log-prob of the sampler"):
+        collect(context, open_source(context), 0)
+
+
 BAD = {
     "log_probs: got 1 numbers, expected 3, one for each id": row(1, 1, log_probs=[-1.0]),
     "log_probs: got [0.5, -1, -1], expected finite numbers that are not positive": row(1, 1, log_probs=[0.5, -1, -1]),
@@ -158,6 +189,8 @@ BAD = {
     "rewards: got form, reward, but the rows before have reward": row(1, 1, rewards={"form": 1}),
     "rewards.reward: got nan, expected a finite number": row(1, 1, reward=float("nan")),
     "finished: got 1, expected true or false": row(1, 1, finished=1),
+    "routed_expert: unknown field; did you mean 'routed_experts'?": row(1, 1, routed_expert=[]),
+    "logprobs: unknown field; did you mean 'log_probs'?": row(1, 1, log_probs=None, logprobs=[-1.0] * 3),
 }
 
 
@@ -172,7 +205,7 @@ def test_a_bad_row_is_named(tmp_path, problem):
 def test_unusable_files_are_named(tmp_path):
     cases = {
         "a.jsonl": ("{\n", "line 1: not JSON"),
-        "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object"),
+        "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object a line"),
         "c.jsonl": ("\n", "line 1: got no row"),
         "d.csv": ("", "expected a file, or a directory of files, of .jsonl (JSON lines)"),
         "e.jsonl": (
@@ -193,6 +226,42 @@ def test_unusable_files_are_named(tmp_path):
     path = write(tmp_path / "f.jsonl", [row(0, sample, log_probs=None) for sample in range(2)])
     with pytest.raises(UserError, match="has no log_probs, which this config needs"):
         open_source(context_of(path, "kl.rollout.coef=0.1"))
+
+
+def test_text_without_tokens_is_named_with_its_line(tmp_path):
+    context = context_of(write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)]))
+    tokenizer = Tokenizer(models.BPE({"1": 0, "<end>": 1}, []))
+    few = FolderTokenizer(tokenizer, special={}, eos_ids=[1])
+    write(tmp_path / "a.jsonl", [{"prompt": "1", "completion": text, "reward": 1.0} for text in ("1", "2")])
+    with pytest.raises(UserError) as caught:
+        open_source(dataclasses.replace(context, tokenizer=few))
+    message = (
+        f"rollout.source.path: {tmp_path / 'a.jsonl'}, line 2: model.path: the tokenizer cannot spell '2' of the text"
+    )
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("encode", "problem"),
+    [
+        (gzip.compress, "compressed by gzip, expected text; decompress it: gunzip FILE"),
+        (lambda content: content.decode().encode("utf-16"), "UTF-16, expected UTF-8"),
+        (lambda content: b"[" + content.replace(b"\n", b",") + b"]", "expected an object a line"),
+    ],
+)
+def test_recording_in_another_form_is_named(tmp_path, encode, problem):
+    path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
+    path.write_bytes(encode(path.read_bytes().strip()))
+    with pytest.raises(UserError) as caught:
+        open_source(context_of(path))
+    assert str(caught.value).startswith(f"rollout.source.path: {path}, line 1: ")
+    assert problem in str(caught.value)
+
+
+def test_recording_may_begin_with_a_mark(tmp_path):
+    path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert open_source(context_of(path)).row_count == 2
 
 
 def test_parquet_gives_the_same_rows(tmp_path):

@@ -1,6 +1,7 @@
 """Limits of an answer, and the key of a server: where it comes from, and where it goes."""
 
 import json
+import math
 from contextlib import closing
 
 import pytest
@@ -10,10 +11,10 @@ from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
-from train.rl.token_fields import MAX_LOG_PROB
+from train.rl.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB
 from train.rollouts.open import open_source
 from train.rollouts.server import Client
-from train.rollouts.server.answers import AnswerError, Requested, read_answers
+from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.key import read_key
 from train.rollouts.source import SourceError
 
@@ -91,20 +92,28 @@ def test_byte_limit_follows_the_config():
             open_source(tiny.context_of(tiny.config_of(source.format(url, 2000))))
 
 
-@pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, -9999.0, 2 * MAX_LOG_PROB, -1e38, -1e39])
-def test_log_probs_are_at_most_0_within_rounding(value):
+def log_prob_of(value: object) -> float:
+    """The log-prob that is read of an answer."""
     choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [value]}}
+    answer = read_answer(Requested([1], 1, 2, eos_ids=(1,)), json.dumps({"choices": [choice]}).encode())
+    return answer.fields["log_probs"][0]
 
-    def read() -> float:
-        content = json.dumps({"choices": [choice]}).encode()
-        (answer,) = read_answers(content, Requested([1], 1, 1, 2, eos_ids=(1,)))
-        return answer.fields["log_probs"][0]
 
-    if -1e4 <= value <= MAX_LOG_PROB:
-        assert read() == value
-    else:
-        with pytest.raises(AnswerError, match=r"token_logprobs of the answer: got .*, expected finite numbers"):
-            read()
+@pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, LEAST_LOG_PROB])
+def test_log_probs_are_at_most_0_within_rounding(value):
+    assert log_prob_of(value) == value
+
+
+@pytest.mark.parametrize("value", [None, -math.inf, -50.1, -100.0, -9999.0, -1e4, -3.4e38, -1e39])
+def test_floors_and_null_are_no_log_probs(value):
+    """vLLM writes -9999 for a probability of 0, SGLang null, llama.cpp the smallest float."""
+    assert log_prob_of(value) == -math.inf
+
+
+@pytest.mark.parametrize("value", [2 * MAX_LOG_PROB, math.nan, math.inf, True, "-1"])
+def test_impossible_log_probs_are_refused(value):
+    with pytest.raises(AnswerError, match=r"token_logprobs of the answer: got .*, expected numbers that are at most 0"):
+        log_prob_of(value)
 
 
 @pytest.mark.parametrize(

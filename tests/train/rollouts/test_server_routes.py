@@ -16,13 +16,13 @@ import pytest
 from tests import tiny
 from tests.goldens.server_routes import npy
 from tests.train.models import test_experts
-from tests.train.rollouts.fake_server import Answer, Digits, serving
+from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.models import ExpertsConfig
 from train.rl.token_fields import ROUTES
 from train.rollouts.open import open_source
-from train.rollouts.server.answers import AnswerError, Requested, read_answers
+from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.routes import decode_routes
 from train.rollouts.source import Request, SourceError
 
@@ -32,8 +32,10 @@ SHAPE = dataclasses.replace(test_experts.SHAPE, experts=ExpertsConfig(count=6, a
 
 
 def read(answer: dict) -> list[np.ndarray]:
-    requested = Requested(PROMPT, len(answer["choices"]), 4, SHAPE.vocab_size, eos_ids=(0,), routes_of=SHAPE)
-    return [answer.fields[ROUTES] for answer in read_answers(json.dumps(answer).encode(), requested)]
+    """The routes of each completion, as if each had been requested alone."""
+    requested = Requested(PROMPT, 4, SHAPE.vocab_size, eos_ids=(0,), routes_of=SHAPE)
+    alone = [json.dumps(answer | {"choices": [choice]}).encode() for choice in answer["choices"]]
+    return [read_answer(requested, content).fields[ROUTES] for content in alone]
 
 
 @pytest.mark.parametrize("server", RECORDED["answers"])
@@ -124,14 +126,6 @@ def test_damaged_routes_name_field_and_problem(damage):
         read(answer)
 
 
-def test_routes_of_one_in_several_completions_are_refused():
-    answer = copy.deepcopy(RECORDED["answers"]["vllm 0.22"]) | {"sglext": RECORDED["answers"]["sglang"]["sglext"]}
-    for choice in answer["choices"]:
-        del choice["routed_experts"]
-    with pytest.raises(AnswerError, match=r"^sglext\.routed_experts of the answer: got one completion of 2"):
-        read(answer)
-
-
 COUNT, ACTIVE = 6, 2
 OPTIONS = (f"model.experts={{count: {COUNT}, active: {ACTIVE}, width: 8}}", "optim.share_prompts=false")
 SOURCE = "rollout.source={{type: openai, url: '{}', model: m, sync: none, retries: 0}}"
@@ -173,10 +167,7 @@ def sample(server: RoutedDigits, *options: str):
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_server_source_records_routes_of_its_tokens(server):
-    """SGLang is asked for one completion at a time, as its answer has the experts of the first alone."""
-    fake = RoutedDigits(server)
-    completions, rollout = sample(fake)
-    assert {body["n"] for body in fake.digits.bodies[1:]} == {1 if server == "sglang" else tiny.SAMPLES}
+    completions, rollout = sample(RoutedDigits(server))
     for tokens, mask, routes in zip(
         completions.tokens, completions.token_mask, completions.fields[ROUTES], strict=True
     ):
@@ -203,7 +194,7 @@ def test_rows_without_routes_are_named_unless_chosen():
     with pytest.raises(UserError, match=r"routing\.replay: got rollout, but .* --enable-return-routed-experts"):
         sample(RoutedDigits("vllm", routes=0))
     with pytest.raises(SourceError, match=r"routed_experts: row \d has no experts for . of its . tokens; set routing"):
-        sample(RoutedDigits("vllm", routes=2))
+        sample(RoutedDigits("vllm", routes=PROBES + 1))
     completions, _ = sample(RoutedDigits("vllm", routes=0), "routing.missing=choose")
     assert (completions.fields[ROUTES] == -1).all()
     without, _ = sample(RoutedDigits("vllm", routes=0), "routing.replay=none")

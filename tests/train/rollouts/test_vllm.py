@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from tests.goldens.vllm import record, tiny
-from tests.train.rollouts.fake_server import Answer, serving
+from tests.train.rollouts.fake_server import PROBES, Answer, serving
 from train.config.errors import UserError
 from train.models import Decoder, ExpertsConfig, LayerKind, LoraConfig
 from train.rollouts.server import Client, ServerSource
-from train.rollouts.server.answers import Requested, read_answers
+from train.rollouts.server.answers import Requested, read_answer
+from train.rollouts.server.source import row_seeds
 from train.rollouts.source import SourceError
 
 EXCHANGES = json.loads(record.FIXTURE.read_text())
@@ -93,10 +94,9 @@ def test_stop_texts_end_their_completion_inclusively():
 
 def test_ending_id_is_part_of_the_completion():
     first = EXCHANGES["others"][0]
-    answers = read_answers(first["response"].encode(), Requested([1], 1, 4, 264, eos_ids=(119,)))
-    assert [(len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) for answer in answers] == [
-        (1, 1, True)
-    ]
+    (choice,) = json.loads(first["response"])["choices"]
+    answer = read_answer(Requested([1], 4, 264, eos_ids=choice["token_ids"]), first["response"].encode())
+    assert (len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) == (1, 1, True)
 
 
 def opened(answers: list[dict], *overrides: str) -> ServerSource:
@@ -139,9 +139,9 @@ def test_invalid_or_excess_ids_are_errors():
     with pytest.raises(SourceError, match="token_ids of the answer: got 264, expected an id below 264"):
         opened(changed(token_ids=[264]))
     with pytest.raises(
-        SourceError, match="token_ids of the answer: got 2 tokens, expected at least 1, at most max_tokens = 1"
+        SourceError, match="token_ids of the answer: got 8 tokens, expected at least 1, at most max_tokens = 7"
     ):
-        opened(changed(token_ids=[1, 2]))
+        opened(changed(token_ids=[1] * 8))
     both = changed(token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})
     with pytest.raises(SourceError, match=r"token_logprobs of the answer: got \[-1.0, -2.0\], expected 1 numbers"):
         opened(both)
@@ -154,12 +154,12 @@ def test_model_missing_on_the_server_is_named():
 
 def test_log_probs_of_another_kind_are_refused():
     """vLLM's are those at temperature 1 unless it is told otherwise; its others are those after the cuts."""
-    with pytest.raises(UserError, match=r"temperature: got 0.6, but .*--logprobs-mode processed_logprobs"):
+    with pytest.raises(UserError, match=r"temperature: got 0.6, but .*--logprobs-mode processed_logprobs, or set"):
         opened(EXCHANGES["lora"], "temperature=0.6")
-    processed = changed(logprobs={"token_logprobs": [0.0]})
-    with pytest.raises(UserError, match=r"top_k, top_p, min_p: .* those after the cut.*raw_logprobs"):
-        opened(processed, "rollout.top_k=3")
-    opened(processed, "temperature=0.6")
+    opened(EXCHANGES["lora"], "rollout.top_k=3")
+    with pytest.raises(UserError, match=r"top_k, top_p, min_p: .* those after the cut; start vLLM with .*raw_logprobs"):
+        opened(EXCHANGES["tempered"], "rollout.top_k=3")
+    opened(EXCHANGES["tempered"], "temperature=0.6")
 
 
 def test_vllm_refusal_is_reported_with_the_remedy():
@@ -210,22 +210,19 @@ def test_weights_with_a_router_bias_are_refused():
 
 def test_rows_are_prompts_completions_and_log_probs():
     """Against the recorded text itself, taken apart in another way."""
-    said = [exchange for exchange in EXCHANGES["lora"] if exchange["path"] == "/v1/completions"][1:]
-    step, part = 1, said[len(said) // 2 :]
-    rows = {}
-    for exchange in part:
-        for choice in json.loads(exchange["response"])["choices"]:
-            ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            rows.setdefault(tuple(exchange["request"]["prompt"]), []).append((ids, log_probs))
+    said = [exchange for exchange in EXCHANGES["lora"] if exchange["path"] == "/v1/completions"][PROBES:]
+    step, rows = 1, {}
+    for exchange in said[len(said) // 2 :]:
+        (choice,) = json.loads(exchange["response"])["choices"]
+        prompt, log_probs = exchange["request"]["prompt"], choice["logprobs"]["token_logprobs"]
+        rows[exchange["request"]["seed"]] = prompt, choice["token_ids"], log_probs
     replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
         context, _, completions = record.play("lora", client_of(url), url)[step]
-    expected = [
-        (list(ids), *row)
-        for example in context.prompts.batch(step)
-        for ids in [context.tokenizer.prompt_ids(example)]
-        for row in rows[tuple(ids)]
-    ]
+    request = tiny.request_of(context, step, record.FIRST_KEYS["lora"] + step)
+    expected = [rows[seed] for seed in row_seeds(request.key, len(rows))]
+    prompts = [list(context.tokenizer.prompt_ids(example)) for example in request.examples]
+    assert [prompt for prompt, *_ in expected] == [ids for ids in prompts for _ in range(tiny.SAMPLES)]
     for row, (prompt, ids, log_probs) in enumerate(expected):
         real, completion = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]

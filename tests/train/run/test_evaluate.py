@@ -110,4 +110,19 @@ def test_chunk_is_scored_while_the_next_samples():
     context = tiny.context_of(config, task=task, held_out=EXAMPLES)
     evaluate(context, sampler, kljax.Policy({}), jax.random.key(0))
     judging = ["judge", "judge"]
-    assert events == ["sample", "sample", *judging, "sample", *judging, *judging]
+    assert events == ["sample", "sample", *judging, "sample", *judging, "judge"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 8])
+def test_judge_is_asked_once_for_each_example(batch_size):
+    questions: list[tuple[str, str]] = []
+
+    def judged(example, text, finished):
+        questions.append((example.prompt, text))
+        return score(example, text, finished)
+
+    config = tiny.config_of(f"eval.batch_size={batch_size}")
+    context = tiny.context_of(config, task=Task("plus one", EXAMPLES, EXAMPLES, judged), held_out=EXAMPLES)
+    result = evaluate(context, knows({0}, []), kljax.Policy({}), jax.random.key(0))
+    assert questions == [(example.prompt, "1" if example is EXAMPLES[0] else "?") for example in EXAMPLES]
+    assert result.metrics["accuracy"] == 20

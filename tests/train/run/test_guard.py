@@ -13,6 +13,7 @@ import pytest
 from tests import tiny
 from tests.run_programs import shared_by_runs
 from tests.train.config.built import build, problems
+from tests.train.data.tokenizers_of_kinds import KINDS
 from train.__main__ import main
 from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
@@ -146,6 +147,17 @@ def test_token_limit_sees_spikes_hidden_by_means(watch_of, capsys):
     assert f"step 0: {reason}{NAMED}" in capsys.readouterr().err
 
 
+def test_token_limit_names_the_sampler(watch_of, capsys):
+    watch, state = watch_of("kl.rollout.coef=0.1")
+    values = VALUES | {"rollout_kl_max": 3e15}
+    token = dataclasses.replace(TOKENS["kl_reference_max"], largest=np.float32(3e15), log_prob=np.float32(-5))
+    watch.inspect(spiked_batch(), state, values, TOKENS | {"rollout_kl_max": token})
+    watch.check(state, values)
+    text = capsys.readouterr().err
+    assert "step 0: guard.max_token_kl: the rollout KL at one token is 3e+15, the limit 1e+06; the largest is" in text
+    assert "id 53 ('5'), log-prob -5 under the policy, -0.08 under the sampler; guard.action is warn" in text
+
+
 def test_every_other_action_names_the_token(watch_of, capsys):
     watch, state = watch_of(MONITOR, "guard.action=stop")
     watch.inspect(spiked_batch(), at(state, 4), SPIKE, TOKENS)
@@ -174,10 +186,18 @@ def test_updates_skipped_by_a_limit_are_counted(watch_of, tmp_path, capsys):
 
 
 def test_token_without_tokenizer_is_named_by_its_id():
-    token = dataclasses.replace(TOKENS["kl_reference_max"], ref_log_prob=np.float32(np.nan))
-    text = describe_token(spiked_batch(), {"kl_reference_exact_max": token}, None)
+    token = dataclasses.replace(TOKENS["kl_reference_max"], other_log_prob=np.float32(np.nan))
+    text = describe_token(spiked_batch(), {"kl_reference_exact_max": token}, None, ["kl_reference_exact_max"])
     assert text.endswith("token 2 of the 4 sampled in row 3: id 53, log-prob -33.2 under the policy")
-    assert describe_token(spiked_batch(), {}, None) == ""
+    assert describe_token(spiked_batch(), {}, None, ["kl_reference_max"]) == ""
+
+
+def test_token_of_pieces_shows_its_space():
+    tokenizer, batch = KINDS["prepend"](), spiked_batch()
+    word = [tokenizer._tokenizer.token_to_id("▁apples")]
+    batch = dataclasses.replace(batch, tokens=batch.tokens.at[ROW, COLUMN].set(word[0]))
+    assert tokenizer.decode(word) == "apples"
+    assert f": id {word[0]} (' apples')" in describe_token(batch, TOKENS, tokenizer, list(TOKENS))
 
 
 def test_rollback_restores_weights_and_continues_the_prompts(watch_of, capsys):
@@ -216,6 +236,10 @@ def test_ineffective_guard_is_refused(override, message):
 
 def test_limits_go_with_any_measured_kl():
     build(MONITOR, "guard.max_kl=0.1")
+    build("kl.loss.coef=0", "kl.rollout.coef=0.1", "guard={max_token_kl: 100, action: skip}")
+    assert any(
+        "guard.max_kl: got 9" in text for text in problems("kl.loss.coef=0", "kl.rollout.coef=0.1", "guard.max_kl=9")
+    )
     build("kl.loss.coef=0", "guard={max_kl: null, max_token_kl: null}")
     build("kl.loss.coef=0.1", "kl.loss.estimator=exact", "guard.max_kl=0.1")
 
@@ -247,3 +271,14 @@ def test_diverging_run_stops_with_its_exit_code(tmp_path, capsys):
         # It counts anew: two batches of two updates.
         assert main([*config, "--resume"]) == 3
         assert "updates in a row were skipped" in capsys.readouterr().err
+
+
+def test_loss_without_a_gradient_is_told_once(watch_of, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def loss(log_probs, advantages, mask):\n    return 0 * log_probs\n")
+    watch, state = watch_of(f"loss={tmp_path / 'mine.py'}:loss")
+    watch.check(at(state, 1), VALUES | {"updates_without_gradient": 0.0})
+    assert not capsys.readouterr().err
+    for step in (2, 3):
+        watch.check(at(state, step), VALUES | {"updates_without_gradient": 0.5})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning: loss\.type: .*mine\.py:loss: an update of step 2 had no gradient from it, .*", line)

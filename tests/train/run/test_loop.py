@@ -14,7 +14,7 @@ from tests import tiny
 from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
 from train.config.schema import Config
-from train.data.tasks.reward_function import RewardError
+from train.data.tasks.user_score import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values

@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,3 +162,18 @@ def test_resume_purges_later_points_not_earlier_files(tmp_path):
     assert [step for tag, step in points if tag == "policy/loss"] == [1, 2, 3, 4, 3]
     assert purged == [3]
     assert scalars(tmp_path, "warm_start")[1] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_full_disk_under_tensorboard_alone_is_an_error(tmp_path, monkeypatch, recwarn):
+    create = Path.open
+
+    def on_full_disk(path, *arguments, **named):
+        return create(Path("/dev/full") if "tfevents" in path.name else path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", on_full_disk)
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.write("train", 1, {"loss": 0.5})
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"phase": "train", "step": 1, "loss": 0.5}]

@@ -1,5 +1,6 @@
 """Recorded rollouts: the numbers of the update itself, within a size limit, and no bit of the run is another."""
 
+import dataclasses
 import errno
 from pathlib import Path
 
@@ -17,8 +18,16 @@ from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rollouts.jax_source import JaxSource
+from train.rollouts.recorded.table import TokenRows, make_table
 from train.run.loop import Programs, rl_step
-from train.run.recorder import RolloutFiles, RolloutRecorder, chosen_rows, recorded_steps, token_texts
+from train.run.recorder import (
+    RolloutFiles,
+    RolloutRecorder,
+    chosen_rows,
+    recorded_steps,
+    token_texts,
+    whole_completions,
+)
 
 CONFIG = tiny.config_of(
     *("kl.loss.coef=0.1", "kl.rollout.coef=0.1", "rollout.policy_lag=1"),
@@ -132,3 +141,44 @@ def test_unsupported_decoder_gives_texts_of_ids():
 
     ids = np.array([72, 105, ByteTokenizer().eos_id])
     assert token_texts(Pieces()).of(ids) == token_texts(ByteTokenizer()).of(ids) == ["H", "i", "<eos>"]
+
+
+def test_first_update_alone_measures_the_sampling_bias():
+    """Later ones have another policy than the one that sampled; what all updates have is a mean."""
+    context = tiny.context_of(CONFIG)
+    with jax.set_mesh(context.mesh), shared_by_runs():
+        state = tiny.state_of(CONFIG, context.optimizer)
+        reference = ScoredPolicy(context.model, kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())))
+        programs, updates = Programs.of(context, state), []
+
+        def update(*arguments, **options):
+            state, metrics = programs.update(*arguments, **options)
+            updates.append({name: float(metric.value()) for name, metric in jax.device_get(metrics).items()})
+            return state, metrics
+
+        counted = dataclasses.replace(programs, update=update)
+        source, frozen = JaxSource(context), FrozenWeights(None, reference)
+        _, values, _ = rl_step(context, counted, source, frozen, state, step=0)
+    first, second = updates
+    for name in ("sampling_bias", "sampling_bias_z"):
+        assert first[name] != second[name]
+        assert values[name] == first[name]
+    assert values["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
+    assert values["learning_rate"] == np.float32(1e-2)
+    assert values["reward_std"] >= 0
+    assert 0 <= values["groups_with_spread"] <= 1
+
+
+def test_left_out_tokens_are_recorded_without_numbers(tmp_path):
+    mask = np.array([[False, True, True, True, False]])
+    arrays = {
+        "tokens": np.array([[0, 65, 66, 67, 0]], np.int32),
+        "token_mask": mask,
+        "completion_mask": np.array([[False, False, False, True, False]]),
+        "log_probs": np.array([[0, 0, 0, -2.0, 0]], np.float32),
+    }
+    rows = TokenRows([{"row": 0}], whole_completions(arrays, 2))
+    (record,) = make_table(rows, token_texts(ByteTokenizer())).to_pylist()
+    assert (record["prompt_ids"], record["completion_ids"]) == ([65], [66, 67])
+    assert record["log_probs"] == [None, -2.0]
+    assert record["token_texts"] == ["A", "B", "C"]

@@ -51,7 +51,7 @@ def test_skipped_updates_are_counted_over_all_steps(tmp_path):
     [
         (
             ("data.reward=json:loads",),
-            r"data\.reward: json:loads for the prompt '1\+1=' and the completion '': TypeError: ",
+            r"data\.reward: the function json:loads\(s, .*\) does not take \(record, completion, finished\)",
         ),
         (("data.reward=builtins:print",), r"data\.reward: builtins:print .*: returned 'reward': None, expected names"),
         (("data.reward=builtins:dict",), r"data\.reward: builtins:dict .*: TypeError: "),
@@ -81,3 +81,19 @@ def test_leader_under_supervisors_names_the_continued_run(monkeypatch):
     # Without a supervisor a difference of the commands is a mistake, which the agreement names.
     starts[1][2] = False
     assert run_module._start_of_leader(config, False) == (config, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ((), True),
+        (("kl.loss.coef=0.1",), False),
+        (("reference.monitor=true",), False),
+        (("kl.reward.coef=0.1",), False),
+    ],
+)
+def test_run_without_a_kl_names_the_monitor(capsys, options, noted):
+    run_module._prepare(tiny.context_of(tiny.config_of(*options)), None)
+    printed = capsys.readouterr().err
+    assert ("note: kl: no term has a coefficient, so this run measures no KL" in printed) == noted
+    assert ("reference.monitor=true" in printed) == noted

@@ -8,7 +8,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.load import load
 from train.config.schema import Config
-from train.run.directory import resume_run, start_run
+from train.run.directory import open_run, resume_run, start_run
 
 
 def config_of(output: Path, *overrides: str) -> Config:
@@ -56,6 +56,24 @@ def test_a_file_is_not_a_directory(tmp_path):
 def test_a_run_is_resumed_by_its_config(tmp_path):
     started = start_run(config_of(tmp_path))
     assert resume_run(config_of(tmp_path)) == started
+
+
+def test_run_stays_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "rate.py").write_text("def rate(record, completion, finished): return 1.0\n")
+    config = config_of(
+        Path("runs"), "task=jsonl", "data={train: train.jsonl, eval: train.jsonl, reward: 'rate.py:rate'}"
+    )
+    (tmp_path / "left").mkdir()
+    monkeypatch.chdir("left")
+    with open_run(config, resume=False, start=tmp_path) as run:
+        assert run.root == tmp_path / "runs" / "first"
+    with open_run(config, resume=True, start=tmp_path) as resumed:
+        assert resumed == run
+    assert list(Path.cwd().iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    assert load(run.config).config.output == "runs"
 
 
 def test_numbered_run_is_resumed_by_its_name(tmp_path):

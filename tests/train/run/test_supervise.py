@@ -29,6 +29,9 @@ def tell():
     pathlib.Path(os.environ["{variable}"]).write_text(json.dumps(str(root)))
 def save(step):
     (root / "checkpoints" / str(step)).mkdir(parents=True)
+def end():
+    pathlib.Path(os.environ["{variable}"] + ".ended").touch()
+    sys.exit(0)
 def die(name):
     os.kill(os.getpid(), getattr(signal, name))
 exec(json.loads(sys.argv[2])[number])
@@ -60,18 +63,42 @@ def supervised(make, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 130])
+@pytest.mark.parametrize("code", [1, 2, 3, 130])
 def test_deliberate_exit_is_final(supervised, code):
     assert supervised([f"tell(); sys.exit({code})"]) == (code, [[]])
 
 
+@pytest.mark.parametrize("end", ["end()", "tell(); end()", "tell(); (root / 'summary.json').touch()"])
+def test_end_of_the_command_is_final(supervised, end):
+    assert supervised([end]) == (0, [[]])
+
+
+@pytest.mark.parametrize("start", ["", "tell(); ", "tell(); save(1); "])
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_early_exit_code_0_is_an_error(supervised, capfd, start, end):
+    assert supervised([start + end]) == (2, [[]])
+    assert "ended with exit code 0 before the end of the command, as os._exit(0)" in capfd.readouterr().err
+
+
+def test_summary_of_an_earlier_run_is_no_end(supervised, tmp_path):
+    (tmp_path / "run-2").mkdir()
+    (tmp_path / "run-2" / "summary.json").touch()
+    os.utime(tmp_path / "run-2" / "summary.json", (0, 0))
+    assert supervised(["tell(); os._exit(0)"]) == (2, [[]])
+
+
+def test_end_of_an_earlier_start_is_no_end(supervised):
+    plan = [f"pathlib.Path(os.environ['{VARIABLE}'] + '.ended').touch(); tell(); sys.exit(75)", "os._exit(0)"]
+    assert supervised(plan) == (2, [[], CONTINUED])
+
+
 @pytest.mark.parametrize("end", ["sys.exit(75)", "die('SIGKILL')", "die('SIGSEGV')", "die('SIGABRT')"])
 def test_loss_is_continued_under_the_first_name(supervised, end):
-    assert supervised([f"tell(); {end}", "sys.exit(0)"]) == (0, [[], CONTINUED])
+    assert supervised([f"tell(); {end}", "end()"]) == (0, [[], CONTINUED])
 
 
 def test_loss_before_the_directory_starts_anew(supervised):
-    assert supervised(["die('SIGKILL')", "tell(); die('SIGKILL')", ""]) == (0, [[], [], CONTINUED])
+    assert supervised(["die('SIGKILL')", "tell(); die('SIGKILL')", "end()"]) == (0, [[], [], CONTINUED])
 
 
 def test_supervisor_stops_after_restarts_without_progress(supervised, capfd):

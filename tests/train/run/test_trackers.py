@@ -2,16 +2,21 @@
 
 import importlib.util
 import socket
+import sys
+import threading
 import time
+import types
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests import tiny
 from train.config.errors import UserError
 from train.run import trackers
-from train.run.metrics import open_metrics
+from train.run.metrics import open_metrics, read_metrics
 
 
 @pytest.fixture
@@ -70,3 +75,82 @@ def test_offline_run_of_wandb_has_grouped_metrics(monkeypatch, tmp_path):
         time.sleep(0.1)
     content = file.read_bytes()
     assert [name for name in names if name not in content] == []
+
+
+def test_folder_of_the_name_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="needs the package wandb"):
+        trackers.check_trackers(tiny.config_of("report.wandb=kl"))
+
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def fake_wandb(monkeypatch, **functions: Any) -> None:
+    run = types.SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=functions.get("log", id), finish=functions.get("finish", int)
+    )
+    module = types.SimpleNamespace(
+        Settings=functions.get("settings", dict), init=functions.get("init", lambda **_: run), errors=None
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+def failing(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("function", ["init", "settings"])
+@pytest.mark.parametrize("error", [ValueError(f"bad key\n{KEY}"), SystemExit(1), KeyError("mode"), RuntimeError()])
+def test_any_failure_at_the_start_is_one_line(function, error, monkeypatch, tmp_path):
+    fake_wandb(monkeypatch, **{function: failing(error)})
+    with pytest.raises(UserError, match=rf"^report\.wandb: {type(error).__name__}.*set report\.wandb=null") as caught:
+        open_metrics(tiny.config_of("report.wandb=kl"), tmp_path)
+    assert KEY not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_port_is_freed_when_another_tracker_fails(port, monkeypatch, tmp_path):
+    fake_wandb(monkeypatch, init=failing(ValueError()))
+    config = tiny.config_of(f"report={{wandb: kl, prometheus_port: {port}}}")
+    with pytest.raises(UserError, match=r"report\.wandb"):
+        open_metrics(config, tmp_path)
+    with pytest.raises(urllib.error.URLError):
+        read(port)
+
+
+def test_failure_later_warns_once_without_keys(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    calls: list[object] = []
+
+    def log(values: object) -> None:
+        calls.append(values)
+        raise ValueError(f"rejected short and {KEY}")
+
+    fake_wandb(monkeypatch, log=log, finish=failing(ValueError()))
+    writer = open_metrics(tiny.config_of("report.wandb=kl"), tmp_path)
+    for step in (1, 2):
+        writer.write("train", step, {"loss": 0.5})
+    writer.close()
+    assert len(calls) == 1
+    message = "warning: report.wandb: ValueError: rejected *** and ***, at step 1; the run goes on without it\n"
+    assert capsys.readouterr().err == message
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("function", ["log", "finish"])
+def test_tracker_that_does_not_return_is_left_out(function, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(trackers, "MOST_SECONDS", 0.1)
+    forever = threading.Event()
+    fake_wandb(monkeypatch, **{function: lambda *_: forever.wait()})
+    writer = open_metrics(tiny.config_of("report.wandb=kl"), tmp_path)
+    writer.write("train", 1, {"loss": 0.5})
+    writer.close()
+    forever.set()
+    assert "report.wandb: no answer within 0.1 s" in capsys.readouterr().err

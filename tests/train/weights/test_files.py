@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from kljax._files import write_text_atomic
 from train.config.errors import UserError
-from train.weights.files import new_directory, read_record, write_record, write_text_atomic
+from train.weights.files import new_directory, read_record, write_record
 
 
 def test_failed_atomic_write_leaves_the_old_file(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from tests.train.weights.parameters import parameter_count
+from train.config.adapter import with_adapter
 from train.models import Decoder, DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from train.models.rope import frequencies
 from train.weights.huggingface.config import decoder_config, hf_config
 from train.weights.huggingface.families import FAMILIES
+from train.weights.peft_config import read_config
 
 CONFIGS = Path(__file__).parents[2] / "goldens" / "models" / "configs"
 
@@ -237,3 +240,13 @@ def test_scaled_frequencies_are_their_formulas():
     np.testing.assert_allclose(frequencies(Rope(1e4, smooth), 16), SMOOTH, rtol=2e-6)
     read = decoder_config(tiny("qwen2", rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=64))
     assert read.rope.scaling == yarn
+
+
+@pytest.mark.parametrize("read", [decoder_config, read_config])
+def test_pipe_in_place_of_a_config_is_named(tmp_path, read):
+    for name in ("config.json", "adapter_config.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read: .*it is no regular file"):
+        read(tmp_path)
+    raw = {"lora": {"path": str(tmp_path)}}
+    assert with_adapter(raw) == raw

@@ -8,9 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.train.config.built import build, problems
 from train import export
+from train.config.download import HUB_NAME
 from train.config.errors import UserError
 from train.run.setup import with_local_model
 from train.weights import hub
@@ -168,6 +173,27 @@ def test_a_revision_is_a_commit_of_a_name(tmp_path):
     assert line.endswith("which is no name on the Hub, as org/name; leave it out for a folder")
     (line,) = problems(f"model.revision={COMMIT}")
     assert line == "model.revision: got a commit without model.path; set that to org/name"
+
+
+NAMES = st.text("aZ0-_./é", max_size=12) | st.sampled_from(["a" * 97, "a" * 96, "a/b.git", "a.git/b", "org/..", "../b"])
+
+
+@given(st.lists(NAMES, min_size=2, max_size=2).map("/".join) | NAMES)
+def test_name_is_taken_as_the_hub_takes_it(name):
+    try:
+        validate_repo_id(name)
+        accepted = name.count("/") == 1
+    except HFValidationError:
+        accepted = False
+    assert (HUB_NAME.fullmatch(name) is not None) == accepted
+
+
+@pytest.mark.parametrize("name", ["org/..", "org/a--b", "../model", "org/.hidden", "org/name.git", "-org/name", "name"])
+def test_name_of_no_repository_is_refused(name):
+    (line,) = problems(f"model.path={name}", f"model.revision={COMMIT}")
+    assert line.startswith(f"model.revision: got a commit for {name!r}, which is no name on the Hub, as org/name")
+    with pytest.raises(UserError, match=r"--push: got .*, expected the name of a repository, as org/name"):
+        hub.make_repository(name)
 
 
 def test_a_folder_is_pushed_as_one_commit(server, tmp_path):

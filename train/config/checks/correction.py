@@ -13,7 +13,8 @@ BOUNDS = (("lower", "upper"), ("min_ratio", "max_ratio"))
 def _bounds(config: Config) -> Iterator[Problem]:
     """Checks what the functions would raise when the run has started."""
     for number, entry in enumerate(config.correction):
-        path, options = f"correction[{number}]", entry.options()
+        path = f"correction[{number}]"
+        options = entry.options()
         mode = options.get("mode")
         low, high = next((names for names in BOUNDS if options.keys() >= set(names)), ("", ""))
         if not low:
@@ -47,7 +48,8 @@ def _recorded(config: Config) -> Iterator[Problem]:
 
 def _weights(config: Config) -> Iterator[Problem]:
     """Checks that weights have a policy term to multiply, which does not have that ratio already."""
-    plan, chosen = Plan.of(config), config.loss.type
+    plan = Plan.of(config)
+    chosen = config.loss.type
     for number, signature in enumerate(plan.corrections):
         entry = config.correction[number]
         path = f"correction[{number}]"
@@ -69,7 +71,8 @@ def _weights(config: Config) -> Iterator[Problem]:
 
 def _unused(config: Config) -> Iterator[Problem]:
     """Checks for fields that change nothing."""
-    plan, loss = Plan.of(config), config.loss
+    plan = Plan.of(config)
+    loss = config.loss
     if loss.rejected_tokens != "drop" and not config.correction:
         text = "got count, but correction is empty, so nothing is rejected; leave it at drop"
         yield problem(text, "loss.rejected_tokens", "correction")

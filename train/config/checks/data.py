@@ -32,7 +32,8 @@ def _set_fields(config: Config, *names: str) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[Problem]:
-    task, recorded = config.task, config.rollout.source.type == "file"
+    task = config.task
+    recorded = config.rollout.source.type == "file"
     unread = {"data.train": recorded and not config.warm_start.trains(), "data.eval": not config.eval.prompts}
     for name, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if task not in FROM_FILES:
@@ -48,7 +49,8 @@ def _files(config: Config) -> Iterator[Problem]:
             if not path.removeprefix(HUB).split(":")[0]:
                 yield problem(f"got {path!r}, expected datasets:NAME, datasets:NAME:CONFIG or :SPLIT after it", name)
         elif not Path(path).is_file():
-            kind = "it is a directory" if Path(path).is_dir() else "there is no such file"
+            exists = "it is no regular file" if Path(path).exists() else "there is no such file"
+            kind = "it is a directory" if Path(path).is_dir() else exists
             yield problem(f"got {path!r}, expected a file of JSON lines, but {kind}", name, "task")
 
 
@@ -78,7 +80,8 @@ def _owned(config: Config) -> Iterator[Problem]:
 def _recording(config: Config) -> Iterator[Problem]:
     if config.task != RECORDING:
         return
-    source, absent = config.rollout.source.type, f"but task {RECORDING} has no examples; set it to 0, or set a task"
+    source = config.rollout.source.type
+    absent = f"but task {RECORDING} has no examples; set it to 0, or set a task"
     if source != "file":
         line = f"got {RECORDING}, but rollout.source.type {source} brings no rewards; set it to file, or set a task"
         yield problem(line, "task", "rollout.source.type")

@@ -9,14 +9,16 @@ from train.config.schema import Config
 
 def _limits(config: Config) -> Iterator[Problem]:
     """Checks that the KL of a limit that was set is measured, and that no field is set that no limit uses."""
-    guard, plan = config.guard, Plan.of(config)
+    guard = config.guard
+    plan = Plan.of(config)
     set_fields = {name for name, _, _ in changed(guard, ("action", "learning_rate_factor", "max_actions"))}
     measured = plan.ref_log_probs or (plan.exact_kl and config.kl.loss.direction == "reverse")
+    rollout_kl = config.kl.rollout.coef > 0
     for name, value, _ in changed(guard, ("max_kl", "max_token_kl")):
-        if value is not None and not measured:
+        if value is not None and not measured and not (name == "max_token_kl" and rollout_kl):
             text = f"got {value:g}, but no KL to the reference is measured; set reference.monitor=true"
             yield problem(text, f"guard.{name}", "reference.monitor")
-    limited = measured and (guard.max_kl is not None or guard.max_token_kl is not None)
+    limited = (measured and guard.max_kl is not None) or ((measured or rollout_kl) and guard.max_token_kl is not None)
     if not limited and guard.min_entropy is None and "action" in set_fields:
         fix = "guard.max_kl or guard.min_entropy" if measured else "reference.monitor=true or guard.min_entropy"
         text = f"got {guard.action}, which answers a limit, but there is none; set {fix}"

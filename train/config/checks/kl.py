@@ -111,7 +111,8 @@ def _controller_gains(config: Config) -> Iterator[Problem]:
 def _controller_bounds(config: Config) -> Iterator[Problem]:
     for name in ("reward", "loss", "advantage"):
         term = getattr(config.kl, name)
-        lowest, highest = getattr(term.controller, "min_coef", 0.0), getattr(term.controller, "max_coef", None)
+        lowest = getattr(term.controller, "min_coef", 0.0)
+        highest = getattr(term.controller, "max_coef", None)
         if not lowest <= term.coef <= (term.coef if highest is None else highest):
             bounds = f">= {lowest:g}" if highest is None else f"{lowest:g} to {highest:g}"
             yield problem(

@@ -19,8 +19,10 @@ ELEMENTWISE = ("adamw", "adam", "lion", "sgd", "rmsprop")
 
 
 def _rows(config: Config) -> Iterator[Problem]:
-    optim, shards = config.optim, config.mesh.parts(ROW_AXES)
-    rows, parts = config.rows_per_batch(), optim.updates_per_batch * optim.micro_batches
+    optim = config.optim
+    shards = config.mesh.parts(ROW_AXES)
+    rows = config.rows_per_batch()
+    parts = optim.updates_per_batch * optim.micro_batches
     batch = f"rollout.prompts_per_step x rollout.samples_per_prompt = {rows}"
     rests_on = (
         "optim.micro_batches",
@@ -48,7 +50,8 @@ def _slices(config: Config) -> Iterator[Problem]:
 
 
 def _context(config: Config) -> Iterator[Problem]:
-    context, group = config.mesh.context, Layout.of(config).group
+    context = config.mesh.context
+    group = Layout.of(config).group
     if context == 1:
         return
     for name in ("max_prompt_length", "max_completion_length"):
@@ -75,7 +78,9 @@ def named_sizes(shape: Mapping[str, Any]) -> dict[str, int]:
 
 def divisions(shape: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Finds sizes of a decoder that do not divide: name, message and fields of each. `vocab_size` is optional."""
-    mesh, sampling, sizes = config.mesh, config.rollout.mesh, named_sizes(shape)
+    mesh = config.mesh
+    sampling = config.rollout.mesh
+    sizes = named_sizes(shape)
     tensors = [mesh.parts(("tensor",))]
     tensors += [] if sampling is None else [Parts(sampling.tensor, ("rollout.mesh.tensor",))]
     pairs = [("heads", Parts(shape["kv_heads"], ("model.kv_heads",))), ("width", mesh.parts(WIDTH_AXES))]
@@ -108,14 +113,16 @@ def _divisions(config: Config) -> Iterator[Problem]:
 
 
 def _sampling_mesh(config: Config) -> Iterator[Problem]:
-    mesh, sampling = config.mesh, config.rollout.mesh
+    mesh = config.mesh
+    sampling = config.rollout.mesh
     for name in ("mesh", "dtype"):
         if config.rollout.in_place and getattr(config.rollout, name) is not None:
             line = f"got true, but rollout.{name} needs a copy of the weights; set only one of them"
             yield problem(line, "rollout.in_place", f"rollout.{name}")
     if sampling is None:
         return
-    devices, sampling_devices = mesh.parts(), sampling.parts(mesh).count * sampling.tensor
+    devices = mesh.parts()
+    sampling_devices = sampling.parts(mesh).count * sampling.tensor
     if sampling_devices != devices.count:
         sizes = {"data": sampling.data, "expert": mesh.expert, "tensor": sampling.tensor}
         line = (

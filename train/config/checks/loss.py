@@ -30,7 +30,9 @@ def user_functions(config: Config) -> Iterator[Problem]:
 
 
 def _value_head(config: Config) -> Iterator[Problem]:
-    loss, estimator, trained = config.loss, config.advantage.type, Plan.of(config).value_head
+    loss = config.loss
+    estimator = config.advantage.type
+    trained = Plan.of(config).value_head
     if trained and loss.value_coef == 0:
         yield problem(
             f"got 0, but advantage.type {estimator} learns a value head; expected a number > 0 such as 0.5",
@@ -60,7 +62,9 @@ def _reduction(config: Config) -> Iterator[Problem]:
 
 def _no_advantages(config: Config) -> Iterator[Problem]:
     """Checks what enters the loss by way of the advantages, if the loss reads none."""
-    plan, kl, chosen = Plan.of(config), config.kl, config.loss.type
+    plan = Plan.of(config)
+    kl = config.kl
+    chosen = config.loss.type
     if plan.advantage is not None:
         return
     if plan.loss is None and not (kl.loss.coef or kl.rollout.coef or config.loss.has_entropy_term()):
@@ -90,7 +94,8 @@ def _no_advantages(config: Config) -> Iterator[Problem]:
 
 
 def _groups(config: Config) -> Iterator[Problem]:
-    advantage, samples = Plan.of(config).advantage, config.rollout.samples_per_prompt
+    advantage = Plan.of(config).advantage
+    samples = config.rollout.samples_per_prompt
     if advantage is not None and "group_ids" in advantage and samples < 2:
         yield problem(
             f"got {samples}, but advantage.type {config.advantage.type} compares the completions of a prompt; "
@@ -118,9 +123,17 @@ def _rows_and_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
-def _entropy_controller(config: Config) -> Iterator[Problem]:
+def _entropy(config: Config) -> Iterator[Problem]:
+    if config.loss.entropy_aggregation is not None and not config.loss.has_entropy_term():
+        yield problem(
+            f"got {config.loss.entropy_aggregation}, but loss.entropy_coef is 0, so there is no entropy bonus; set "
+            "loss.entropy_coef, or leave it at null",
+            "loss.entropy_aggregation",
+            "loss.entropy_coef",
+        )
     coef, controller = config.loss.entropy_coef, config.loss.entropy_controller
-    lowest, highest = getattr(controller, "min_coef", coef), getattr(controller, "max_coef", coef)
+    lowest = getattr(controller, "min_coef", coef)
+    highest = getattr(controller, "max_coef", coef)
     if not lowest <= coef <= highest:
         yield problem(
             f"got {coef:g}, but the bounds of its controller are {lowest:g} to {highest:g}",
@@ -158,6 +171,6 @@ CHECKS = (
     _groups,
     _rows_and_tokens,
     _balance,
-    _entropy_controller,
+    _entropy,
     _whole_update,
 )

@@ -23,7 +23,8 @@ def problem(text: str, *fields: str) -> Problem:
 def changed(section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, value and default of the fields that are not at their default."""
     for name in names:
-        value, default = getattr(section, name), type(section).model_fields[name].get_default()
+        value = getattr(section, name)
+        default = type(section).model_fields[name].get_default()
         if value != default:
             yield name, value, default
 

@@ -11,7 +11,6 @@ from train.config.plan import Plan
 from train.config.schema import Config
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
-CUTS = ("top_k", "top_p", "min_p")
 MOST_STOPS = 4
 """What the API of OpenAI allows, and vLLM too."""
 
@@ -42,7 +41,8 @@ def _file(config: Config) -> Iterator[Problem]:
 
 
 def _server(config: Config) -> Iterator[Problem]:
-    section, source = config.rollout, config.rollout.source
+    section = config.rollout
+    source = config.rollout.source
     if source.type != "openai":
         return
     if reason := url_problem(source.url):
@@ -71,16 +71,6 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.stop",
             "rollout.source.type",
         )
-    for name, value, _ in changed(section, CUTS):
-        if section.record_log_probs and config.temperature != 1:
-            yield problem(
-                f"got {value}, but a server has log-probs of all tokens only at temperature 1, not at "
-                f"{config.temperature:g}; leave it out, or set temperature=1 or rollout.record_log_probs=false",
-                f"rollout.{name}",
-                "temperature",
-                "rollout.record_log_probs",
-                "rollout.source.type",
-            )
 
 
 def _slots(config: Config) -> Iterator[Problem]:

@@ -3,10 +3,10 @@
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.config.types import RECORDING
-from train.config.user_functions import make_with
 from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl, word_problems
 from train.data.tasks.rewards import check_names
 from train.data.tasks.task import Example, Task
+from train.data.tasks.user_task import load_user_task
 
 __all__ = ["Example", "Task", "load_task"]
 
@@ -62,14 +62,6 @@ def _recording(config: Config) -> Task:
     return Task(RECORDING, train=(), eval=(), score=score)
 
 
-def _user_task(config: Config) -> Task:
-    task: Task = make_with("task", config.task, Task, **config.data.arguments)
-    for split in ("train", "eval") if config.eval.prompts else ("train",):
-        if not getattr(task, split):
-            raise UserError(f"task: {config.task} returned a task without examples in {split}")
-    return task
-
-
 _TASKS = {
     "arithmetic": _arithmetic,
     "gsm8k": _gsm8k,
@@ -88,7 +80,7 @@ def load_task(config: Config) -> Task:
       UserError: a function of the user fails, a split is empty, a file is missing or malformed, or `rewards.weights`
         names an unknown reward.
     """
-    task = _user_task(config) if ":" in config.task else _TASKS[config.task](config)
+    task = load_user_task(config) if ":" in config.task else _TASKS[config.task](config)
     if task.rewards:
         check_names(config.rewards.weights, (*task.rewards, "reward"))
     return task

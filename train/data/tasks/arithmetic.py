@@ -29,7 +29,8 @@ def _example(left: int, operation: str, right: int, slip: int) -> Example:
 
 
 def _problems(max_operand: int, operations: str, error_rate: float, seed: int) -> list[Example]:
-    operands, rng = max_operand + 1, np.random.default_rng(seed)
+    operands = max_operand + 1
+    rng = np.random.default_rng(seed)
     shape = (operands, len(operations), operands)
     order = rng.permutation(operands * len(operations) * operands)
     columns = (axis.tolist() for axis in np.unravel_index(order, shape))

@@ -23,7 +23,8 @@ class NotArithmetic(ValueError):
 def _tokens(text: str) -> list[str]:
     if len(text) > MAX_LENGTH:
         raise NotArithmetic(f"longer than {MAX_LENGTH} characters")
-    tokens, position = [], 0
+    tokens = []
+    position = 0
     text = text.strip()
     while position < len(text):
         match = _TOKEN.match(text, position)

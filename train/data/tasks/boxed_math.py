@@ -4,34 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.config.errors import UserError
+from train.data.answers import last_boxed
 from train.data.tasks.equality import shared_judge
 from train.data.tasks.records import Record, read_records, text_of
 from train.data.tasks.task import Example, Task
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
-BOX = "\\boxed"
 CORRECT_WEIGHT = 1.0
 FORMAT_WEIGHT = 0.1
 THINK_END = "</think>"
-
-
-def last_boxed(text: str) -> str | None:
-    """Extracts the content of the last `\\boxed{...}`, with its braces matched; None if no box is closed.
-
-    Example:
-        >>> last_boxed(r"so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$.")
-        '\\\\frac{1}{2}'
-    """
-    start = text.rfind(BOX + "{")
-    if start < 0:
-        return None
-    start += len(BOX) + 1
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None
 
 
 def score(example: Example, completion: str, finished: bool, *, equal: Callable[[str, str], bool]) -> dict[str, float]:

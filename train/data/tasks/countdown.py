@@ -88,7 +88,8 @@ def load(*, problems: int, numbers: int, max_number: int, held_out: int, seed: i
     """
     rng = np.random.default_rng(seed)
     by_key: dict[tuple[tuple[int, ...], int], Example] = {}
-    wanted, tries = problems + held_out, 0
+    wanted = problems + held_out
+    tries = 0
     # A small range has few distinct problems, so the number of tries is bounded.
     while len(by_key) < wanted and tries < 20 * wanted + 1000:
         tries += 1

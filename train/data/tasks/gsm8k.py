@@ -106,7 +106,8 @@ def load(*, train: str | Path | None, held_out: str | Path | None, judge: str = 
     Raises:
       UserError: a file is missing or malformed (see `read_examples`).
     """
-    to_train, to_eval = read_examples(train, "data.train"), read_examples(held_out, "data.eval")
+    to_train = read_examples(train, "data.train")
+    to_eval = read_examples(held_out, "data.eval")
     names = ("correct", "format")
     if judge == "strict":
         return Task("gsm8k", to_train, to_eval, score, rewards=names)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
+from train.data.reward_signature import RecordFields
 from train.data.tasks.records import Record, read_records, text_of
 from train.data.tasks.reward_function import Verifier
 from train.data.tasks.task import Example, Task
@@ -24,8 +25,8 @@ def _messages(value: Any, record: Record, field: str) -> tuple[tuple[str, str], 
 
 
 def _optional(record: Record, name: str) -> str:
-    value = record.fields.get(name, "")
-    return value if isinstance(value, str) else str(value)
+    value = record.fields.get(name)
+    return "" if value is None else str(value)
 
 
 def read_examples(path: str | Path | None, field: str, *, prompt: str, answer: str, solution: str) -> list[Example]:
@@ -58,8 +59,8 @@ def load(
     prompt: str,
     answer: str,
     solution: str,
-    workers: int = 0,
-    timeout: float = 60.0,
+    workers: int,
+    timeout: float,
 ) -> Task:
     """Loads the task from two sets of records and a reward function, which `workers` processes call.
 
@@ -69,10 +70,13 @@ def load(
     if reward is None:
         raise UserError("data.reward: missing; task jsonl needs a reward function: set data.reward=module:function")
     names = {"prompt": prompt, "answer": answer, "solution": solution}
+    to_train = read_examples(train, "data.train", **names)
+    to_eval = read_examples(held_out, "data.eval", **names)
+    first = next((example.record for example in (*to_train[:1], *to_eval[:1])), {})
     return Task(
         "jsonl",
-        train=read_examples(train, "data.train", **names),
-        eval=read_examples(held_out, "data.eval", **names),
-        score=Verifier(reward, workers=workers, timeout=timeout),
+        train=to_train,
+        eval=to_eval,
+        score=Verifier(reward, workers=workers, timeout=timeout, fields=RecordFields(prompt, answer, tuple(first))),
         workers=max(workers, 1),
     )

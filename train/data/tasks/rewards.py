@@ -6,14 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from train.config.data import Rewards
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.data.tasks.task import Example, Task
 
 Scores = dict[str, np.ndarray]
 RESERVED = (
     *("phase", "step", "loss", "entropy", "ppo_kl", "grad_norm", "skipped_updates", "updates_beyond_limit"),
+    "updates_without_gradient",
     *("accuracy", "accuracy_greedy", "completion_length", "finished", "length_penalty", "overlong"),
-    *("prompt", "completion", "answer", "conversation"),
+    *("reward_std", "groups_with_spread", "repeated_completions", "copied_groups", "log_probs_missing"),
+    *("learning_rate", "sampling_bias", "sampling_bias_z"),
+    *("prompt", "completion", "answer", "conversation", "decoding"),
 )
 """Names of metrics of the trainer, and of fields of its samples, which a reward would replace or be replaced by."""
 RESERVED_PREFIXES = ("kl_", "rollout_", "mismatch_", "correction_", "packing_", "time/")
@@ -113,12 +116,28 @@ def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarra
     """
     if weights is None:
         if "reward" not in scores:
-            names = ", ".join(sorted(scores))
-            raise UserError(f"rewards.weights: missing; the task has no total, only {names}")
+            names = sorted(scores)
+            example = ", ".join(f"{name}: 1" for name in names)
+            raise UserError(
+                f"rewards.weights: missing; the task has no total, only {', '.join(names)}; return the total as "
+                f"'reward', or set rewards.weights={{{example}}}"
+            )
         return np.asarray(scores["reward"], np.float32)
     check_names(weights, tuple(scores))
     zero = np.zeros(np.shape(next(iter(scores.values()))), np.float32)
     return sum((np.float32(weight) * scores[name] for name, weight in weights.items()), zero)
+
+
+def warn_of_unweighted(weights: Mapping[str, float] | None, names: Sequence[str]) -> None:
+    """Warns of the rewards of a function of the user that count nothing, because the weights do not name them."""
+    missing = sorted(set(names) - set(names if weights is None else weights))
+    if missing:
+        every = [*(f"{name}: {weight:g}" for name, weight in (weights or {}).items()), *(f"{n}: ..." for n in missing)]
+        subject = f"rewards {', '.join(missing)} have" if len(missing) > 1 else f"reward {missing[0]} has"
+        warn(
+            f"rewards.weights: {subject} no weight and {'count' if len(missing) > 1 else 'counts'} 0; set "
+            f"rewards.weights={{{', '.join(every)}}}, or null for the function's own total, 'reward'"
+        )
 
 
 def check_names(weights: Mapping[str, float] | None, names: Sequence[str]) -> None:

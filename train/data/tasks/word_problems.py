@@ -76,7 +76,8 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
 
     `anywhere` is the flawed verifier: the answer is one of the numbers, whatever else the reply says.
     """
-    numbers, answer = numbers_of(completion), Decimal(example.answer)
+    numbers = numbers_of(completion)
+    answer = Decimal(example.answer)
     correct = float(finished and numbers[-1:] == [answer])
     return {"reward": correct, "correct": correct, "anywhere": float(answer in numbers), "ended": float(finished)}
 

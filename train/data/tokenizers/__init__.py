@@ -2,14 +2,24 @@
 
 from typing import TYPE_CHECKING
 
+from train.config.errors import UserError
 from train.config.user_functions import make_with
 from train.data.tokenizers.byte import ByteTokenizer
+from train.data.tokenizers.continuation import decode_continuation, encode_continuation
 from train.data.tokenizers.protocol import UNKNOWN, Tokenizer
 
 if TYPE_CHECKING:
     from train.config.schema import Config
 
-__all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabulary_bytes"]
+__all__ = [
+    "UNKNOWN",
+    "ByteTokenizer",
+    "Tokenizer",
+    "decode_continuation",
+    "encode_continuation",
+    "load_tokenizer",
+    "vocabulary_bytes",
+]
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:
@@ -19,9 +29,11 @@ def load_tokenizer(config: "Config") -> Tokenizer:
       UserError: the function of the user fails, or the folder has no usable tokenizer, or lacks the chat template that
         `data` requires.
     """
-    path, data = config.model.path, config.data
+    path = config.model.path
+    data = config.data
     if data.tokenizer is not None:
         made: Tokenizer = make_with("data.tokenizer", data.tokenizer, Tokenizer, **data.tokenizer_arguments)
+        _check_ids(data.tokenizer, made)
         return made
     if path is None:
         return ByteTokenizer()
@@ -30,6 +42,18 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     return load_folder(
         path, chat=data.chat, system=data.system, template=data.chat_template, arguments=data.template_arguments
     )
+
+
+def _check_ids(name: str, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` unless the special ids of a tokenizer of the user are in its vocabulary."""
+    special = {"bos_id": (tokenizer.bos_id,), "eos_ids": tokenizer.eos_ids or (-1,), "pad_id": (tokenizer.pad_id,)}
+    for field, ids in special.items():
+        wrong = [number for number in ids if number is not None and not 0 <= number < tokenizer.vocab_size]
+        if wrong:
+            got = getattr(tokenizer, field)
+            raise UserError(
+                f"data.tokenizer: {name}: {field}: got {got}, expected ids below vocab_size = {tokenizer.vocab_size}"
+            )
 
 
 def vocabulary_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:

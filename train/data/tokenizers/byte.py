@@ -1,5 +1,6 @@
 """A byte-level tokenizer, which encodes every string without a download."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -77,3 +78,40 @@ class ByteTokenizer:
         special = [UNKNOWN.encode()] * (self.vocab_size - BYTES)
         special[self.eos_id - BYTES] = b""
         return [bytes([byte]) for byte in range(BYTES)] + special
+
+    def files(self) -> dict[str, str]:
+        """Returns the files of a tokenizer for transformers with the same ids: one token for each byte, BOS first.
+
+        The texts `<bos>`, `<eos>` and `<pad>` inside a text are the tokens there; here they are bytes.
+        """
+        special = {"<bos>": self.bos_id, "<eos>": self.eos_id, "<pad>": self.pad_id}
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [{"id": number, "content": text, **flags} for text, number in special.items()],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [bos, first],
+                "pair": [bos, first, second],
+                "special_tokens": {"<bos>": {"id": "<bos>", "ids": [self.bos_id], "tokens": ["<bos>"]}},
+            },
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(BYTES)}, "merges": []},
+        }
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{text[1:-1]}_token": text for text in special},
+            "clean_up_tokenization_spaces": False,
+        }
+        return {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+
+
+def _letter(byte: int) -> str:
+    """Returns the letter that stands for a byte in `tokenizer.json`: itself if visible, else one from U+0100 on."""
+    is_visible = [chr(number).isprintable() and number not in (32, 160) for number in range(BYTES)]
+    return chr(byte) if is_visible[byte] else chr(BYTES + is_visible[:byte].count(False))

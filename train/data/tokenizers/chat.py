@@ -10,6 +10,8 @@ Messages = Sequence[Mapping[str, str]]
 
 # CPU seconds of one conversation.
 SECONDS = 10.0
+# A time that differs from any other in each part.
+LATER = "2101-02-03T04:05:06.789"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
@@ -31,7 +33,8 @@ class ChatTemplate:
         taken = sorted(RESERVED & variables.keys())
         if taken:
             raise ValueError(f"data.template_arguments: got {', '.join(taken)}, which the conversation sets")
-        self._source, self._variables = source, dict(variables)
+        self._source = source
+        self._variables = dict(variables)
         checked = self._ask(None)
         if "syntax" in checked:
             raise ValueError(f"the chat template is not valid jinja2: {checked['syntax']}")
@@ -49,9 +52,31 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses messages of {roles}: {rendered['error']}")
         return rendered["text"]
 
-    def _ask(self, variables: Mapping[str, Any] | None) -> dict[str, str]:
+    def check_repeats(self) -> None:
+        """Checks that the template writes a conversation in the same way each time, and on another day.
+
+        Raises:
+          ValueError: it does not, so that a run would not continue with the prompts it began with.
+        """
+        conversation = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True}
+        question = {**self._variables, **conversation, "tools": None, "documents": None}
+        first, again, later = (self._ask(question, now=now) for now in (None, None, LATER))
+        if "error" in later:
+            return  # it refuses this conversation
+        if first != again:
+            raise ValueError(
+                "the chat template writes another text each time; set data.chat_template=FILE to one that does not"
+            )
+        if later != first:
+            raise ValueError(
+                "the chat template writes the date or the time, and prompts would change with it; set its variable, "
+                "such as data.template_arguments={date_string: 26 Jul 2024}, or data.chat_template=FILE"
+            )
+
+    def _ask(self, variables: Mapping[str, Any] | None, *, now: str | None = None) -> dict[str, str]:
+        question = {"source": self._source, "variables": variables, "now": now}
         try:
-            answer: dict[str, str] = _pool().ask({"source": self._source, "variables": variables}, cpu_seconds=SECONDS)
+            answer: dict[str, str] = _pool().ask(question, cpu_seconds=SECONDS)
         except (NoAnswer, NotStarted) as error:
             raise ValueError(f"the chat template failed: {error}") from None
         return answer

@@ -1,15 +1,18 @@
 """The `Tokenizer` protocol for a tokenizer of the `tokenizers` library."""
 
+import itertools
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.data.tokenizers.chat import ChatTemplate
-from train.data.tokenizers.pieces import piece_bytes
+from train.data.tokenizers.continuation import decode_after, encode_continuation
+from train.data.tokenizers.pieces import is_byte, piece_bytes
 from train.data.tokenizers.protocol import UNKNOWN
 
 if TYPE_CHECKING:
@@ -46,10 +49,14 @@ class FolderTokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._template, self._system = tokenizer, template, system
+        vocabulary = {number: piece for piece, number in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
-        self._pieces = {number: piece for piece, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+        self._pieces = {number: piece for number, piece in vocabulary.items() if number not in self._added}
+        self._spaces: dict[int | None, bool] = {}
+        self._spelled: set[str] = set()
+        self._warned = False
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
-        self.vocab_size = max(self._pieces) + 1
+        self.vocab_size = max(*vocabulary, *self.eos_ids) + 1
         self.bos_id = self._id(special.get("bos_token"))
         pad = self._id(special.get("pad_token"))
         self.pad_id = self.eos_ids[0] if pad is None else pad
@@ -60,7 +67,8 @@ class FolderTokenizer:
 
     def _first_ids(self, add_bos: bool | None) -> list[int]:
         """Finds the special ids before the text of a prompt without a template."""
-        processed, plain = self._tokenizer.encode("a").ids, self.encode("a")
+        processed = self._tokenizer.encode("a").ids
+        plain = self._encode("a")
         starts = (i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)
         start = next(starts, None)
         if start is None:
@@ -71,9 +79,53 @@ class FolderTokenizer:
         return [token for token in first if add_bos is not False or token != self.bos_id]
 
     def encode(self, text: str) -> list[int]:
-        """Encodes `text` alone; texts of special tokens become their ids, a lone surrogate becomes "?"."""
+        """Encodes `text` alone; texts of special tokens become their ids, a lone surrogate becomes "?".
+
+        Raises:
+          UserError: the vocabulary cannot spell the text, and would leave characters out.
+        """
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
-        return list(self._tokenizer.encode(clean, add_special_tokens=False).ids)
+        ids = self._encode(clean)
+        unsure = {*clean} - self._spelled
+        self._spelled |= {letter for letter in unsure if not self._lost(letter, self._encode(letter))}
+        if not unsure <= self._spelled and (lost := self._lost(clean, ids)):
+            self._report_lost(lost, clean, ids)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _lost(self, text: str, ids: list[int]) -> list[str]:
+        """Lists the characters of a text that its tokens do not spell, in any form that a normalizer gives them."""
+        normalizer = self._tokenizer.normalizer
+        decoded = self.decode_all(ids)
+        spelled = {*decoded.casefold(), *unicodedata.normalize("NFKD", decoded).casefold()}
+
+        def is_lost(letter: str) -> bool:
+            normal = letter if normalizer is None else normalizer.normalize_str(letter)
+            forms = {*letter.casefold(), *unicodedata.normalize("NFKD", letter).casefold(), *normal.casefold()}
+            return not (letter.isspace() or not normal.strip(" \u2581") or forms & spelled)
+
+        return [letter for letter in dict.fromkeys(text) if is_lost(letter)]
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        """The id of characters without a token; None if they are left out."""
+        model = self._tokenizer.model
+        name = getattr(model, "unk_token", None)
+        return json.loads(model.__getstate__()).get("unk_id") if name is None else self._id(name)  # of Unigram
+
+    def _report_lost(self, lost: list[str], text: str, ids: list[int]) -> None:
+        """Raises for characters that are left out; warns, once, of such that become the unknown token."""
+        shown = ", ".join(repr(letter) for letter in lost[:5])
+        if self._unknown_id not in ids:
+            raise UserError(
+                f"model.path: the tokenizer cannot spell {shown} of the text {text[:80]!r}, and would leave it out; "
+                "use the vocabulary that the model was trained with, or another text"
+            )
+        if not self._warned:
+            self._warned = True
+            warn(f"model.path: the tokenizer has no token for {shown} of the text {text[:80]!r}; the model reads <unk>")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes `ids` without EOS ids.
@@ -84,16 +136,69 @@ class FolderTokenizer:
         return self.decode_all(token for token in ids if token not in self.eos_ids)
 
     def decode_all(self, ids: Iterable[int]) -> str:
-        """Decodes `ids` with the text of every special token; ids without a token become U+FFFD."""
+        """Decodes `ids` with the text of every special token; ids without a token become U+FFFD.
+
+        The inverse of `encode`: a space that it puts at the beginning, or behind a special token, is left out.
+        """
         texts: list[str] = []
-        run: list[int] = []
-        for token in ids:
-            if token in self._pieces:
-                run.append(token)
+        added_space = self._adds_space(None)
+        for is_piece, group in itertools.groupby(ids, self._pieces.__contains__):
+            run = list(group)
+            if is_piece:
+                text = self._decode_pieces(run)
+                texts.append(text.removeprefix(" ") if added_space else text)
             else:
-                texts += [self._tokenizer.decode(run, skip_special_tokens=False), UNKNOWN]
-                run = []
-        return "".join([*texts, self._tokenizer.decode(run, skip_special_tokens=False)])
+                texts += [self._added_texts.get(token, UNKNOWN) for token in run]
+                added_space = run[-1] in self._added and self._adds_space(run[-1])
+        return "".join(texts)
+
+    def _decode_pieces(self, ids: list[int]) -> str:
+        """Decodes pieces as they stand inside a text.
+
+        The decoders of the library change the first token, and lose all characters of a run of bytes that ends within
+        one.
+        """
+        if self._piece_bytes is not None:
+            return b"".join([self._piece_bytes[token] for token in ids]).decode("utf-8", errors="replace")
+        return decode_after(self._tokenizer.decode, self._word, ids)
+
+    @cached_property
+    def _decoder(self) -> dict[str, Any] | None:
+        decoder = self._tokenizer.decoder
+        return None if decoder is None else json.loads(decoder.__getstate__())
+
+    @cached_property
+    def _piece_bytes(self) -> dict[int, bytes] | None:
+        """The bytes of each piece; None if the decoder is not supported."""
+        try:
+            return piece_bytes(self._decoder, self._pieces)
+        except ValueError:
+            return None
+
+    @cached_property
+    def _added_texts(self) -> dict[int, str]:
+        """The text of each added token; some are written as pieces, with U+2581 for a space."""
+        if self._piece_bytes is None:
+            return self._added
+        decoded = {
+            number: text.decode(errors="replace") for number, text in piece_bytes(self._decoder, self._added).items()
+        }
+        return {number: self._added[number] if UNKNOWN in text else text for number, text in decoded.items()}
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """The id of a letter, digit or word; nothing if the vocabulary has none."""
+        ids = ([number] for number, piece in self._pieces.items() if not is_byte(piece))
+        return next((token for token in ids if _is_word(self._tokenizer.decode(token))), [])
+
+    def _adds_space(self, token: int | None) -> bool:
+        """Whether `encode` puts a space before a word behind an added token; None: at the beginning of a text."""
+        if token not in self._spaces:
+            head = [] if token is None else [token]
+            word = self._tokenizer.decode(self._word)
+            ids = self._encode("".join(self._added[number] for number in head) + word)
+            self._spaces[token] = ids[: len(head)] == head and self._decode_pieces(ids[len(head) :]) == f" {word}"
+        return self._spaces[token]
 
     def prompt_ids(self, example: "Example") -> list[int]:
         """Encodes the conversation up to the reply, or, without a template, the special ids and the prompt.
@@ -109,27 +214,18 @@ class FolderTokenizer:
     def solution_ids(self, example: "Example") -> list[int]:
         """Encodes the solution as the continuation of `prompt_ids`, up to and including EOS.
 
-        Prompt and solution are tokenized as one text if that preserves the ids of the prompt, so that a tokenizer that
-        starts every text with a space does not put a space between them.
+        With a chat template, the solution is the reply as the template writes it.
         """
-        head, end = self.prompt_ids(example), self.eos_ids[0]
-        if self._template is None:
-            tail = self._encode_continuation(example.prompt, example.solution, head)
-        else:
+        head = self.prompt_ids(example)
+        solution = example.solution
+        if self._template is not None:
+            solution = solution.strip()
             start = self._render(self._template, example, answer=None)
-            full = self._render(self._template, example, answer=example.solution.strip())
-            rest = full[len(start) :] if full.startswith(start) else example.solution.strip()
-            tail = self._encode_continuation(start, rest, head)
-        ends = [index for index, token in enumerate(tail) if token in self.eos_ids]
-        return tail[: ends[0] + 1] if ends else [*tail, end]
-
-    def _encode_continuation(self, start: str, rest: str, head: list[int]) -> list[int]:
-        """Encodes `rest` as it follows `start`, the end of `head`; where the two merge, as it follows a newline."""
-        for before in (start, "\n"):
-            prefix, full = self.encode(before), self.encode(before + rest)
-            if full[: len(prefix)] == prefix and (before != start or head[-len(prefix) :] == prefix):
-                return full[len(prefix) :]
-        return self.encode(rest)
+            full = self._render(self._template, example, answer=solution)
+            solution = full[len(start) :] if full.startswith(start) else solution
+        ids = encode_continuation(self, head, solution)
+        ends = [index for index, token in enumerate(ids) if token in self.eos_ids]
+        return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
 
     def _render(self, template: ChatTemplate, example: "Example", *, answer: str | None) -> str:
         messages = [{"role": role, "content": text} for role, text in example.conversation()]
@@ -148,14 +244,14 @@ class FolderTokenizer:
         Raises:
           UserError: the decoder of the tokenizer is not supported.
         """
-        return list(self._bytes)
-
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        decoder = json.loads(self._tokenizer.to_str())["decoder"]
         try:
-            by_id = piece_bytes(decoder, {n: piece for n, piece in self._pieces.items() if n not in self._added})
+            by_id = piece_bytes(self._decoder, self._pieces)
         except ValueError as error:
             raise UserError(f"model.path: {error}") from error
-        by_id |= {number: text.encode() for number, text in self._added.items()} | dict.fromkeys(self.eos_ids, b"")
+        by_id |= {number: text.encode() for number, text in self._added_texts.items()}
+        by_id |= dict.fromkeys(self.eos_ids, b"")
         return [by_id.get(number, UNKNOWN.encode()) for number in range(self.vocab_size)]
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalnum()

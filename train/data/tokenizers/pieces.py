@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+SENTENCE_PIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -19,27 +20,28 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    if decoder is None:
+def is_byte(piece: str) -> bool:
+    """Whether a piece stands for a byte: `<0x0A>`."""
+    return _BYTE.fullmatch(piece) is not None
+
+
+def steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the steps of a normalizer or decoder of `tokenizer.json`, in order."""
+    if part is None:
         return
-    if decoder["type"] == "Sequence":
-        for inner in decoder["decoders"]:
-            yield from _decoders(inner)
+    if part["type"] == "Sequence":
+        for inner in part.get("decoders", part.get("normalizers", ())):
+            yield from steps(inner)
     else:
-        yield decoder
+        yield part
 
 
 def _byte_level(piece: str, alphabet: Mapping[str, int]) -> bytes:
-    return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
-
-
-def _sentence_piece(piece: str, space: str) -> bytes:
-    byte = _BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode()
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
 
 
 def piece_bytes(decoder: Mapping[str, Any] | None, pieces: Mapping[int, str]) -> dict[int, bytes]:
-    """Computes the bytes of each piece of the vocabulary, without the added tokens.
+    """Computes the bytes that each piece of the vocabulary adds to a text.
 
     Args:
       decoder: the `decoder` of `tokenizer.json`: byte-level, or metaspace with or without byte fallback.
@@ -48,17 +50,30 @@ def piece_bytes(decoder: Mapping[str, Any] | None, pieces: Mapping[int, str]) ->
     Raises:
       ValueError: the decoder is of another kind.
     """
-    kinds = list(_decoders(decoder))
+    kinds = list(steps(decoder))
     names = [kind["type"] for kind in kinds]
     if "ByteLevel" in names:
         alphabet = byte_alphabet()
         return {number: _byte_level(piece, alphabet) for number, piece in pieces.items()}
-    if set(names) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and names:
-        spaces = [kind.get("replacement") or kind["pattern"]["String"] for kind in kinds if kind["type"] == "Metaspace"]
-        spaces += [kind["pattern"]["String"] for kind in kinds if kind["type"] == "Replace" and kind["content"] == " "]
-        space = spaces[0] if spaces else "\u2581"
-        return {number: _sentence_piece(piece, space) for number, piece in pieces.items()}
-    got = ", ".join(names) or "none"
-    raise ValueError(
-        f"decoder of tokenizer.json: got {got}, expected ByteLevel, or Metaspace/Replace with ByteFallback"
-    )
+    replaced = [_replaced(kind) for kind in kinds if kind["type"] in ("Replace", "Metaspace")]
+    if not names or not set(names) <= SENTENCE_PIECE or None in replaced:
+        got = ", ".join(names) or "none"
+        raise ValueError(
+            f"decoder of tokenizer.json: got {got}, expected ByteLevel, or Metaspace/Replace with ByteFallback"
+        )
+    texts = dict(pieces)
+    for old, new in filter(None, replaced):
+        texts = {number: text.replace(old, new) for number, text in texts.items()}
+    return {
+        number: bytes([int(byte[1], 16)])
+        if (byte := _BYTE.fullmatch(text)) and "ByteFallback" in names
+        else text.encode()
+        for number, text in texts.items()
+    }
+
+
+def _replaced(kind: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the text that a decoder replaces in each piece, and the new one; None for a regular expression."""
+    if kind["type"] == "Metaspace":
+        return kind["replacement"], " "
+    return (kind["pattern"]["String"], kind["content"]) if "String" in kind["pattern"] else None

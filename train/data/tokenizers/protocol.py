@@ -12,6 +12,11 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """Conversion between text and ids.
 
+    A completion is encoded and decoded by `train.data.tokenizers.encode_continuation` and `decode_continuation`, which
+    call `encode`, `decode` and `decode_all` with tokens of its prompt before it. So these may treat the beginning of a
+    text as they like, such as put a space before it or leave one out, if what they return for the tokens inside a text
+    is right. `encode` is called for texts that `decode_all` returned.
+
     Attributes:
       bos_id: id of BOS, or None.
       eos_ids: ids that end a completion, the default first; at least one.
@@ -32,10 +37,10 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
-        """Encodes `text` alone, without BOS or EOS."""
+        """Encodes a text from its beginning, without BOS or EOS."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes `ids` without EOS ids; an id without a text becomes U+FFFD."""
+        """Decodes a text from its beginning, without EOS ids; an id without a text becomes U+FFFD."""
 
     def decode_all(self, ids: Iterable[int]) -> str:
         """Decodes `ids` with the text of every special token, EOS included: the text as the model sees it."""
@@ -44,7 +49,7 @@ class Tokenizer(Protocol):
         """Encodes the prompt with the chat template, or as BOS (if there is one) and the prompt."""
 
     def solution_ids(self, example: "Example") -> list[int]:
-        """Encodes the solution as the continuation of `prompt_ids`, including EOS."""
+        """Encodes the solution as the continuation of `prompt_ids`, by `encode_continuation`, and EOS."""
 
     def token_bytes(self) -> list[bytes]:
         """Returns the bytes of each of `vocab_size` ids; empty for EOS ids."""

@@ -1,18 +1,21 @@
 """Worker module: answers `{"gold", "text"}` with whether they are equal, by math-verify.
 
-A completion such as `9^{9^{9}}` can keep sympy busy until the process is killed.
+math-verify finds the answer in a text. Exact numbers are compared here: it rounds them to six decimals. A completion
+such as `9^{9^{9}}` can keep sympy busy until the process is killed.
 """
 
 import functools
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
+from math_verify.grader import get_pct_val
 
+from train.data.answers import compare_answers, compare_series, last_boxed
 from train.data.workers.serve import serve
 
 MEMORY = 4 << 30
@@ -45,9 +48,23 @@ def _gold(text: str) -> Any:
     return _parse(f"\\boxed{{{text}}}")
 
 
+def _answer_text(parsed: Sequence[Any]) -> str:
+    """Returns the text that math-verify made an expression of, without units, as it keeps it; "" if there is none."""
+    texts = [part for part in parsed if isinstance(part, str)]
+    expression = next((part for part in parsed if not isinstance(part, str)), None)
+    text = texts[-1] if texts else ""
+    return f"{text}%" if get_pct_val(expression) is not None and not text.endswith("%") else text
+
+
 def equal(gold: str, text: str) -> bool:
     """Checks whether the last answer in `text` is mathematically equal to `gold`; False if `gold` cannot be parsed."""
+    series = compare_series(gold, last_boxed(text) or "")
+    if series is not None:
+        return series
     expected, answer = _gold(gold), _parse(text)
+    decided = compare_answers(_answer_text(expected) or gold, _answer_text(answer))
+    if decided is not None:
+        return decided
     with _limit():
         return bool(verify(expected, answer, timeout_seconds=None))
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -23,6 +25,10 @@ class NoAnswer(Exception):
     """Raised when a worker process did not answer in time, or ended; the text tells which."""
 
 
+class TooLate(NoAnswer):
+    """Raised when a worker process did not answer in time; it is ended, with the processes that it started."""
+
+
 class NotStarted(Exception):
     """Raised when a worker process does not answer its first question."""
 
@@ -41,29 +47,31 @@ class WorkerProcess:
                 stdout=2 if output else subprocess.DEVNULL,
                 stderr=2 if output else subprocess.DEVNULL,
                 env=child_environment() | dict(environment),
+                process_group=0,
             )
         self.close = weakref.finalize(self, _end, self._process, self._pipe)
 
     def ask(self, question: Any, *, seconds: float, cpu_seconds: float = 0) -> Any:
-        """Returns the answer to a question; both are JSON values.
+        """Returns the answer to a question.
 
         Args:
-          question: the question.
+          question: any value that can be pickled; the answer is a JSON value, as the process may run foreign code.
           seconds: limit of the time.
           cpu_seconds: limit of the CPU time of the process; 0: none.
 
         Raises:
           NoAnswer: the process did not answer in time, or ended; it is closed.
+          Exception: the question cannot be pickled.
         """
-        request = {"question": question, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        request = pickle.dumps({"question": question, "seconds": seconds, "cpu_seconds": cpu_seconds})
         try:
-            self._pipe.send_bytes(json.dumps(request).encode())
+            self._pipe.send_bytes(request)
             if self._pipe.poll(seconds):
                 return json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._stop(cpu_seconds)
         self.close()
-        raise NoAnswer(f"no answer within {seconds:g} s")
+        raise TooLate(f"no answer within {seconds:g} s")
 
     def _stop(self, cpu_seconds: float) -> NoReturn:
         """Closes a process that has ended, and raises with its end."""
@@ -72,14 +80,16 @@ class WorkerProcess:
         code = self._process.returncode
         self.close()
         if code == -signal.SIGPROF:
-            raise NoAnswer(f"no answer within {cpu_seconds:g} s of CPU time")
+            raise TooLate(f"no answer within {cpu_seconds:g} s of CPU time")
         if code is not None and code < 0:
             raise NoAnswer(f"its process was ended by signal {-code}")
         raise NoAnswer(f"its process ended with exit code {code}")
 
 
 def _end(process: subprocess.Popen, pipe: Connection) -> None:
-    process.kill()
+    # Its group has the processes that it started.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     pipe.close()
 
@@ -98,10 +108,13 @@ class WorkerPool:
         workers: int = 1,
         output: bool = False,
         environment: Mapping[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
-        """Describes the processes; arguments as for `WorkerProcess`."""
-        self.workers = workers
-        self._command, self._output, self._environment = (module, *arguments), output, dict(environment or {})
+        """Describes the processes, which answer their first question within `start_seconds`; see `WorkerProcess`."""
+        self.workers, self._start_seconds = workers, start_seconds
+        self._command = (module, *arguments)
+        self._output = output
+        self._environment = dict(environment or {})
         self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(workers):
             self._free.put(None)
@@ -129,7 +142,7 @@ class WorkerPool:
     def _start(self) -> WorkerProcess:
         worker = WorkerProcess(*self._command, output=self._output, environment=self._environment)
         try:
-            worker.ask(None, seconds=START_SECONDS)
+            worker.ask(None, seconds=self._start_seconds)
         except NoAnswer as error:
             raise NotStarted(f"{' '.join(self._command)}: {error}") from None
         return worker

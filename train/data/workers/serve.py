@@ -4,10 +4,11 @@ import contextlib
 import faulthandler
 import json
 import os
+import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,17 +17,17 @@ ORPHAN_SECONDS = 60.0
 
 
 def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
-    """Answers questions of JSON until the parent closes the pipe, whose descriptor is the last argument of the command.
+    """Answers questions until the parent closes the pipe, whose descriptor is the last argument of the command.
 
-    Signals of a terminal or a scheduler go to all processes of a job. They are ignored, because the parent decides when
-    its children end.
+    Signals of a terminal or a scheduler go to all processes of a job. They do nothing here, because the parent decides
+    when its children end; the processes that the code of the user starts hear them.
 
     Args:
-      answer: maps a question to an answer; an exception of it ends the process.
+      answer: maps a question to an answer, a JSON value; an exception of it ends the process.
       memory: limit of the address space in bytes; macOS refuses it, and the limits of time alone remain.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    os.register_at_fork(after_in_child=lambda: _restore(before))
     pipe: Connection = Connection(int(sys.argv[-1]))
     os.set_inheritable(pipe.fileno(), False)
     if memory is not None:
@@ -43,7 +44,16 @@ def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
             pipe.send_bytes(json.dumps(reply).encode())
 
 
+def _ignore(*_: Any) -> None:
+    """Does nothing for a signal. SIG_IGN would also hold in the programs that the process starts."""
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def _requests(pipe: Connection) -> Iterator[Any]:
     with contextlib.suppress(EOFError, ConnectionResetError):
         while True:
-            yield json.loads(pipe.recv_bytes())
+            yield pickle.loads(pipe.recv_bytes())

@@ -39,8 +39,8 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
+def _clock(now: str | None) -> datetime.datetime:
+    return datetime.datetime.now() if now is None else datetime.datetime.fromisoformat(now)
 
 
 @functools.lru_cache(maxsize=16)
@@ -50,14 +50,14 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
     return environment.from_string(source)
 
 
-def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Renders piece by piece, up to `MAX_CHARACTERS`."""
-    pieces, size = [], 0
-    for piece in template.generate(variables):
+def _render(template: jinja2.Template, variables: dict[str, Any], now: str | None) -> str:
+    """Renders piece by piece, up to `MAX_CHARACTERS`; the clock of the template stands at `now`, if that is a time."""
+    pieces = []
+    size = 0
+    for piece in template.generate({"strftime_now": _clock(now).strftime, **variables}):
         size += len(piece)
         if size > MAX_CHARACTERS:
             raise jinja2.TemplateError(f"the text has more than {MAX_CHARACTERS:,} characters")
@@ -66,7 +66,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def reply(question: Any) -> dict[str, str]:
-    """Answers `{"source", "variables"}` with a `text`; without variables, the template is only compiled.
+    """Answers `{"source", "variables", "now"}` with a `text`; without variables, the template is only compiled.
 
     The answer to a template that cannot be compiled is its `syntax` error; to one that fails, its `error`.
     """
@@ -79,7 +79,8 @@ def reply(question: Any) -> dict[str, str]:
     except Exception as error:  # jinja2 computes constant expressions: any error of theirs
         return {"syntax": f"{type(error).__name__}: {error}"}
     try:
-        return {} if question["variables"] is None else {"text": _render(template, question["variables"])}
+        variables = question["variables"]
+        return {} if variables is None else {"text": _render(template, variables, question["now"])}
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         return {"error": str(error)}
     except Exception as error:  # division by zero, overflow, recursion, memory

@@ -64,15 +64,18 @@ def collectives(module: HloModule, expected: Mapping[str, float] | None = None) 
       module: the program.
       expected: iterations of loops that depend on data, see `hlo.trip_count`.
     """
-    counts, sites = executions(module, expected=expected), dict[object, Collective]()
+    counts = executions(module, expected=expected)
+    sites = dict[object, Collective]()
     for name, instructions in module.computations.items():
         for instruction in instructions:
             between = _SLICES.search(instruction.line) if instruction.opcode == "send" else None
             kind = BETWEEN_SLICES + between[1].lower() if between else instruction.opcode.removesuffix("-start")
             if not (kind in _KINDS or between) or not counts.get(name):
                 continue
-            shape, groups = re.sub(r"\{[^{}]*\}", "", instruction.shape), _GROUPS.search(instruction.line)
-            payload, written = _payload(kind, instruction), groups[1] if groups else ""
+            shape = re.sub(r"\{[^{}]*\}", "", instruction.shape)
+            groups = _GROUPS.search(instruction.line)
+            payload = _payload(kind, instruction)
+            written = groups[1] if groups else ""
             collective = Collective(kind, shape, payload, counts[name], written, instruction.op_name)
             channel = re.search(r"channel_id=(\d+)", instruction.line)
             # The steps of one asynchronous collective are printed in several fusions.
@@ -112,7 +115,8 @@ def sent(collective: Collective, islands: Sequence[int]) -> SentBytes:
         crossing = sum(a != b for a, b in pairs) / max(len(pairs), 1)
         return SentBytes(collective.total * (1 - crossing), collective.total * crossing)
     group = group_members(collective.groups, len(islands))[0]
-    members, parts = len(group), len({islands[device] for device in group})
+    members = len(group)
+    parts = len({islands[device] for device in group})
     twice = 2 if collective.kind == "all-reduce" else 1
     neighbours = members / parts
     across = twice * collective.total * (1 - 1 / parts) / neighbours
@@ -170,7 +174,8 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> list[list[int]]:
 def _payload(kind: str, instruction: Instruction) -> int:
     if kind.startswith(BETWEEN_SLICES):
         return sum(array_bytes(_parts(instruction.shape)[0]))
-    shape, asynchronous = instruction.shape, instruction.opcode.endswith("-start")
+    shape = instruction.shape
+    asynchronous = instruction.opcode.endswith("-start")
     if asynchronous and kind != "all-reduce":
         # The type of an asynchronous operation has operands, results, and perhaps its state.
         operands, results = _parts(shape)[:2]
@@ -184,7 +189,8 @@ def _payload(kind: str, instruction: Instruction) -> int:
 
 def _parts(shape: str) -> list[str]:
     """Splits the text of a tuple type into its parts; nested tuples stay whole."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for character in shape.strip()[1:-1]:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:

@@ -82,7 +82,8 @@ def _convolution(instruction: Instruction, left: Sizes, right: Sizes) -> float:
 @functools.cache
 def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> int:
     """Counts the outputs o that read an element of the input, at `(o * stride + start) / base`, along one axis."""
-    first, last = max(0, -(start // stride)), min(output - 1, ((size - 1) * base - start) // stride)
+    first = max(0, -(start // stride))
+    last = min(output - 1, ((size - 1) * base - start) // stride)
     period = base // math.gcd(stride, base)
     hits = (o for o in range(first, min(first + period, last + 1)) if (o * stride + start) % base == 0)
     least = next(hits, None)

@@ -5,6 +5,7 @@ import pathlib
 import re
 import tempfile
 import time
+from typing import Any
 
 import jax
 
@@ -71,13 +72,13 @@ def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None)
       DoesNotFitError: it needs more memory than the device has.
     """
     with tempfile.TemporaryDirectory() as dump:
-        options: dict[str, str | float | bool] = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        options: dict[str, Any] = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         # Later releases have no such option.
         if effort is not None and jax.__version_info__ < (0, 11):
             options["exec_time_optimization_effort"] = effort
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options=options)  # type: ignore[arg-type]
+            compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             needed = needed_memory(str(error))
             if needed is None:

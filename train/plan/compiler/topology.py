@@ -88,7 +88,8 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
         raise UserError(f"topology: got {text!r}, expected {EXAMPLES}")
     if slices < 1:
         raise UserError(f"slices: got {slices}, expected at least 1")
-    device, shape = DEVICES[name], tuple(map(int, parts))
+    device = DEVICES[name]
+    shape = tuple(map(int, parts))
     if device.platform == "cuda":
         shape = (1, *shape) if len(shape) == 1 else shape
         if len(shape) != 2 or shape[1] > GPUS_PER_HOST:
@@ -187,7 +188,8 @@ def use_target_gpu(topology: Topology, devices: "list[jax.Device]") -> None:
 @contextmanager
 def _no_error_stream() -> Iterator[None]:
     """Hides the lines that plug-ins write to the standard error stream of the process while they are loaded."""
-    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield

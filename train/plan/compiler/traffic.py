@@ -29,7 +29,8 @@ def count_traffic(module: HloModule, expected: Mapping[str, float] | None = None
       module: the program.
       expected: iterations of loops that depend on data, see `hlo.trip_count`.
     """
-    kernels, total = _Kernels(module), 0.0
+    kernels = _Kernels(module)
+    total = 0.0
     for name, times in executions(module, kernels=False, expected=expected).items():
         if times:
             shapes = {instruction.name: instruction.shape for instruction in module.computations[name]}
@@ -107,7 +108,8 @@ class _Kernels:
         def source(result: Instruction) -> Instruction:
             return source(by_name[result.operands[0]]) if result.opcode == "bitcast" else result
 
-        root, total = source(root), 0
+        root = source(root)
+        total = 0
         for instruction in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:
             if instruction.opcode in _UPDATES:
                 total += sum(array_bytes(by_name[instruction.operands[_UPDATES[instruction.opcode]]].shape))

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from train.config.errors import UserError
-from train.config.json_text import parse_json
+from train.config.json_text import check_encoding, parse_json
+from train.data.parquet import drop_empty, read_table
 from train.rollouts.recorded.row_checks import RowCounter, take_check
 from train.weights.files import read_record, write_record
 
 COUNT = "count.sealed"
 """Beside the files of a run: how many there are, so that a lost one is noticed."""
-PARQUET_BATCH = 64
-MAX_DECODED, MAX_RATIO = 1 << 30, 64
-"""Bytes that a Parquet file may take in memory, and bytes more for each byte on disk: a few may stand for many."""
-ROW_BYTES = 256
-"""Bytes that a row takes at least, for its position: a column of nothing has none itself."""
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
 
@@ -55,8 +51,13 @@ class JsonLinesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset, line, counter = 0, 0, RowCounter()
+        offset = 0
+        line = 0
+        counter = RowCounter()
         with self.path.open("rb") as file:
+            with _errors(self.path, 1):
+                check_encoding(file.read(8))
+            file.seek(0)
             for line, text in enumerate(file, start=1):
                 if text.strip():
                     record = self._parse(text, line)
@@ -83,7 +84,9 @@ class JsonLinesFile:
         except ValueError as error:
             raise UserError(f"rollout.source.path: {self.path}, line {line}: not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise UserError(f"rollout.source.path: {self.path}, line {line}: got {text[:40]!r}, expected an object")
+            raise UserError(
+                f"rollout.source.path: {self.path}, line {line}: got {text[:40]!r}, expected an object a line"
+            )
         return record
 
 
@@ -91,42 +94,14 @@ class ParquetFile:
     """A Parquet file with a completion per row; an empty cell means a missing field."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError as error:
-            raise UserError(
-                f"rollout.source.path: {path} is Parquet, which needs pyarrow; install it, or convert the file to JSON "
-                "lines"
-            ) from error
         self.path = path
-        try:
-            self._table = self._decoded(parquet.ParquetFile(path, memory_map=True))
-        except (ArrowException, OSError) as error:
-            raise UserError(f"rollout.source.path: {path} cannot be read as Parquet: {error}") from error
-
-    def _decoded(self, file: Any) -> Any:
-        """Decodes the rows part by part, and stops at the limit of memory."""
-        from pyarrow import Table
-
-        most = MAX_DECODED + MAX_RATIO * self.path.stat().st_size
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        declared = sum(group.total_byte_size + ROW_BYTES * group.num_rows for group in groups)
-        parts, decoded = [], 0
-        for part in () if declared > most else file.iter_batches(batch_size=PARQUET_BATCH):
-            decoded += part.nbytes + ROW_BYTES * part.num_rows
-            if decoded > most:
-                break
-            parts.append(part)
-        if max(decoded, declared) > most:
-            raise UserError(
-                f"rollout.source.path: {self.path} has more than {most:,} bytes when it is decompressed; split it"
-            )
-        return Table.from_batches(parts, file.schema_arrow)
+        self._table = read_table(path, "rollout.source.path")
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset, counter = 0, RowCounter()
+        offset = 0
+        counter = RowCounter()
         for part in self._table.to_batches(max_chunksize=1024):
-            for record in map(_drop_empty, part.to_pylist()):
+            for record in map(drop_empty, part.to_pylist()):
                 with _errors(self.path, offset + 1):
                     counter.add(take_check(record))
                 yield offset, offset + 1, record
@@ -136,18 +111,9 @@ class ParquetFile:
 
     def read(self, offset: int) -> dict[str, Any]:
         """Reads row `offset`."""
-        record = _drop_empty(self._table.slice(offset, 1).to_pylist()[0])
+        record = drop_empty(self._table.slice(offset, 1).to_pylist()[0])
         take_check(record)
         return record
-
-
-def _drop_empty(record: dict[str, Any]) -> dict[str, Any]:
-    """Drops empty fields, also in nested structs: a Parquet column has the fields of all rows."""
-    return {
-        name: _drop_empty(value) if isinstance(value, dict) else value
-        for name, value in record.items()
-        if value is not None
-    }
 
 
 def count_file(directory: Path, step: int) -> None:
@@ -156,7 +122,8 @@ def count_file(directory: Path, step: int) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    path, files = directory / COUNT, step + 1
+    path = directory / COUNT
+    files = step + 1
     if path.is_file():
         with suppress(UserError):  # a damaged count is written again
             files = max(files, read_record(path, "")["files"])

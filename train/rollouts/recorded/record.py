@@ -1,12 +1,14 @@
 """Parsing and validation of one row of a recording."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.types import fits_float32
+from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
+from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
 from train.rl.token_fields import TOKEN_FIELDS, shorten
 
 
@@ -56,13 +58,13 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         prompt_ids = context.tokenizer.prompt_ids(example)
     if not prompt_ids:
         raise ValueError("prompt_ids: got an empty list, expected at least one id")
-    completion_ids, finished = _completion(record, context)
+    completion_ids, finished = _completion(record, prompt_ids, context)
     text = record.get("completion")
     return RecordedCompletion(
         group=record.get("group", record.get("prompt_ids", record.get("prompt"))),
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        text=text if isinstance(text, str) else context.tokenizer.decode(completion_ids),
+        text=text if isinstance(text, str) else decode_continuation(context.tokenizer, prompt_ids, completion_ids),
         fields=_fields(record, prompt_ids, completion_ids, context),
         finished=finished,
         rewards=_rewards(record),
@@ -70,18 +72,23 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
     )
 
 
-def _completion(record: Mapping[str, Any], context: RunContext) -> tuple[list[int], bool]:
+def _completion(record: Mapping[str, Any], prompt_ids: list[int], context: RunContext) -> tuple[list[int], bool]:
     """Returns the ids and `finished`, which defaults to whether the last id is an EOS id."""
+    tokenizer = context.tokenizer
     finished = _read_field(record, "finished", bool, "true or false")
     ids = _ids(record, "completion_ids", context)
     if ids is not None:
-        ended = bool(ids) and ids[-1] in context.tokenizer.eos_ids
-        return ids, ended if finished is None else finished
+        return ids, _ended(ids, tokenizer) if finished is None else finished
     text = _read_field(record, "completion", str, "text")
     if text is None:
         raise ValueError("missing both completion_ids and completion, expected one of them")
     finished = True if finished is None else finished
-    return context.tokenizer.encode(text) + [context.tokenizer.eos_ids[0]] * finished, finished
+    ids = encode_continuation(tokenizer, prompt_ids, text)
+    return ids if _ended(ids, tokenizer) or not finished else [*ids, tokenizer.eos_ids[0]], finished
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> bool:
+    return bool(ids) and ids[-1] in tokenizer.eos_ids
 
 
 def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int] | None:
@@ -106,6 +113,10 @@ def _fields(
     """Returns the per-token fields of a row, checked."""
     known = [name for name, field in TOKEN_FIELDS.items() if field.recorded]
     fields = {name: record[name] for name in known if record.get(name) is not None}
+    for name in record.keys() - set(known):
+        # Fields of the user's own are for the verifier; a slip of the pen would leave out what the run is to use.
+        if near := [other for other in difflib.get_close_matches(name, known, 1, 0.85) if other not in record]:
+            raise ValueError(f"{name}: unknown field; did you mean {near[0]!r}? Otherwise rename it")
     for name, values in fields.items():
         field = TOKEN_FIELDS[name]
         ids = prompt_ids + completion_ids if field.prompts else completion_ids

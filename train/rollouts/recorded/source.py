@@ -16,7 +16,7 @@ from train.config.rollout import FileSourceSection
 from train.config.types import RECORDING
 from train.context import RunContext
 from train.data.padding import pad_rows
-from train.data.tasks.rewards import check_names
+from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
@@ -87,8 +87,10 @@ class FileSource:
           UserError: a row is malformed (names file, line and field), no group fits, or the rows have no log-probs and
             the objective needs them.
         """
-        self._context, self._path = context, Path(section.path)
-        self._files = open_files(self._path)
+        self._context = context
+        self._path = Path(section.path)
+        # Code of the user may leave the working directory.
+        self._files = open_files(self._path.absolute())
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long
@@ -148,7 +150,8 @@ class FileSource:
             ) from error
 
     def _scan(self) -> _Scan:
-        scan, samples = _Scan(), self._context.config.rollout.samples_per_prompt
+        scan = _Scan()
+        samples = self._context.config.rollout.samples_per_prompt
         data = self._context.config.data
         for index, file in enumerate(self._files):
             for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=_group_key):
@@ -183,7 +186,7 @@ class FileSource:
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
                         f"{', '.join(sorted(scan.rewards or ())) or 'none'}"
                     )
-            except ValueError as error:
+            except (ValueError, UserError) as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             scan.rewards = names
             scan.rows += 1
@@ -193,7 +196,8 @@ class FileSource:
             yield RowPosition(index, offset, line), row
 
     def _check(self, scan: _Scan) -> None:
-        config, data = self._context.config, self._context.config.data
+        config = self._context.config
+        data = self._context.config.data
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"
@@ -211,6 +215,8 @@ class FileSource:
         warn_of_pad(trained_pad(config), scan.padded, scan.rows, "recorded rows")
         if scan.rewards:
             check_names(config.rewards.weights, tuple(scan.rewards))
+            # Every row has a total, which weights replace.
+            warn_of_unweighted(config.rewards.weights, tuple(scan.rewards - {"reward"}))
         elif config.task == RECORDING:
             raise UserError(f"rollout.source.path: the rows of {self._path} have no rewards; add them, or set a task")
         if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:

@@ -33,7 +33,8 @@ class TokenTexts:
         texts = self._texts[ids].tolist()
         if None not in texts:
             return texts
-        decode, last = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, len(ids) - 1
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        last = len(ids) - 1
         return [decode(self._bytes[number], index == last) for index, number in enumerate(ids)]
 
 
@@ -78,6 +79,7 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
         use_dictionary=[name for name in names if name not in floats],
         use_byte_stream_split=floats,
         write_statistics=False,
+        write_page_checksum=True,
     )
     size = partial.stat().st_size
     partial.replace(path)
@@ -90,7 +92,8 @@ def make_table(rows: TokenRows, texts: TokenTexts) -> "pyarrow.Table":
 
     arrays = rows.arrays
     token_mask, completion_mask = arrays["token_mask"], arrays["completion_mask"]
-    prompt_mask, tokens = token_mask & ~completion_mask, arrays["tokens"]
+    prompt_mask = token_mask & ~completion_mask
+    tokens = arrays["tokens"]
     columns: dict[str, Any] = pyarrow.Table.from_pylist(list(rows.rows)).to_pydict() if rows.rows else {}
     table = {name: pyarrow.array(values) for name, values in columns.items()}
     table["prompt_ids"] = _lists(tokens, prompt_mask)
@@ -109,7 +112,10 @@ def _values_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _lists(values: np.ndarray, mask: np.ndarray, fill: float | None = None) -> "pyarrow.Array":
-    """Makes the lists of `values[K, T, ...]` where the mask is true; `fill` is left out of a ragged last axis."""
+    """Makes the lists of `values[K, T, ...]` where the mask is true; `fill` is left out of a ragged last axis.
+
+    NaN, of a token without a number, is null.
+    """
     import pyarrow
 
     chosen = values[mask]
@@ -118,7 +124,7 @@ def _lists(values: np.ndarray, mask: np.ndarray, fill: float | None = None) -> "
     if fill is not None:
         is_value = chosen != fill
         chosen, lengths[-1] = chosen[is_value], is_value.sum(-1).reshape(-1)
-    lists = pyarrow.array(chosen.reshape(-1))
+    lists = pyarrow.array(chosen.reshape(-1), from_pandas=chosen.dtype.kind == "f")
     for sizes in reversed(lengths):
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         lists = pyarrow.ListArray.from_arrays(offsets, lists)

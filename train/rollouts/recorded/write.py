@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from kljax._files import check_outside_of_runs, write_text_atomic
 from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
+from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
-from train.weights.files import usable_directory, write_text_atomic
+from train.weights.files import usable_directory
 
 
 def open_recording(path: str, *, continued: bool) -> Path:
@@ -23,9 +25,13 @@ def open_recording(path: str, *, continued: bool) -> Path:
     Raises:
       UserError: the directory is not writable, or has recordings of another run.
     """
-    directory = Path(path)
+    # Code of the user may leave the working directory.
+    directory = Path(path).absolute()
     try:
+        check_outside_of_runs(directory, option="rollout.record")
         usable_directory(directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"rollout.record: cannot write to the directory {path!r}: {error.strerror}") from error
     if not continued and any(directory.glob("*.jsonl")):
@@ -36,9 +42,20 @@ def open_recording(path: str, *, continued: bool) -> Path:
 def record_rows(
     completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int
 ) -> list[dict[str, Any]]:
-    """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies."""
+    """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies.
+
+    Raises:
+      SourceError: a row has tokens between its completions, which would be read back as part of the prompt.
+    """
     masks = completions.token_mask, completions.completion_mask
     tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
+    holes = has_holes(token_mask, completion_mask)
+    if holes.any():
+        row = int(split.own[np.argmax(holes)])
+        raise SourceError(
+            f"rollout.record: row {row} has tokens between its completions, as the observations of an episode, and a "
+            "recording has one prompt and one completion; set rollout.record=null"
+        )
     recorded = [name for name, field in TOKEN_FIELDS.items() if field.recorded and name in completions.fields]
     fields = {name: split.select_own(completions.fields[name]) for name in recorded}
     rows = []

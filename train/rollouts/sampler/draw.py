@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from train.rl.token_fields import TokenFields
 
@@ -84,7 +85,7 @@ def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> TokenFie
     return {"tokens": tokens, "log_probs": log_probs, **fields}
 
 
-def describe_draws(sampling: Sampling, vocab_size: int, dtype: jnp.dtype = jnp.float32) -> TokenFields:
+def describe_draws(sampling: Sampling, vocab_size: int, dtype: DTypeLike = jnp.float32) -> TokenFields:
     """Describes the results of `draw` for one row of logits [1, V] of a dtype: shapes and dtypes."""
     logits, uniforms = (jax.ShapeDtypeStruct((1, size), dtype) for size in (vocab_size, 2))
     return jax.eval_shape(functools.partial(draw, sampling=sampling), logits, uniforms)

@@ -123,7 +123,8 @@ def start(
     Raises:
       ValueError: see `sample`.
     """
-    prompts, prompt_mask = jnp.asarray(prompts, jnp.int32), jnp.asarray(prompt_mask)
+    prompts = jnp.asarray(prompts, jnp.int32)
+    prompt_mask = jnp.asarray(prompt_mask)
     to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
     ids_of_rows = to_rows(jnp.arange(len(prompts)), 0)
     count = len(ids_of_rows)
@@ -176,7 +177,9 @@ def decode(
       state: of `start`, or of a narrower window, doubled.
       after: the narrower window; 0 in the first one.
     """
-    queue, slots, transformer = state.queue, state.slots, bind(model, policy)
+    queue = state.queue
+    slots = state.slots
+    transformer = bind(model, policy)
     unroll = slots.state.unrolled
     # Without a queue all rows are as long as the window before; a row of the queue starts with its first token.
     first_token = 0 if slots.outputs is not None else after
@@ -274,7 +277,8 @@ def _to_samples(
     prompt_mask: jax.Array,
 ) -> "Samples":
     """Appends the completions to the prompts [B, P, ...] of their rows, and blanks the columns after their ends."""
-    fields, lengths = dict(outputs.draws), outputs.lengths
+    fields = dict(outputs.draws)
+    lengths = outputs.lengths
     tokens = fields.pop("tokens")
     completion_mask = jnp.arange(slots.max_new_tokens) < lengths[:, None]
 
@@ -403,7 +407,8 @@ class Engine:
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
-        dtype, softcap = slots.draws["log_probs"].dtype, self.transformer.config.final_softcap
+        dtype = slots.draws["log_probs"].dtype
+        softcap = self.transformer.config.final_softcap
         logits = self.logits(slots.hidden, dtype)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
@@ -430,7 +435,8 @@ class Engine:
             return (cast(jax.Array, slots.taken) < self.queue.count) & ~jnp.all(slots.active)
 
         def refill_slot(slots: Slots) -> Slots:
-            slot, taken = jnp.argmin(slots.active), cast(jax.Array, slots.taken)
+            slot = jnp.argmin(slots.active)
+            taken = cast(jax.Array, slots.taken)
             slots = dataclasses.replace(slots, outputs=slots.evict(slot), taken=taken + 1)
             return slots.load(slot, self.queue, self.queue.order[taken])
 

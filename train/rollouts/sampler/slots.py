@@ -240,7 +240,8 @@ class Slots:
           stop_state: [S] int32, the search for stop strings after the token.
           ended: [S] bool, the slots whose token is EOS or completes a stop string.
         """
-        index, active = self.step % self.max_new_tokens, self.active
+        index = self.step % self.max_new_tokens
+        active = self.active
 
         def write(array: jax.Array, values: jax.Array) -> jax.Array:
             # An inactive slot may still contain a completion: none of its columns is overwritten.

@@ -110,7 +110,8 @@ class WindowedSampler:
             ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
             return transform(finish(state, prompts, mask, eos_ids=eos_ids, **ids))
 
-        results, flag = samples_sharding(mesh), (None, None, replicated(mesh))
+        results = samples_sharding(mesh)
+        flag = (None, None, replicated(mesh))
         self._whole = jax.jit(traced_once(draw_all, name), out_shardings=results)
         self.first = jax.jit(traced_once(begin, self._program(0)), out_shardings=flag)
         self._collect = jax.jit(traced_once(collect, f"{name}_collect"), out_shardings=results)
@@ -159,7 +160,8 @@ class WindowedSampler:
     def window(self, number: int) -> Callable[..., Any]:
         """Makes the program of a window on first use; the state of the layers is donated."""
         if number not in self._windows:
-            width, after = self.widths[number], self.widths[number - 1]
+            width = self.widths[number]
+            after = self.widths[number - 1]
             log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
 
             def advance(policy: kljax.Policy, state: State, layers: DecoderState) -> Any:

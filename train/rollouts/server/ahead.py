@@ -78,8 +78,10 @@ class AheadSource:
 
     def abstract_batch(self) -> Tree:
         """Returns the shapes, dtypes and shardings of `batch_of`."""
-        config, sharding = self._context.config, batch_sharding(self._context.mesh)
-        rows, width = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
+        config = self._context.config
+        sharding = batch_sharding(self._context.mesh)
+        rows = config.rows_per_batch()
+        width = config.data.max_prompt_length + config.data.max_completion_length
         dtypes = {"tokens": jnp.int32, "token_mask": jnp.bool, "completion_mask": jnp.bool}
         batch: dict[str, tuple[tuple[int, ...], Any]]
         batch = {name: ((rows, width), dtype) for name, dtype in dtypes.items()}
@@ -110,17 +112,20 @@ class AheadSource:
     def _take(self, step: int) -> Received | None:
         """Returns the batch of a step if it has arrived, or was requested; waits for it then."""
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
         if self._received is not None and self._received.step == step:
             return self._received
         if self._sent is None or self._sent.request.step != step:
             return None
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         return self._server.receive(sent)
 
     def _check_prompts(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-        request, length = Request.of(self._context, step), self._context.config.data.max_prompt_length
+        request = Request.of(self._context, step)
+        length = self._context.config.data.max_prompt_length
         tokens, mask = encode_prompts(request.examples, self._context.tokenizer, length)
         rows = request.rows.held // request.samples
         saved = np.where(arrays["token_mask"], arrays["tokens"], -1)[:, :length]

@@ -1,6 +1,7 @@
 """The forms of a server's answers, as pydantic models; nothing in an answer is trusted."""
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.models.config import DecoderConfig
 from train.models.experts import NO_EXPERT
-from train.rl.token_fields import MAX_LOG_PROB, ROUTES
+from train.rl.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES
 from train.rollouts.server.routes import decode_routes, routes_size
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
@@ -34,19 +35,18 @@ class _Form(BaseModel):
 
 # A list stops at its first wrong entry, so that a long list of them costs no memory.
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-LEAST_LOG_PROB = -1e4
-"""A sampled token has none below: servers write -9999 for a probability of 0."""
-LogProb = Annotated[float, Field(ge=LEAST_LOG_PROB, le=MAX_LOG_PROB)]
+LogProb = Annotated[float, Field(le=MAX_LOG_PROB, allow_inf_nan=True)] | None
+"""A probability of 0 is null, minus infinity or a floor, such as -9999: see `LEAST_LOG_PROB`."""
 VALUES_PER_TOKEN = 64
 """Values that an answer may have for each requested token: more are refused before they are parsed."""
 
 
 class _LogProbs(_Form):
     token_logprobs: Annotated[list[LogProb], Field(fail_fast=True)] | None = None
+    top_logprobs: Any = None
 
 
 class _Choice(_Form):
-    index: int
     token_ids: Ids
     finish_reason: Literal["stop", "length"]
     prompt_token_ids: Ids | None = None
@@ -68,6 +68,7 @@ class _Completions(_Form):
 
 class _Model(_Form):
     id: str
+    owned_by: Any = None
 
 
 class _Models(_Form):
@@ -79,21 +80,22 @@ EXPECTED = {
     "data": "a list of models",
     "finish_reason": "stop or length",
     "id": "text",
-    "index": "an integer",
     "logprobs": "an object with token_logprobs",
     "prompt_token_ids": "a list of ids, or null",
     "routed_experts_prompt_start": "a number of tokens",
     "routed_experts_start_len": "a number of tokens",
     "sglext": "an object with routed_experts",
     "token_ids": "a list of ids",
-    "token_logprobs": f"finite numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding) and at least "
-    f"{LEAST_LOG_PROB:g}",
+    "token_logprobs": f"numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding), or null",
 }
 """What each field of an answer has to be, for error messages."""
 
 _SHORT = reprlib.Repr()
 # Texts stay whole: the client removes its key from them before it shortens the message.
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 20, 2**24, 80
+_SHORT.maxlevel = 3
+_SHORT.maxlist = 20
+_SHORT.maxstring = 2**24
+_SHORT.maxother = 80
 _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
@@ -102,34 +104,32 @@ class ServerAnswer(NamedTuple):
 
     Attributes:
       tokens: the ids.
-      fields: if requested, log-probs of the ids, and the experts of all ids but the last, of prompt and completion.
+      fields: if requested, log-probs of the ids, minus infinity for a floor; and the experts of all ids but the last,
+        of prompt and completion.
       finished: whether it ended before the longest completion.
-      routes_of_answer: whether the experts are a field of the answer, which has room for one completion.
     """
 
     tokens: list[int]
     fields: dict[str, Any]
     finished: bool
-    routes_of_answer: bool = False
 
 
-def read_models(content: bytes) -> list[str]:
-    """Reads the names of the models that a server has.
+def read_models(content: bytes) -> dict[str, str]:
+    """Reads the names of the models that a server has, and who owns them, such as "vllm".
 
     Raises:
       AnswerError: the content is no JSON, or has another form.
     """
-    return [model.id for model in _parse(_Models, content).data]
+    return {model.id: str(model.owned_by) for model in _parse(_Models, content).data}
 
 
 @dataclasses.dataclass(frozen=True)
 class Requested:
-    """The request for the completions of one prompt.
+    """The request for one completion.
 
     Attributes:
-      prompt: its ids.
-      samples: the number of completions.
-      max_new_tokens: the most ids of each.
+      prompt: the ids of the prompt.
+      max_new_tokens: the most ids of the completion.
       vocab_size: ids are below it.
       eos_ids: the ids that end a completion.
       stops: whether texts end one too.
@@ -138,7 +138,6 @@ class Requested:
     """
 
     prompt: Sequence[int]
-    samples: int
     max_new_tokens: int
     vocab_size: int
     eos_ids: Collection[int]
@@ -147,32 +146,45 @@ class Requested:
     routes_of: DecoderConfig | None = None
 
 
-def read_answers(content: bytes, requested: Requested) -> list[ServerAnswer]:
-    """Reads the completions of one prompt in the order of their index.
+def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
+    """Reads a completion.
 
     Raises:
       AnswerError: the content is no JSON, or a field is missing or wrong; names it with the value and the expected
         value.
     """
-    samples = requested.samples
+    return _read(*_parse_choice(requested, content), requested)
+
+
+def read_probe(requested: Requested, content: bytes) -> tuple[ServerAnswer, list[float]]:
+    """Reads a completion as `read_answer`, with the largest log-prob at each position; empty if there are none."""
+    choice, completions = _parse_choice(requested, content)
+    answer = _read(choice, completions, requested)
+    try:
+        tops = [max(map(float, top.values())) for top in choice.logprobs.top_logprobs]  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        # No kind of server has to have them.
+        return answer, []
+    return answer, tops if len(tops) == len(answer.tokens) else []
+
+
+def _parse_choice(requested: Requested, content: bytes) -> tuple[_Choice, _Completions]:
     values_per_token = VALUES_PER_TOKEN + (0 if requested.routes_of is None else routes_size(requested.routes_of))
-    most = values_per_token * (64 + samples * (len(requested.prompt) + requested.max_new_tokens))
+    most = values_per_token * (64 + len(requested.prompt) + requested.max_new_tokens)
     if (values := content.count(b",")) > most:
-        raise _wrong("values", f"{values}", f"at most {most} for {samples} completions")
+        raise _wrong("values", f"{values}", f"at most {most} for a completion")
     completions = _parse(_Completions, content)
-    choices = sorted(completions.choices, key=lambda choice: choice.index)
-    if len(choices) != samples:
-        raise _wrong("choices", f"{len(choices)} completions", f"{samples}, the requested n")
-    if (fields := content.count(b'"token_ids"')) > samples:
-        raise _wrong("token_ids", f"the field {fields} times", f"it once in each of {samples} completions")
-    indices = [choice.index for choice in choices]
-    if indices != list(range(samples)):
-        raise _wrong("index", _SHORT.repr(indices), f"each of 0 to {samples - 1} once")
-    return [_read(choice, completions, requested) for choice in choices]
+    if len(completions.choices) != 1:
+        raise _wrong("choices", f"{len(completions.choices)} completions", "1, the requested n")
+    if (fields := content.count(b'"token_ids"')) > 1:
+        raise _wrong("token_ids", f"the field {fields} times", "it once")
+    return completions.choices[0], completions
 
 
 def _read(choice: _Choice, completions: _Completions, requested: Requested) -> ServerAnswer:
-    tokens, seen, prompt = choice.token_ids, choice.prompt_token_ids, list(requested.prompt)
+    tokens = choice.token_ids
+    seen = choice.prompt_token_ids
+    prompt = list(requested.prompt)
     if seen is not None and seen != prompt:
         raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(prompt)}")
     if not 0 < len(tokens) <= requested.max_new_tokens:
@@ -185,8 +197,7 @@ def _read(choice: _Choice, completions: _Completions, requested: Requested) -> S
     fields: dict[str, Any] = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
     if requested.routes_of is not None:
         fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
-    of_answer = completions.sglext is not None and completions.sglext.routed_experts is not None
-    return ServerAnswer(tokens, fields, choice.finish_reason == "stop", of_answer)
+    return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
 
 
 def _check_end(choice: _Choice, requested: Requested) -> None:
@@ -210,7 +221,7 @@ def _log_probs(choice: _Choice, count: int) -> list[float]:
         )
     if len(values) != count:
         raise _wrong("logprobs.token_logprobs", _SHORT.repr(values), f"{count} numbers, one for each of token_ids")
-    return values
+    return [-math.inf if value is None or value < LEAST_LOG_PROB else value for value in values]
 
 
 def _routes(choice: _Choice, completions: _Completions, config: DecoderConfig, prompt: int) -> np.ndarray:
@@ -218,17 +229,21 @@ def _routes(choice: _Choice, completions: _Completions, config: DecoderConfig, p
 
     The row of the last token, which the server never computed, is -1 too.
     """
-    count, sglext = len(choice.token_ids), completions.sglext
+    count = len(choice.token_ids)
+    sglext = completions.sglext
     routes = np.full((prompt + count, *config.route_shape), NO_EXPERT, np.int16)
-    computed, field, value = slice(0, -1), "routed_experts", choice.routed_experts
+    computed = slice(0, -1)
+    field = "routed_experts"
+    value = choice.routed_experts
     start = choice.routed_experts_prompt_start or 0
     if value is None and sglext is not None and sglext.routed_experts is not None:
-        if len(completions.choices) > 1:
-            raise _wrong("sglext.routed_experts", f"one completion of {len(completions.choices)}", "n = 1")
-        field, value, start = "sglext.routed_experts", sglext.routed_experts, sglext.routed_experts_start_len or 0
+        field = "sglext.routed_experts"
+        value = sglext.routed_experts
+        start = sglext.routed_experts_start_len or 0
     try:
         if completions.prompt_routed_experts is not None:
-            field, computed = "prompt_routed_experts", slice(prompt, -1)
+            field = "prompt_routed_experts"
+            computed = slice(prompt, -1)
             routes[:prompt] = decode_routes(completions.prompt_routed_experts, prompt, config)
             field = "routed_experts"
             if isinstance(value, list) and len(value) == count:

@@ -34,7 +34,8 @@ async def read_body(response: httpx.Response, limit: int) -> bytes:
     if encoding not in ENCODINGS:
         raise BrokenBodyError(f"the content encoding {encoding[:40]!r}, expected {' or '.join(ENCODINGS)}")
     unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS) if encoding == "gzip" else None
-    body, received = bytearray(), 0
+    body = bytearray()
+    received = 0
     # Declared as an iterator, it is a generator, which has to be closed if the body is not read to its end.
     generator = cast("AsyncGenerator[bytes, None]", response.aiter_raw())
     async with contextlib.aclosing(generator) as chunks:

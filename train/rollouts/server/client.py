@@ -208,7 +208,9 @@ class Client:
         read: Callable[[bytes], _Parsed],
         most_bytes: int,
     ) -> _Parsed:
-        start, attempts, last = time.monotonic(), self._retries + 1, ""
+        start = time.monotonic()
+        attempts = self._retries + 1
+        last = ""
         async with self._connections:
             for attempt in range(1, attempts + 1):
                 retry_after = None

@@ -17,10 +17,12 @@ def read_key(section: OpenAISourceSection) -> str | None:
       UserError: there is no key, or it cannot be sent; never shows it.
     """
     if section.api_key_file is not None:
-        field, source = "api_key_file", f"the file {section.api_key_file!r}"
+        field = "api_key_file"
+        source = f"the file {section.api_key_file!r}"
         text = _read_file(section.api_key_file)
     elif section.api_key_env is not None:
-        field, source = "api_key_env", f"the variable {section.api_key_env!r}"
+        field = "api_key_env"
+        source = f"the variable {section.api_key_env!r}"
         if (value := os.environ.get(section.api_key_env)) is None:
             raise UserError(f"rollout.source.{field}: the environment has no variable {section.api_key_env!r}")
         text = value

@@ -138,7 +138,8 @@ def _of_bytes(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarra
 
 def _of_integers(data: bytes, tokens: int, config: DecoderConfig) -> np.ndarray:
     """Reads integers without a header: their width is the number of bytes over the number of experts."""
-    (expert_layers, active), doubtful = config.route_shape, ""
+    expert_layers, active = config.route_shape
+    doubtful = ""
     for layers in dict.fromkeys((config.layers, expert_layers)):
         width, rest = divmod(len(data), tokens * layers * active) if tokens else (len(data), len(data))
         if rest or width not in (1, 2, 4, 8):

@@ -57,7 +57,8 @@ class _VersionFolders:
         try:
             if not folder and is_leader():
                 self._temporary = tempfile.mkdtemp(prefix="kljax-served-")
-            self._root, self._name = Path(folder or self._temporary or "").absolute(), name
+            self._root = Path(folder or self._temporary or "").absolute()
+            self._name = name
             if is_leader():
                 usable_directory(self._root)
         except OSError as error:
@@ -119,7 +120,8 @@ class LoraSync(_FolderSync):
 
     def _exchange(self, path: Path) -> str:
         _post(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
-        old, self._current = self._current, path
+        old = self._current
+        self._current = path
         self._unload(old)
         return path.name
 

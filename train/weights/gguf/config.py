@@ -58,7 +58,9 @@ def hf_mapping(header: Header, rope_factors: np.ndarray | None = None) -> dict[s
     kind = MODEL_TYPES[arch]
     if arch == "llama" and keys.has("attention.sliding_window"):
         kind = "mistral"
-    width, layers, heads = keys.count("embedding_length"), keys.count("block_count"), keys.count("attention.head_count")
+    width = keys.count("embedding_length")
+    layers = keys.count("block_count")
+    heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", head_dim)
     keys.equal("rope.dimension_count", head_dim)

@@ -2,23 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from kljax._files import write_text_atomic
 from train.models.decoder import Decoder
-from train.weights.files import new_directory, read_record, write_record, write_text_atomic
+from train.weights.files import new_directory, read_record, write_record
 from train.weights.gguf.config import ROPE_FACTORS, hf_mapping
-from train.weights.gguf.header import MAGIC, Header, read_header
+from train.weights.gguf.header import MAGIC, GgufTensor, Header, read_header
 from train.weights.gguf.tensors import hf_arrays, match_tensors, read_values
 from train.weights.gguf.tokenizer import Vocabulary, read_vocabulary
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.contents import CONFIG, SINGLE
 from train.weights.huggingface.names import PREFIXES, full_name
 from train.weights.huggingface.safetensors import write_file
+from train.weights.tensor_digests import write_tensor_digests
 
 SUFFIX = ".gguf"
 RECORD = "gguf.json"
@@ -40,7 +42,7 @@ def is_gguf(path: str | Path) -> bool:
 def import_gguf(file: str | Path, target: str | Path, *, dtype: str = "float32") -> dict[str, Any]:
     """Writes the model and the tokenizer of a GGUF file as a Hugging Face folder, atomically.
 
-    Tensors are dequantized to float32 one by one.
+    Tensors are dequantized to float32 one by one. Digests of all files lie beside them, which every load compares.
 
     Args:
       file: the GGUF file.
@@ -53,8 +55,8 @@ def import_gguf(file: str | Path, target: str | Path, *, dtype: str = "float32")
     Raises:
       FileNotFoundError: there is no such file.
       FileExistsError: `target` exists.
-      ValueError: the file is damaged, of another architecture, or has a key or a tensor that is not understood; names
-        it. Nothing was written.
+      ValueError: the file is damaged, of another architecture, or has a key or a tensor that is not understood, or
+        values that are not finite; names it. Nothing was written.
     """
     header = read_header(file)
     factors = header.tensors.get(ROPE_FACTORS)
@@ -67,7 +69,8 @@ def import_gguf(file: str | Path, target: str | Path, *, dtype: str = "float32")
         raise ValueError(f"{file}: {error}") from None
     tensors = match_tensors(header, model)
     vocabulary = read_vocabulary(header)
-    rows, size = mapping["vocab_size"], vocabulary.tokenizer.get_vocab_size()
+    rows = mapping["vocab_size"]
+    size = vocabulary.tokenizer.get_vocab_size()
     if size > rows:
         raise ValueError(f"{file}: tokenizer.ggml.tokens: got {size} tokens, but the embeddings have {rows} rows")
     stored = jnp.dtype(dtype)
@@ -77,16 +80,26 @@ def import_gguf(file: str | Path, target: str | Path, *, dtype: str = "float32")
     with new_directory(Path(target)) as folder:
         _write_json(folder / CONFIG, config)
         _write_tokenizer(folder, vocabulary, config)
-        write_file(folder / SINGLE, layout, _rounded(arrays, stored))
+        write_file(folder / SINGLE, layout, _rounded(file, arrays, tensors, stored))
+        write_tensor_digests(folder)
         write_record(folder / RECORD, {"file": Path(file).name, "sha256": file_digest(Path(file)), "dtype": dtype})
     return config
 
 
-def _rounded(arrays: Iterator[np.ndarray], dtype: np.dtype) -> Iterator[np.ndarray]:
-    # A value beyond the dtype becomes an infinity, which loading refuses.
-    with np.errstate(over="ignore", invalid="ignore"):
-        for values in arrays:
-            yield values.astype(dtype, copy=False)
+def _rounded(
+    file: str | Path, arrays: Iterator[np.ndarray], tensors: Mapping[str, GgufTensor], dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """Yields the values of each tensor in the dtype of the folder; raises ValueError if some are not finite."""
+    for values, tensor in zip(arrays, tensors.values(), strict=True):
+        with np.errstate(over="ignore", invalid="ignore"):
+            stored = values.astype(dtype, copy=False)
+        if not np.isfinite(stored).all():
+            count = int((~np.isfinite(stored)).sum())
+            kind = tensor.kind.name
+            raise ValueError(
+                f"{file}: the tensor {tensor.name!r} of type {kind} has {count:,} values that are not finite"
+            )
+        yield stored
 
 
 def folder_of(file: str | Path) -> Path:

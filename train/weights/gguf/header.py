@@ -102,7 +102,7 @@ def read_header(path: str | Path) -> Header:
             raise cursor.error(f"general.alignment: got {alignment!r}, expected a power of two")
         start = math.ceil(cursor.position / alignment) * alignment
         tensors = {name: _tensor(path, entry, start, alignment, len(data)) for name, entry in entries.items()}
-    _check_apart(path, list(tensors.values()))
+        _check_covered(path, list(tensors.values()), start, alignment, len(data))
     return Header(path, keys, tensors)
 
 
@@ -165,7 +165,8 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         raise cursor.error("it is big-endian; convert it to little-endian")
     if version not in VERSIONS:
         raise cursor.error(f"it has version {version}, expected {' or '.join(map(str, VERSIONS))}")
-    tensors, keys = cursor.unsigned(8, "the number of tensors"), cursor.unsigned(8, "the number of keys")
+    tensors = cursor.unsigned(8, "the number of tensors")
+    keys = cursor.unsigned(8, "the number of keys")
     for count, size, what in ((tensors, ENTRY_BYTES, "tensors"), (keys, KEY_BYTES, "keys")):
         if count * size > cursor.remaining:
             raise cursor.error(f"{count:,} {what} need more than the {cursor.remaining:,} bytes that follow")
@@ -178,7 +179,8 @@ def _value(cursor: _Cursor, name: str) -> Any:
         return cursor.text(name)
     if kind != GGUFValueType.ARRAY:
         return _numbers(cursor, name, kind, 1)[0].item()
-    inner, count = _value_type(cursor, name), cursor.unsigned(8, name)
+    inner = _value_type(cursor, name)
+    count = cursor.unsigned(8, name)
     if inner == GGUFValueType.ARRAY:
         raise cursor.error(f"{name}: got an array of arrays, expected numbers or strings")
     if inner != GGUFValueType.STRING:
@@ -245,9 +247,21 @@ def _tensor(path: Path, entry: _Entry, start: int, alignment: int, file_bytes: i
     return GgufTensor(path, entry.name, kind, entry.sizes[::-1], start + entry.offset, nbytes)
 
 
-def _check_apart(path: Path, tensors: list[GgufTensor]) -> None:
-    """Raises ValueError if two tensors share bytes."""
+def _check_covered(path: Path, tensors: list[GgufTensor], start: int, alignment: int, file_bytes: int) -> None:
+    """Raises ValueError if two tensors share bytes, or bytes belong to none: then a type or a shape is damaged.
+
+    A tensor is followed by less than an alignment of padding.
+    """
     ordered = sorted(tensors, key=lambda tensor: tensor.offset)
     for first, second in itertools.pairwise(ordered):
         if first.offset + first.nbytes > second.offset:
             raise ValueError(f"{path}: the tensors {first.name!r} and {second.name!r} overlap")
+    ends = [
+        (start, "the header"),
+        *((tensor.offset + tensor.nbytes, f"the tensor {tensor.name!r}") for tensor in ordered),
+    ]
+    for (end, what), next_offset in zip(ends, [*(tensor.offset for tensor in ordered), file_bytes], strict=True):
+        if next_offset - end >= alignment:
+            raise ValueError(
+                f"{path}: {next_offset - end:,} bytes after {what} belong to no tensor; the file is damaged"
+            )

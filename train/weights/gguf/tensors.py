@@ -103,7 +103,7 @@ def read_values(tensor: GgufTensor) -> np.ndarray:
     data = tensor.data()
     out = np.empty((data.shape[0], tensor.shape[-1]), np.float32)
     step = max(1, PIECE_BYTES // (4 * tensor.shape[-1]))
-    # Blocks of a damaged file may have scales that are infinite or no number; loading the folder refuses the values.
+    # Blocks of a damaged file may have scales that are infinite or no number; the import refuses the values.
     with np.errstate(all="ignore"):
         for start in range(0, len(out), step):
             out[start : start + step] = dequantize(np.array(data[start : start + step]), tensor.kind)
@@ -120,7 +120,8 @@ def hf_arrays(tensors: Mapping[str, GgufTensor], config: DecoderConfig, *, inter
     """
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}
     for name, tensor in tensors.items():
-        values, module = read_values(tensor), name.split(".")[-2]
+        values = read_values(tensor)
+        module = name.split(".")[-2]
         if interleaved and module in heads:
             yield _deinterleaved(values, heads[module])
         elif config.norm_offset and module.endswith("norm"):

@@ -113,6 +113,9 @@ def read_vocabulary(header: Header) -> Vocabulary:
     types = keys.value("token_type", np.ndarray, np.full(len(tokens), TokenType.NORMAL))
     if len(types) != len(tokens):
         raise keys.error("token_type", f"got {len(types)} types of {len(tokens)} tokens")
+    wrong = types[~np.isin(types, [0, *TokenType])]
+    if len(wrong):
+        raise keys.error("token_type", f"got {wrong[0]}, expected types from 0 to {max(TokenType)}")
     try:
         tokenizer, add_bos = _byte_level(keys, tokens, types) if kind == "gpt2" else _pieces(keys, tokens, types)
         tokenizer.add_special_tokens(_added(tokens, types, TokenType.CONTROL))

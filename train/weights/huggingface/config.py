@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.json_text import parse_json
+from train.config.regular_file import read_regular
 from train.models.config import (
     AttentionKind,
     ClampedSwiglu,
@@ -76,7 +77,8 @@ def decoder_config(
     experts, mlps = _experts(values, family)
     _check_repeated(values, ropes[0])
     _check_quantization(values.get(QUANTIZATION))
-    heads, head_dim = _count(values, "num_attention_heads"), _head_dim(values)
+    heads = _count(values, "num_attention_heads")
+    head_dim = _head_dim(values)
     biases = {"qkv_bias": True, "output_bias": True} if values.get("attention_bias") else {}
     biases |= {"qkv_bias": True} if values.get("qkv_bias") else {}
     scalar = values.get("query_pre_attn_scalar")
@@ -134,7 +136,8 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
         candidates = [text["model_type"]]
         ignored = {key: value for key, value in text.items() if key in ignored_keys()}
     else:
-        candidates, ignored = list(FAMILIES), {}
+        candidates = list(FAMILIES)
+        ignored = {}
     for name in candidates:
         mapping = ignored | _hf_keys(shape, name)
         if _describes(mapping, shape):
@@ -198,7 +201,11 @@ def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw = parse_json(path.read_bytes())
+        raw = parse_json(read_regular(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -231,7 +238,9 @@ def _check_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _check_repeated(values: Mapping[str, Any], rope: Rope) -> None:
     """Raises ValueError where a published file of GPT-OSS contradicts itself."""
-    count, length, scaling = values.get("experts_per_token"), values.get("initial_context_length"), rope.scaling
+    count = values.get("experts_per_token")
+    length = values.get("initial_context_length")
+    scaling = rope.scaling
     if count is not None and count != values["num_experts_per_tok"]:
         raise ValueError(
             f"experts_per_token: got {count!r}, but num_experts_per_tok = {values['num_experts_per_tok']!r}; remove it"
@@ -273,7 +282,8 @@ def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
         parts = [new[kind] or {} for kind in KINDS]
         names = [f"rope_parameters.{kind}" for kind in KINDS]
     else:
-        parts, names = [new, new], ["rope_parameters"] * 2
+        parts = [new, new]
+        names = ["rope_parameters"] * 2
     ropes = tuple(
         read_rope(part, where=name, theta=rope.theta, length=length)
         for part, name, rope in zip(parts, names, (full, local), strict=True)
@@ -290,7 +300,8 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, 
     off = values.get("sliding_window") is None or not values.get("use_sliding_window", True)
     window = None if off else _count(values, "sliding_window")
     first = _integer(values, "max_window_layers", least=0) if "max_window_layers" in values else count
-    named, kinds = values.get("layer_types"), ["full"] * count
+    named = values.get("layer_types")
+    kinds = ["full"] * count
     if named is not None:
         known = isinstance(named, list | tuple) and all(isinstance(name, str) and name in KINDS for name in named)
         if not known or len(named) != count:
@@ -316,7 +327,8 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, 
 
 def _experts(values: Mapping[str, Any], family: Family) -> tuple[ExpertsConfig | None, tuple[MlpKind, ...]]:
     """Reads the mixture of experts, and the MLP of every layer."""
-    layers, keys = _count(values, "num_hidden_layers"), family.mixture
+    layers = _count(values, "num_hidden_layers")
+    keys = family.mixture
     mlps: list[MlpKind] = ["dense"] * layers
     if keys is None:
         return None, tuple(mlps)
@@ -366,7 +378,8 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
     known = {**COMMON, **family.defaults}
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
     to_hub = {kind: hub_kind for hub_kind, kind in KINDS.items()}
-    full, local = write_rope(config.rope), write_rope(config.local_rope or config.rope)
+    full = write_rope(config.rope)
+    local = write_rope(config.local_rope or config.rope)
     scaling = {key: value for key, value in full.items() if key != "rope_theta"}
     optional: dict[str, Any] = {
         "attention_bias": config.output_bias,

@@ -142,7 +142,8 @@ def check_folder(folder: str | Path, model: Decoder) -> None:
 
 def check_tied(folder: Path, contents: Contents, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Raises ValueError if the head is tied, and the file has an LM head that differs from the embeddings."""
-    head, embeddings = contents.second_head, contents.tensors[EMBEDDINGS]
+    head = contents.second_head
+    embeddings = contents.tensors[EMBEDDINGS]
     if head is None:
         return
     for start, count in head.pieces(chunk_bytes):

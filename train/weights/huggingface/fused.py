@@ -36,7 +36,8 @@ def split_experts(tensors: Mapping[str, Tensor], config: DecoderConfig) -> dict[
     Raises:
       ValueError: blocks and scales of mxfp4 that do not fit each other.
     """
-    split, interleaved = dict[str, Tensor](), is_gpt_oss(config)
+    split = dict[str, Tensor]()
+    interleaved = is_gpt_oss(config)
     for name, tensor in tensors.items():
         match = _FUSED.fullmatch(name)
         if match is None:
@@ -72,13 +73,16 @@ def _split_interleaved(
     axes = {"": 3, "_bias": 2, "_blocks": 4}.get(form)
     if axes != len(tensor.shape):
         return {}
-    step, scales, dtype = len(projections), None, tensor.dtype
+    step = len(projections)
+    scales = None
+    dtype = tensor.dtype
     rows = tensor.shape[2 if form == "" else 1] // step
     shape: tuple[int, ...] = (rows,)
     if form == "":
         shape = (rows, tensor.shape[1])
     elif form == "_blocks":
-        scales, dtype = _scales_of(tensors, tensor, name), "BF16"
+        scales = _scales_of(tensors, tensor, name)
+        dtype = "BF16"
         shape = (rows, 2 * math.prod(tensor.shape[2:]))
     ending = "bias" if form == "_bias" else "weight"
     parts = {}
@@ -118,7 +122,8 @@ class FileTensor:
         fused = _FUSED.fullmatch(self.name)
         if fused is None:
             return next(arrays)
-        projections, joined = PROJECTIONS[fused[2]], None
+        projections = PROJECTIONS[fused[2]]
+        joined = None
         for name, _, _ in self.pieces:
             _, expert, projection, _ = _parsed(name)
             array = next(arrays)
@@ -153,7 +158,8 @@ def _fused_name(name: str) -> str:
 
 
 def _joined_shape(name: str, group: Sequence[Piece]) -> tuple[int, ...]:
-    match, (_, mapping, _) = _FUSED.fullmatch(name), group[0]
+    match = _FUSED.fullmatch(name)
+    _, mapping, _ = group[0]
     if match is None:
         return mapping.shape
     ways = len(PROJECTIONS[match[2]])

@@ -199,7 +199,8 @@ def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callab
             "scale": _update(leaf["scale"], scale, index, [start], spec),
         }
 
-    specs, replicated = {"qvalue": spec, "scale": PartitionSpec(*spec[:-2], spec[-1])}, PartitionSpec()
+    specs = {"qvalue": spec, "scale": PartitionSpec(*spec[:-2], spec[-1])}
+    replicated = PartitionSpec()
     mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, replicated, replicated), out_specs=specs)
     shardings = {name: NamedSharding(mesh, leaf_spec) for name, leaf_spec in specs.items()}
     return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)

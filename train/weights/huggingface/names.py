@@ -86,7 +86,8 @@ def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
 
 def _leaf_mapping(config: DecoderConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> LeafMapping:
     stack, (*modules, kind) = split_path(config, path)
-    ending, transposed = ENDINGS[kind], kind == "kernel"
+    ending = ENDINGS[kind]
+    transposed = kind == "kernel"
     if stack is None:
         name = ".".join((*modules, ending))
         return LeafMapping(path, (name,), shape[::-1] if transposed else shape, None, transposed)

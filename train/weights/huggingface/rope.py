@@ -103,7 +103,8 @@ def _number(value: Any, name: str) -> float:
 
 def write_rope(rope: Rope) -> dict[str, Any]:
     """Writes the `rope_parameters` of a rope, which `read_rope` reads back."""
-    scaling, parameters = rope.scaling, {"rope_type": "default", "rope_theta": rope.theta}
+    scaling = rope.scaling
+    parameters = {"rope_type": "default", "rope_theta": rope.theta}
     if isinstance(scaling, LinearScaling):
         parameters |= {"rope_type": "linear", "factor": scaling.factor}
     elif isinstance(scaling, Llama3Scaling):

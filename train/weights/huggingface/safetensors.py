@@ -96,7 +96,7 @@ class Tensor:
     def check_finite(self, rows: np.ndarray) -> None:
         """Raises ValueError if rows of this tensor have a NaN or an infinity."""
         integer, unsigned, exponent = BITS[self.dtype]
-        if (rows.view(integer) & unsigned).max(initial=0) >= exponent:
+        if np.max(rows.view(integer) & unsigned, initial=0) >= exponent:
             raise ValueError(
                 f"{self.file}: {self.name} has values that are not finite; restore the file, or set "
                 "model.allow_nonfinite=true to load it as it is"

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
+from kljax._files import write_text_atomic
+from train.data.tokenizers.byte import ByteTokenizer
 from train.distributed.global_arrays import to_host
 from train.distributed.peers import is_leader, processes
 from train.models.decoder import Decoder
 from train.models.experts import CHOICE_BIAS
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
-from train.weights.files import check_free, new_directory, write_text_atomic
+from train.weights.files import check_free, new_directory
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
 from train.weights.huggingface.fused import Piece, file_tensors
@@ -39,6 +41,8 @@ from train.weights.tensor_digests import write_tensor_digests
 
 Tree = Any
 MAX_FILE_BYTES = 5 * 10**9
+GENERATION = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Tokenizer and generation files, which are copied; weights and config.json are written anew.
 COPIED = (
     "tokenizer.json",
@@ -50,7 +54,7 @@ COPIED = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION,
 )
 
 
@@ -76,7 +80,8 @@ def save_folder(
       model: the decoder.
       policy: its parameters and adapter.
       source: original folder of the parameters; its tokenizer and other keys of `config.json` are copied.
-      tokenizer: source of the token ids in `config.json` if there is no `source`.
+      tokenizer: its `eos_ids` are added to `generation_config.json`; without `source`, its ids are in `config.json`,
+        and bytes bring their files.
       dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
       drop_router_bias: whether to leave out biases of the choice of experts, which no family here has in a file.
       max_file_bytes: maximum size of a file with several tensors.
@@ -108,8 +113,13 @@ def save_folder(
             with new_directory(target) as folder:
                 if source is not None:
                     _copy_others(Path(source), folder)
+                elif isinstance(tokenizer, ByteTokenizer):
+                    for name, text in tokenizer.files().items():
+                        write_text_atomic(folder / name, text)
                 config = _config(model, source, tokenizer, stored)
                 write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+                if tokenizer is not None:
+                    _add_ends(folder, tokenizer.eos_ids)
                 model_type = config["model_type"]
                 layout = {family_name(tensor.name, model_type): (stored, tensor.shape) for tensor in tensors}
                 _write_weights(folder, layout, (tensor.join(arrays) for tensor in tensors), max_file_bytes)
@@ -137,6 +147,36 @@ def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np
             "pad_token_id": tokenizer.pad_id,
         }
     return config
+
+
+def _add_ends(folder: Path, eos_ids: Sequence[int]) -> None:
+    """Adds the ids that ended completions in training to the ids that end `generate` of transformers."""
+    missing = missing_ends(folder, eos_ids)
+    if missing:
+        generation = _generation_config(folder)
+        ends = [*_ends(generation), *missing]
+        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        write_text_atomic(folder / GENERATION, json.dumps(generation, indent=2) + "\n")
+
+
+def missing_ends(folder: str | Path, eos_ids: Sequence[int]) -> list[int]:
+    """Lists the ids that do not end `generate` of transformers, which reads `generation_config.json` of a folder."""
+    known = _ends(_generation_config(Path(folder)))
+    return [number for number in eos_ids if number not in known]
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """Reads `generation_config.json`; without one, transformers takes the ids of `config.json`."""
+    if (folder / GENERATION).is_file():
+        return dict(json.loads((folder / GENERATION).read_text(encoding="utf-8")))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    ids = config | (config.get("text_config") or {})
+    return {name: ids[name] for name in TOKEN_IDS if ids.get(name) is not None}
+
+
+def _ends(generation: Mapping[str, Any]) -> list[int]:
+    ends = generation.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _tensors(model: Decoder) -> Iterator[Piece]:
@@ -168,7 +208,8 @@ def _arrays(
     # A kernel in int8 becomes a float of `param_dtype`; merging rounds once, to the dtype of the files.
     stored = Decoder(dataclasses.replace(model.config, param_dtype="float32" if dtype.itemsize > 2 else "bfloat16"))
     for _, mapping, index in pieces:
-        leaf, adapter = _subtree(policy.params, mapping.path), _subtree(policy.adapter, mapping.path[:-1])
+        leaf = _subtree(policy.params, mapping.path)
+        adapter = _subtree(policy.adapter, mapping.path[:-1])
         if index:
             leaf = jax.tree.map(lambda x, n=index: _matrix(x, n), leaf)
             if adapter is not None and mapping.path[-1] == "kernel":

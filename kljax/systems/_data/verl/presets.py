@@ -51,7 +51,8 @@ def bypass(name: str, times: tuple[Call, ...], meaning: str, *, ppo: bool = Fals
         clips = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high",
             "dual_clip": "actor.clip_ratio_c"}
     else:
-        call, clips = Call("reinforce_loss", times=times), {}
+        call = Call("reinforce_loss", times=times)
+        clips = {}
     return Entry("verl", "policy_loss", f"bypass_{name}", call, meaning,
         option=f"RolloutCorrectionConfig.bypass_{name}", sources=BYPASS | clips, clamps="log-ratios to [-20, 20]",
         divisors="actor.loss_agg_mode", gradient="-A r inside the bound that applies, else 0" if ppo else "-A w",

@@ -137,9 +137,9 @@ def _converted(name: str, values: np.ndarray, arch: str, raw: Mapping[str, Any])
     return out
 
 
-def write_golden(path: Path, name: str, **keys: Any) -> Path:
-    """Writes a golden folder as a GGUF file with a small tokenizer, and other keys on top."""
+def write_golden(path: Path, name: str, *, tensors: Mapping[str, Any] | None = None, **keys: Any) -> Path:
+    """Writes a golden folder as a GGUF file with a small tokenizer, and other keys, or tensors, on top."""
     raw = json.loads((GOLDENS / "models" / name / "config.json").read_text())
     config, arch = decoder_config(raw), architecture(raw["model_type"])
     all_keys = {**shape_keys(config, raw["model_type"]), **TOKENIZER, **keys}
-    return write_gguf(path, all_keys, golden_tensors(name), arch=arch)
+    return write_gguf(path, all_keys, {**golden_tensors(name), **(tensors or {})}, arch=arch)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tests.train.weights.gguf.maker import write_gguf, write_golden
+from tests.train.weights.gguf.maker import golden_tensors, write_gguf, write_golden
 from train.weights.gguf import import_gguf
 from train.weights.gguf import tensors as tensors_module
+from train.weights.gguf.folder import imported_folder
 from train.weights.gguf.header import GgufTensor, read_header
 from train.weights.gguf.tensors import is_readable, read_values
+from train.weights.tensor_digests import check_tensors
 
 HUGE = 2**62
 U32, STRING, ARRAY, BOOL, U8 = 4, 8, 9, 7, 0
@@ -74,6 +76,17 @@ DAMAGED = {
     "offset that overflows": (content([], [entry(offset=2**64 - 32)]), "'w' takes bytes 18,446,744,073,709,551,"),
     "offset unaligned": (content([], [entry(offset=4)]), "'w' begins at 4, expected a multiple of 32"),
     "overlap": (content([], [entry(axes=(16,)), entry(b"v", offset=32)]), "tensors 'w' and 'v' overlap"),
+    "gap between tensors": (
+        content([], [entry(), entry(b"v", offset=64)], data=96),
+        "32 bytes after the tensor 'w' belong",
+    ),
+    "gap before the tensors": (content([], [entry(offset=32)]), "32 bytes after the header belong to no tensor"),
+    "bytes after the tensors": (
+        content([], [entry()]),
+        "32 bytes after the tensor 'w' belong to no tensor; the file is",
+    ),
+    "bytes of no tensor": (content(), "64 bytes after the header belong to no tensor"),
+    "type of half the size": (content([], [entry(axes=(16,), kind=1)]), "32 bytes after the tensor 'w' belong"),
     "alignment 0": (content([key(b"general.alignment", U32, b"\0" * 4)]), "got 0, expected a power of two"),
     "alignment of gigabytes": (
         content([key(b"general.alignment", U32, struct.pack("<I", 2**31))], [entry()]),
@@ -122,6 +135,53 @@ def test_flipped_bytes_never_give_a_traceback(tmp_path):
         except ValueError as error:
             refused += str(error).startswith(str(flipped))
     assert refused > 100
+
+
+@pytest.mark.parametrize("data", [32, 33, 63])
+def test_padding_below_the_alignment_is_read(data, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content([], [entry()], data=data))
+    assert read_header(path).tensors["w"].nbytes == 32
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3"])
+def test_type_of_another_size_is_an_error(name, tmp_path):
+    path = write_golden(tmp_path / "model.gguf", name)
+    original = path.read_bytes()
+    for stored in (b"blk.0.ffn_up.weight", b"token_embd.weight", list(read_header(path).tensors)[-1].encode()):
+        damaged = bytearray(original)
+        at = original.index(stored) + len(stored)
+        dimensions = int.from_bytes(original[at : at + 4], "little")
+        damaged[at + 4 + 8 * dimensions] ^= 1  # F32 becomes F16
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="belong to no tensor; the file is damaged"):
+            import_gguf(path, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (3.4e38, "bfloat16")])
+def test_values_not_finite_are_named(value, dtype, tmp_path):
+    name = "blk.1.ffn_down.weight"
+    values = golden_tensors("llama3")[name]
+    values.flat[3] = value
+    path = write_golden(tmp_path / "model.gguf", "llama3", tensors={name: values})
+    message = r"the tensor 'blk\.1\.ffn_down\.weight' of type F32 has 1 values that are not finite"
+    with pytest.raises(ValueError, match=message):
+        import_gguf(path, tmp_path / "folder", dtype=dtype)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_imported_files_have_digests(tmp_path):
+    path = write_golden(tmp_path / "model.gguf", "llama3")
+    folder = imported_folder(path)
+    check_tensors(folder)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        original = (folder / name).read_bytes()
+        damaged = bytearray(original)
+        damaged[-20] ^= 1
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}.* is damaged"):
+            check_tensors(imported_folder(path))
+        (folder / name).write_bytes(original)
 
 
 def test_header_equals_the_one_of_the_package(tmp_path):

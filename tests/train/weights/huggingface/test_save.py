@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import kljax
+from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.files import load_folder
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, init_params
 from train.weights.huggingface import load_params, save, save_folder
 from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.save import missing_ends
 from train.weights.peft import load_adapter, read_peft_config
 
 GOLDENS = Path(__file__).parents[3] / "goldens" / "models"
@@ -140,6 +145,64 @@ def test_model_without_folder_gets_a_complete_config(tmp_path):
     assert (config["eos_token_id"],) == ByteTokenizer().eos_ids
     assert decoder_config(tmp_path / "out") == model.config
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "out", model, make_mesh()), policy.params)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 2, "top_p": 0.9}, {}, {"eos_token_id": [2, 7, 5], "top_p": 0.9}),
+        ({"eos_token_id": [5, 2]}, {}, {"eos_token_id": [5, 2, 7]}),
+        ({"eos_token_id": [5, 7, 9]}, {}, {"eos_token_id": [5, 7, 9]}),
+        ({"top_k": 3}, {"eos_token_id": 7}, {"top_k": 3, "eos_token_id": [7, 5]}),
+        (
+            None,
+            {"eos_token_id": 5, "bos_token_id": 1},
+            {"bos_token_id": 1, "eos_token_id": [5, 7], "pad_token_id": 0},
+        ),
+        (None, {"eos_token_id": [5, 7]}, None),
+    ],
+)
+def test_export_ends_where_training_did(tmp_path, generation, config, expected):
+    model, policy = loaded("qwen3")
+    source = tmp_path / "source"
+    shutil.copytree(GOLDENS / "qwen3", source)
+    source_config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(source_config | {"pad_token_id": 0} | config))
+    (source / "generation_config.json").unlink()
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    ends = SimpleNamespace(eos_ids=(7, 5))
+    save_folder(tmp_path / "out", model, policy, source=source, tokenizer=ends)
+    written = tmp_path / "out" / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.exists() else None) == expected
+    assert missing_ends(tmp_path / "out", ends.eos_ids) == []
+
+
+def test_export_of_bytes_has_an_equal_tokenizer(tmp_path):
+    """The ids of the run; texts of the special tokens are the tokens in a folder, and bytes in a run."""
+    tokenizer, shape = (
+        ByteTokenizer(),
+        {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp_width": 8},
+    )
+    model = Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, **shape))
+    policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
+    save_folder(tmp_path / "out", model, policy, tokenizer=tokenizer)
+    read = load_folder(str(tmp_path / "out"), chat=None, system=None, template=None, arguments={})
+    rng = np.random.default_rng(0)
+    texts = [
+        "",
+        "1+2=",
+        "h\u00e9 \u2603\n\t  x , .",
+        "\x00\x7f\xa0\xad\xff",
+        "".join(map(chr, rng.integers(1, 0xD7FF, 300))),
+    ]
+    for text in texts:
+        example = Example(text, "", text)
+        assert read.prompt_ids(example) == tokenizer.prompt_ids(example)
+        assert read.solution_ids(example) == tokenizer.solution_ids(example)
+        assert read.decode(tokenizer.solution_ids(example)) == text
+    assert (read.bos_id, read.eos_ids, read.pad_id) == (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id)
+    assert read.token_bytes()[:256] == tokenizer.token_bytes()[:256]
 
 
 def test_failed_folder_is_removed_and_nothing_overwritten(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""The command that looks up and compares the names of `kljax.systems`."""

@@ -1,0 +1,97 @@
+"""Plants each fault of `mutants.json` in a copy of the checkout, and runs the tests until one fails.
+
+    python -m tests.mutants [--only NUMBER ...] [--results FILE]
+
+The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it; then all
+of `make test`, then what `make test-all` has besides. With `--results` a file of earlier results is continued. A fault
+that the tests of `make test` overlook, but not those of `make test-all`, stands for a statement that has lost its test.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MUTANTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("mutants.json").read_text())
+QUICK, MORE = "not thorough and not more", "more and not thorough"
+ELSEWHERE = re.findall(r"[\w/]+_(?:aot_)?plans(?:_aot)?\.py", (ROOT / "Makefile").read_text())
+
+
+def tests_of(file: str) -> list[str]:
+    """Returns the tests in the row of a module."""
+    for line in (ROOT / "docs/contributing/tests.md").read_text().splitlines():
+        cells = line.split("|")
+        if len(cells) > 2 and any(f"{file}/".startswith(f"{path}/") for path in re.findall("`(.+?)`", cells[1])):
+            paths = re.findall("`((?:tests|kljax)/.+?)`", cells[2])
+            return [path for path in paths if "real" not in path and "integrations" not in path]
+    return []
+
+
+def first_failure(root: Path, marks: str, paths: list[str]) -> str:
+    """Runs tests until one fails, and returns its name; empty if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "worksteal", "-m", marks, *paths]
+    command += [f"--deselect=tests/{name}" for name in (*ELSEWHERE, "integration/test_wheel.py")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": str(root / ".bytecode")}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode in (0, 5):
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - |$)", done.stdout, re.M)
+    return found[1] if found else done.stdout[-300:]
+
+
+def plant(root: Path, mutant: dict[str, str]) -> dict[str, Any]:
+    """Plants one fault, says what noticed it, and takes it away."""
+    file = root / mutant["file"]
+    text = file.read_text()
+    if text.count(mutant["old"]) != 1:
+        return {"noticed by": "not planted: the source has changed"}
+    file.write_text(text.replace(mutant["old"], mutant["new"]))
+    try:
+        row = [path for path in tests_of(mutant["file"]) if (root / path).exists()]
+        for name, marks, paths in (
+            ("test", QUICK, row),
+            ("test", QUICK, []),
+            ("test-all", MORE, row),
+            ("test-all", MORE, []),
+        ):
+            failed = first_failure(root, marks, paths)
+            if failed:
+                return {"noticed by": name, "first failure": failed}
+        return {"noticed by": "none"}
+    finally:
+        file.write_text(text)
+
+
+def main() -> None:
+    """Plants the faults."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of faults, from 0")
+    parser.add_argument("--results", type=Path, help="JSON file of results, continued if it is there")
+    given = parser.parse_args()
+    results = json.loads(given.results.read_text()) if given.results and given.results.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory) / "kljax"
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in files.split("\0")[:-1]:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+        for number in given.only or range(len(MUTANTS)):
+            mutant = MUTANTS[number]
+            if mutant["what"] not in results:
+                results[mutant["what"]] = plant(root, mutant)
+                print(f"{number:3d} {mutant['file']}: {mutant['what']}: {results[mutant['what']]}", flush=True)
+                if given.results:
+                    given.results.write_text(json.dumps(results, indent=1) + "\n")
+    for name in ("test", "test-all", "none"):
+        print(name, sum(result["noticed by"] == name for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

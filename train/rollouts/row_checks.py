@@ -1,0 +1,66 @@
+"""Checks of the rows that a source returns, on the host, before the step uses them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from train.rl.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
+from train.rollouts.source import SourceError
+
+
+def has_holes(token_mask: np.ndarray, completion_mask: np.ndarray) -> np.ndarray:
+    """Tells which rows of masks `[B, T]` have real tokens after their first sampled one that were not sampled.
+
+    An episode has them, as observations between its turns. A recording has one prompt and one completion.
+    """
+    begun = np.logical_or.accumulate(completion_mask, axis=1)
+    return np.asarray((token_mask & ~completion_mask & begun).any(1))
+
+
+def check_fields(fields: TokenFields, shape: tuple[int, ...]) -> None:
+    """Checks the names and shapes of the per-token fields of rows `[B, T]`.
+
+    Raises:
+      SourceError: a field is not declared, or has another shape.
+    """
+    for name, x in fields.items():
+        if name not in TOKEN_FIELDS:
+            raise SourceError(f"rollout: got the field {name!r}, expected one of {', '.join(TOKEN_FIELDS)}")
+        axes = TOKEN_FIELDS[name].axes
+        if x.shape[:2] != shape or x.ndim != 2 + len(axes):
+            raise SourceError(f"rollout: {name}: got {x.shape}, expected {(*shape, *axes)}")
+
+
+def check_values(
+    tokens: np.ndarray,
+    token_mask: np.ndarray,
+    completion_mask: np.ndarray,
+    fields: Mapping[str, np.ndarray],
+    *,
+    vocab_size: int,
+    prompt_length: int,
+) -> None:
+    """Checks the values of rows `[B, T]` on the host.
+
+    Raises:
+      SourceError: a token is not of the vocabulary, a completion has padding in it or begins before its column, or a
+        value of a completion is not finite, or a log-prob is above 0.
+    """
+    columns = np.arange(tokens.shape[1])
+    problems = {
+        f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
+        "completion tokens that the token mask leaves out": completion_mask & ~token_mask,
+        f"completion tokens in the {prompt_length} columns of the prompts": completion_mask & (columns < prompt_length),
+        **{f"{name} that are not finite": _not_finite(name, x[completion_mask]) for name, x in fields.items()},
+    }
+    if "log_probs" in fields:
+        problems["log_probs above 0"] = fields["log_probs"][completion_mask] > MAX_LOG_PROB
+    for problem, wrong in problems.items():
+        if wrong.any():
+            raise SourceError(f"rollout: the completions have {int(wrong.sum())} {problem}")
+
+
+def _not_finite(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns where values are no numbers of their field."""
+    null = TOKEN_FIELDS[name].null
+    return ~np.isfinite(values) & (True if null is None else values != null)

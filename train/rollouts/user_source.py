@@ -1,0 +1,173 @@
+"""A source of the user: errors of its code name it, and what it returns is checked, also what lies on devices."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+import kljax
+from train.config.user_functions import user_code
+from train.context import RunContext
+from train.data.prompts import encode_prompts
+from train.data.tasks import Example
+from train.distributed.global_arrays import to_host_rows
+from train.process.waiting import waiting_for
+from train.rl.token_fields import LEAST_LOG_PROB
+from train.rollouts.routes import check_routes
+from train.rollouts.row_checks import check_fields, check_values
+from train.rollouts.row_statistics import has_log_prob
+from train.rollouts.source import Completions, Request, Source, SourceError
+
+
+class UserSource:
+    """Calls a source of the user: every failure is a `SourceError` that names it, and a wait of a minute is told."""
+
+    def __init__(self, context: RunContext, name: str, source: Source) -> None:
+        """Takes the name of the function that made the source."""
+        self._context = context
+        self._source = source
+        self._label = f"rollout.source: {name}"
+
+    @contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        label = f"{self._label}: {method}"
+        with waiting_for(label), user_code(label, SourceError):
+            yield
+
+    def update(self, policy: kljax.Policy, step: int) -> None:
+        """Sets the weights of the following samples."""
+        with self._calling("update"):
+            self._source.update(policy, step)
+
+    def sample(self, request: Request) -> Completions:
+        """Returns the completions of a step, checked; where devices still sample them, the checks wait for `finish`.
+
+        Raises:
+          SourceError: the source fails, or its rows are wrong.
+        """
+        with self._calling("sample"):
+            completions = self._source.sample(request)
+            self._check_form(completions, request)
+        finish = completions.finish
+        if finish is None:
+            with self._calling("sample"):
+                self._check(completions, request)
+            return dataclasses.replace(completions, **self._numbers(completions))
+
+        def finish_and_check() -> Mapping[str, Any]:
+            with self._calling("finish"):
+                finished = finish()
+                completed = dataclasses.replace(completions, finish=None, **finished)
+                self._check(completed, request)
+                return {**finished, **self._numbers(completed)}
+
+        return dataclasses.replace(completions, finish=finish_and_check)
+
+    def close(self) -> None:
+        """Frees the resources of the source."""
+        with self._calling("close"):
+            self._source.close()
+
+    def _check_form(self, completions: Any, request: Request) -> None:
+        """Checks types and shapes, which need no values."""
+        if not isinstance(completions, Completions):
+            raise SourceError(f"{self._label}: sample returned {type(completions).__name__}, expected Completions")
+        data = self._context.config.data
+        rows = request.rows
+        width = data.max_prompt_length + data.max_completion_length
+        kinds = {"tokens": ("i", "integers"), "token_mask": ("b", "booleans"), "completion_mask": ("b", "booleans")}
+        for name, (kind, text) in kinds.items():
+            x = getattr(completions, name)
+            if not isinstance(x, np.ndarray | jax.Array):
+                raise SourceError(f"{self._label}: {name}: got {type(x).__name__}, expected an array")
+            # Arrays on the devices have the rows of all processes.
+            expected = (rows.count if isinstance(x, jax.Array) else len(rows.held), width)
+            if x.dtype.kind != kind or x.shape != expected:
+                raise SourceError(
+                    f"{self._label}: {name}: got {x.dtype}{list(x.shape)}, expected {text} {list(expected)}"
+                )
+        for name, x in completions.fields.items():
+            if not isinstance(x, np.ndarray | jax.Array):
+                raise SourceError(f"{self._label}: fields[{name!r}]: got {type(x).__name__}, expected an array")
+        check_fields(completions.fields, completions.tokens.shape)
+
+    def _check(self, completions: Completions, request: Request) -> None:
+        """Checks the values, copied from the devices where they lie there."""
+        self._check_rows(completions, request)
+        names = ("tokens", "token_mask", "completion_mask")
+        arrays = {name: getattr(completions, name) for name in names} | dict(completions.fields)
+        arrays = {name: to_host_rows(x) if isinstance(x, jax.Array) else x for name, x in arrays.items()}
+        tokens, token_mask, completion_mask = (arrays.pop(name) for name in names)
+        length = self._context.config.data.max_prompt_length
+        vocab_size = self._context.model.config.vocab_size
+        check_values(tokens, token_mask, completion_mask, arrays, vocab_size=vocab_size, prompt_length=length)
+        log_probs = completions.fields.get("log_probs")
+        if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["log_probs"][completion_mask]).all():
+            raise SourceError(
+                f"{self._label}: log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without one, in "
+                "an array on the devices; return a NumPy array, from which such tokens are left out"
+            )
+        if not completion_mask.any():
+            raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
+        check_routes(
+            self._context, dataclasses.replace(completions, fields=arrays, token_mask=token_mask), request.rows
+        )
+        prompts, prompt_mask = encode_prompts(request.examples, self._context.tokenizer, length)
+        number = request.rows.held // request.samples
+        differs = (token_mask[:, :length] != prompt_mask[number]).any(1)
+        differs |= ((tokens[:, :length] != prompts[number]) & prompt_mask[number]).any(1)
+        if differs.any():
+            row = int(np.argmax(differs))
+            raise SourceError(
+                f"{self._label}: tokens: row {request.rows.held[row]} has other tokens before column {length} than the "
+                f"prompt {request.examples[number[row]].prompt[:80]!r} of the request, padded on the left"
+            )
+
+    def _check_rows(self, completions: Completions, request: Request) -> None:
+        """Checks the values that each row of this process has one of."""
+        judged = request.rows.own
+        for name in ("examples", "texts", "finished"):
+            count = len(getattr(completions, name))
+            if count != len(judged):
+                raise SourceError(f"{self._label}: {name}: got {count}, expected {len(judged)}, one for each row")
+        for number, text in enumerate(completions.texts):
+            if not isinstance(text, str):
+                raise SourceError(f"{self._label}: texts[{number}]: got {type(text).__name__}, expected text")
+        if np.asarray(completions.finished).dtype != bool:
+            raise SourceError(f"{self._label}: finished: got {np.asarray(completions.finished).dtype}, expected bool")
+        for number, (row, example) in enumerate(zip(judged.tolist(), completions.examples, strict=True)):
+            expected = request.examples[row // request.samples]
+            if not _is_same(example, expected):
+                got = repr(example.prompt[:80]) if isinstance(example, Example) else type(example).__name__
+                raise SourceError(
+                    f"{self._label}: examples[{number}]: got {got}, expected {expected.prompt[:80]!r}, the example of "
+                    f"row {row} of the request"
+                )
+        for name, values in (completions.rewards or {}).items():
+            array = np.asarray(values)
+            if array.shape != judged.shape or array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+                raise SourceError(
+                    f"{self._label}: rewards[{name!r}]: got {array.dtype}{list(array.shape)}, expected finite numbers "
+                    f"[{len(judged)}]"
+                )
+
+    def _numbers(self, completions: Completions) -> dict[str, Any]:
+        """Returns the metrics and timings as numbers of Python, which the metrics of a run are written as."""
+        numbers: dict[str, dict[str, float]] = {"metrics": {}, "timings": {}}
+        for kind, values in numbers.items():
+            for name, value in getattr(completions, kind).items():
+                if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number) or not np.isfinite(value):
+                    raise SourceError(f"{self._label}: {kind}[{name!r}]: got {value!r}, expected a finite number")
+                values[name] = float(value)
+        return numbers
+
+
+def _is_same(example: Any, expected: Example) -> bool:
+    """Whether two examples are of one problem; their records may be arrays, which no one comparison fits."""
+    if example is expected:
+        return True
+    names = ("prompt", "answer", "solution", "messages")
+    return isinstance(example, Example) and all(getattr(example, n) == getattr(expected, n) for n in names)
