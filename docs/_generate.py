@@ -19,7 +19,7 @@ import numpy as np
 import kljax
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
-from kljax.tools.parity.fields import FIELDS
+from kljax.tools.parity.dump import FIELDS
 from kljax.tools.systems.migration import OPTIONS
 from train.config import help as train_help
 from train.config.installation import RECIPES

@@ -1,7 +1,8 @@
 """A batch whose rows are spread over devices: its sums, its extremes, and all of its rows on each of them.
 
 In `shard_map` a function sees the rows of its own device; `axis_name` says over which mapped axes the others lie, in
-their order. None says that there are no others, and changes nothing. On a mesh with Explicit axes, the
+their order. None says that there are no others, and changes nothing; it is not refused for arrays that vary over mapped
+axes, as groups may lie on one device whole, and a caller may add the results. On a mesh with Explicit axes, the
 default of `jax.make_mesh`, `auto_sharded` lets the compiler spread the operations that JAX has no sharding rule for.
 """
 

@@ -2,7 +2,8 @@
 
 Every function selects with `where`, never by multiplying, so NaN or infinity at a masked position reaches neither a
 value nor a gradient. Arrays are `[..., T]`; masks are boolean (or 0/1 integers) of the same shape. In `shard_map`,
-where each device holds a part of a batch, `axis_name` makes a statistic that of the whole; `jit` needs no such help.
+where each device holds a part of a batch, `axis_name` makes a statistic that of the whole. Without it a statistic is
+that of the part, and nothing warns. `jit` needs no such help.
 """
 
 import jax.numpy as jnp

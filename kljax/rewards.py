@@ -54,6 +54,7 @@ def subtract_kl(
       rewards: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
         With `Segments` `[..., T]`, the reward of each token's sequence.
       kl: `[..., T]`, the KL at each token, in nats; a constant, whose producer stops its gradient.
+      mask: boolean or `Segments`.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
 
@@ -104,6 +105,7 @@ def kl_shaped_rewards(
         With `Segments` `[..., T]`, the reward of each token's sequence.
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       ref_log_probs: log-probs of the reference.
+      mask: boolean or `Segments`.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
       estimator: any name `estimate_kl` knows; the expected return under "k1" is the score minus `coef` times the

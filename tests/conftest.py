@@ -7,7 +7,7 @@ import re
 import hypothesis
 import pytest
 
-from tests import other_seeds, processes, xla
+from tests import other_seeds, processes, selection, xla
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # On an accelerator (`make test-accelerator`) the flags of the CPU's compiler would make slow programs.
@@ -35,6 +35,15 @@ hypothesis.settings.load_profile("kljax")
 other_seeds.install()
 
 
+class MarkTests:
+    """Marks tests before pytest selects them by their marks."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Adds the marks of the lists of tests."""
+        selection.add_marks(items)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the tests in another order under another seed; skips those of float16 where XLA compiles none."""
@@ -53,6 +62,7 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Adds what is to see the doctests of the sources as well: a conftest sees the tests of its folder alone."""
     config.pluginmanager.register(ForgetPrograms())
+    config.pluginmanager.register(MarkTests())
 
 
 class ForgetPrograms:

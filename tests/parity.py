@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
-from kljax.tools.parity.dump import write_dump
+from kljax.tools.parity.dump import FORMAT
+from kljax.tools.parity.report import ParityReport
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
 # `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.
@@ -49,6 +49,13 @@ def _arrays() -> Mapping[str, np.ndarray]:
 def dumps() -> tuple[dict[str, Any], ...]:
     """The recorded dumps."""
     return tuple(dump for file in FILES for dump in json.loads((DIRECTORY / f"{file}.json").read_text())["dumps"])
+
+
+def write_dump(path: pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Writes an uncompressed `.npz` dump; the version of the schema is added to the header."""
+    members: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
+    members["header"] = np.array(json.dumps({"kljax_parity": FORMAT, **header}))
+    np.savez(path, **members)
 
 
 def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") -> None:

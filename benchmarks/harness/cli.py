@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.harness.measure import load
 from benchmarks.harness.report import Report
-from kljax._files import check_output, write_output
 
 Option = tuple[str, dict[str, Any]]
 Fields = dict[str, Any]
@@ -45,6 +44,9 @@ def prepare_output(flag: str, path: pathlib.Path | None) -> None:
     """Makes the directory of a file to write; raises `OptionError` naming the flag if the file cannot be written."""
     if path is None:
         return
+    # Workers in environments without JAX import this module.
+    from kljax._files import check_output
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_output(path, option=f"argument {flag}")
@@ -88,6 +90,8 @@ def command(
         if done.checks:
             fields["targets"] = [check.as_json() for check in done.checks]
         print(done.text, end="")
+        from kljax._files import write_output
+
         for path, content in ((chosen.markdown, done.text), (chosen.json, json.dumps(fields, indent=1) + "\n")):
             if path is not None:
                 write_output(path, content)

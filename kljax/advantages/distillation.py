@@ -178,6 +178,7 @@ def iw_opd_advantages(
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       teacher_log_probs: log-probs of the teacher.
+      mask: boolean or `Segments`.
       gamma: how much more the first token weighs than one at the end, at least 0; 0 is `distillation_advantages`.
 
     Returns:
@@ -228,6 +229,7 @@ def topd_advantages(
     Args:
       log_probs: `[B, T]` log-probs of the policy that drew the tokens, in nats.
       teacher_log_probs: log-probs of the teacher.
+      mask: boolean or `Segments`.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.

@@ -34,6 +34,7 @@ def reinforce_plus_plus_returns(
 
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
+      mask: boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       masked_tokens: one of the three rules above.
 
@@ -99,6 +100,7 @@ def gae(
     Args:
       rewards: `[..., T]`, rewards per token; masked ones are ignored, but for "none".
       values: the value of the state before each token; masked ones are ignored, but for "none".
+      mask: boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
       masked_tokens: one of the three rules above; "skip" and "zero" are rules of `reinforce_plus_plus_returns`.

@@ -55,7 +55,7 @@ def otb_advantages(
       token_rewards: `[B, T]`, rewards per token; masked ones are ignored.
       old_log_probs: log-probs of the policy that is about to be trained, in nats; a constant.
       sum_squared_probs: `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
-      mask: of the latter, the "position" of a token counts from the start of its
+      mask: boolean or `Segments`; of the latter, the "position" of a token counts from the start of its
         segment.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. A row
         without a single token is a padding row too.

@@ -36,6 +36,7 @@ def clipped_tokens(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs at the start of the update.
       advantages: a token of advantage 0 is never clipped.
+      mask: boolean or `Segments`.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" have one of the two conditions only.
@@ -77,6 +78,7 @@ def clip_fraction(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs at the start of the update.
       advantages: a token of advantage 0 is never counted.
+      mask: boolean or `Segments`.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" count one of the two conditions only.
@@ -114,6 +116,7 @@ def dual_clip_fraction(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs at the start of the update.
       advantages: per token; only their sign is read.
+      mask: boolean or `Segments`.
       dual_clip: as in the loss, above 1.
       level: whose ratio: "token", "geometric" or "sequence".
 
@@ -149,6 +152,7 @@ def ratio_fraction(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       sampling_log_probs: log-probs of the denominator policy, usually the one that drew the tokens.
+      mask: boolean or `Segments`.
       lower: lowest ratio inside, inclusive; None has no lower bound.
       upper: highest ratio inside, inclusive; None has no upper bound.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).

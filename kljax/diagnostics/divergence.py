@@ -33,6 +33,7 @@ def ppo_kl(
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs at the start of the update.
+      mask: boolean or `Segments`.
       estimator: as in `estimate_kl`; "k1" unless one wants less variance ("k3") or what a system has ("abs", "k2").
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. verl uses 20.
       mode: as in `mean_metric`.
@@ -65,6 +66,7 @@ def reference_kl(
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       ref_log_probs: log-probs of the reference.
+      mask: boolean or `Segments`.
       estimator: as in `estimate_kl`; "k1" and "k3" have the KL as their expectation, and "k3" varies less.
       mode: as in `mean_metric`; "seq_mean_token_sum" with "k1" estimates the KL of whole sequences.
 
@@ -98,6 +100,7 @@ def rollout_kl(
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: log-probs recorded by the sampler.
+      mask: boolean or `Segments`.
       estimator: as in `estimate_kl`.
       mode: as in `mean_metric`.
 
@@ -127,6 +130,7 @@ def log_prob_abs_diff(
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
+      mask: boolean or `Segments`.
       mode: as in `mean_metric`.
 
     Returns:
@@ -157,6 +161,7 @@ def log_prob_squared_diff(
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
+      mask: boolean or `Segments`.
       mode: as in `mean_metric`.
 
     Returns:
@@ -188,6 +193,7 @@ def chi_squared(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens.
+      mask: boolean or `Segments`.
       level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
         float32 from a log-ratio of 44; verl uses 20.
@@ -226,6 +232,7 @@ def kl_by_position(
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. For the mismatch of a sampler that
         is the rollout policy.
       ref_log_probs: log-probs of the other policy.
+      mask: boolean or `Segments`.
       num_buckets: static number `K` of ranges, see `mean_by_position`.
       max_length: the length that the ranges divide, in tokens; None is T.
       estimator: as in `estimate_kl`.

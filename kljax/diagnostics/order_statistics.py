@@ -88,6 +88,7 @@ def log_prob_diff_extremes(
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: log-probs recorded by the sampler, or of any other policy.
+      mask: boolean or `Segments`.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
       axis_name: mapped axes, as of `shard_map`, over whose parts the extremes are taken as well.
@@ -126,6 +127,7 @@ def ratio_quantiles(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: log-probs of the denominator policy.
+      mask: boolean or `Segments`.
       quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their ratios are gathered.

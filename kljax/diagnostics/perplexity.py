@@ -19,7 +19,7 @@ def perplexity(
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: `n_i` is the number of unmasked tokens of row `i`.
+      mask: boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token.
@@ -43,7 +43,7 @@ def log_perplexity(
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: `n_i` is the number of unmasked tokens of row `i`.
+      mask: boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token, in nats.
@@ -73,6 +73,7 @@ def log_perplexity_diff(
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: log-probs recorded by the sampler.
+      mask: boolean or `Segments`.
       absolute: takes the absolute difference of each row, so that opposite signs do not cancel.
 
     Returns:
@@ -104,6 +105,7 @@ def perplexity_ratio(
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: log-probs recorded by the sampler.
+      mask: boolean or `Segments`.
 
     Returns:
       `WeightedSum` per row that has a token; 1 where the two agree.

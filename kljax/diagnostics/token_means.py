@@ -33,6 +33,7 @@ def mean_metric(
 
     Args:
       values: `[..., T]`, any float type or booleans.
+      mask: boolean or `Segments`.
       mode: one of the four names above; the systems disagree about which one a metric called "kl" is.
 
     Returns:
@@ -107,6 +108,7 @@ def mean_by_position(
 
     Args:
       values: `[..., T]`, any float type.
+      mask: boolean or `Segments`.
       num_buckets: static number `K` of ranges, each of `max_length / K` positions.
       max_length: the length that the ranges divide, in tokens; None is T. Parts of a batch that are padded to
         different lengths need one common number. Later positions belong to the last range.

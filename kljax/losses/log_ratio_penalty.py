@@ -99,6 +99,7 @@ def rec_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy that drew the tokens; a constant.
       advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: boolean or `Segments`.
       clip_mode: one of the five names above.
       weight: one of the four names above.
       regularizer: "none", "k2" or "forward_kl".

@@ -39,6 +39,7 @@ def ppo_clip_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy at the start of the update; a constant.
       advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: boolean or `Segments`.
       clip_low: how far below 1 the ratio may fall and still be rewarded, at least 0.
       clip_high: how far above 1 it may rise; larger than `clip_low` in DAPO ("clip-higher").
       dual_clip: the bound `c` on the ratio of a negative advantage, above 1; None has no bound. verl uses 3.
@@ -100,7 +101,7 @@ def gspo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy at the start of the update; a constant.
       advantages: a constant, usually equal over a row (`broadcast_to_tokens`).
-      mask: `n` is the number of unmasked tokens of the row.
+      mask: boolean or `Segments`; `n` is the number of unmasked tokens of the row.
       clip_low: how far below 1 the ratio may fall; of the order of 1e-4, since `s` is a mean over the row.
       clip_high: how far above 1 it may rise.
       gradient: "token" (GSPO-token, as verl, SkyRL and Trinity) has the value `s` and the gradient of the token's own
@@ -171,6 +172,7 @@ def cispo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy that drew the tokens or started the update; a constant.
       advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: boolean or `Segments`.
       clip_low: the lower bound of the weight is `1 - clip_low`; 1 is none.
       clip_high: the upper bound of the weight is `1 + clip_high`, at least 0.
       mask_low: tokens of `A < 0` with `r < 1 - mask_low` are left out; None leaves none out. With `mask_high` the clip

@@ -282,6 +282,7 @@ def dpo_loss(
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained on the preferred sequences, in nats.
       ref_log_probs: log-probs of the reference; a constant.
+      mask: boolean or `Segments`.
       rejected_log_probs: `[..., T]` log-probs of the policy on the rejected sequences, a row for each preferred one;
         they may have another length.
       rejected_ref_log_probs: log-probs of the reference; a constant.

@@ -54,6 +54,7 @@ def sapo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy at the start of the update; a constant.
       advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: boolean or `Segments`.
       tau_positive: steepness of the gate for positive advantages, above 0.
       tau_negative: the same for the others; a little larger in the paper.
       through: what is differentiated: the gate ("ratio", as in the paper, verl, SkyRL and TRL), or "log_prob" of
@@ -116,6 +117,7 @@ def gmpo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy at the start of the update; a constant.
       advantages: a constant, equal over a row (`broadcast_to_tokens`).
+      mask: boolean or `Segments`.
       clip_low: how far `d` may fall below 0, in nats, at least 0.
       clip_high: how far it may rise above 0, in nats, at least 0.
 
@@ -171,6 +173,7 @@ def vespo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: log-probs of the policy at the start of the update; a constant.
       advantages: a constant. Advantages per row go through `broadcast_to_tokens` first.
+      mask: boolean or `Segments`.
       k_positive: the power `k` where `A >= 0`, above 0.
       lambda_positive: the rate `lambda` where `A >= 0`, above 0.
       k_negative: the power where `A < 0`.

@@ -42,6 +42,7 @@ def a2po_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       ref_log_probs: log-probs of the reference; a constant.
       advantages: a constant, equal over a row (`broadcast_to_tokens`).
+      mask: boolean or `Segments`.
       coef: strength of the KL penalty, above 0, in the unit of the rewards; the papers' second beta.
 
     Returns:
@@ -96,7 +97,7 @@ def gvpo_loss(
       old_log_probs: log-probs of the policy that the KL is to, usually the one that drew the tokens; a
         constant.
       advantages: a constant, equal over a row (`broadcast_to_tokens`).
-      mask: a row without a token belongs to no group.
+      mask: boolean or `Segments`; a row without a token belongs to no group.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.
@@ -162,7 +163,7 @@ def flowrl_loss(
       old_log_probs: log-probs of the policy that drew the tokens; a constant.
       ref_log_probs: log-probs of the reference; a constant.
       advantages: a constant, equal over a row: rewards normalised in their group, `grpo_advantages`.
-      mask: a row without a token belongs to no group.
+      mask: boolean or `Segments`; a row without a token belongs to no group.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. With
         `Segments` `[B, T]`, the prompt of each token's sequence.
       num_groups: static number of groups, unless they are `Groups`.

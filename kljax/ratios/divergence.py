@@ -52,6 +52,7 @@ def kl_rejection_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens.
+      mask: boolean or `Segments`.
       estimator: "k1", "k2" or "k3".
       reduction: "token" keeps or rejects each token; "sum", "mean" and "max" over the row do so with whole rows.
       lower: lowest value kept, inclusive, in nats; None has no lower bound. Negative values have a use with "k1" only.
@@ -113,6 +114,7 @@ def divergence_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens.
+      mask: boolean or `Segments`.
       divergence: "tv" or "kl".
       level: "token", or "sequence" for the mean over the unmasked tokens of the row.
       max_divergence: highest divergence kept, inclusive: a probability for "tv", nats for "kl".
@@ -162,6 +164,7 @@ def off_policy_sequence_mask(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens, or of the start of the update.
       advantages: per token; only their sign is read.
+      mask: boolean or `Segments`.
       max_kl: highest mean tolerated, inclusive, in nats. slime uses 1e-4, Trinity-RFT 0.1.
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. Trinity-RFT uses 20.
 

@@ -109,6 +109,7 @@ def sequence_ratios(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: log-probs of the denominator policy.
+      mask: boolean or `Segments`.
       log_ratio_clip: bound of the sum `sum_t m_t d_t`, in nats; None does not clip.
 
     Returns:
@@ -141,7 +142,7 @@ def geometric_ratios(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: log-probs of the denominator policy.
-      mask: `n` is the number of unmasked tokens of the row.
+      mask: boolean or `Segments`; `n` is the number of unmasked tokens of the row.
       log_ratio_clip: bound of the mean `sum_t m_t d_t / n`, in nats; None does not clip.
 
     Returns:

@@ -31,6 +31,7 @@ def rejection_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens.
+      mask: boolean or `Segments`.
       level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
       lower: lowest ratio kept, inclusive; None has no lower bound.
       upper: highest ratio kept, inclusive; None has no upper bound.
@@ -66,6 +67,7 @@ def veto_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: log-probs of the policy that drew the tokens.
+      mask: boolean or `Segments`.
       min_ratio: lowest token ratio tolerated, inclusive; None tolerates any.
       max_ratio: highest token ratio tolerated, inclusive; None tolerates any.
 

@@ -54,6 +54,7 @@ def importance_weights(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: log-probs of the policy that drew the tokens (usually the rollout engine).
+      mask: boolean or `Segments`.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       mode: "truncate", "mask" or "clip".
       lower: lowest ratio, inclusive; for "mask" and "clip". None has no lower bound.
@@ -122,6 +123,7 @@ def truncated_importance_weights(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: log-probs of the policy that drew the tokens (usually the rollout engine).
+      mask: boolean or `Segments`.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       max_weight: the cap; None does not truncate.
 

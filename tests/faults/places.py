@@ -136,6 +136,12 @@ def read_only_disk(place: Path) -> str:
         return "refused" if done.code == 2 and "output: " in done.text and "read-only" in done.text else "silent"
 
 
+def start_without_files(place: Path) -> str:
+    """Starts a run on a file system that has no more files."""
+    with small_disk(place, "1m", files=1) as disk:
+        return refused(run_command(main, *runs.RECIPE, f"output={disk}/runs"), "error: output: ", FULL)
+
+
 def read_only_output(place: Path, name: str) -> str:
     """Runs a command whose output is on a read-only file system: one line that names the option."""
     main, option, *arguments = OUTPUTS[name]
@@ -145,6 +151,16 @@ def read_only_output(place: Path, name: str) -> str:
             arguments = [argument.replace(word, str(path)) for argument in arguments]
         done = run_command(main, *arguments)
         return refused(done, f"error: {option}: cannot write", str(disk))
+
+
+def output_without_files(place: Path, name: str) -> str:
+    """Runs a command whose output is on a file system that has no more files: one line that names the option."""
+    main, option, *arguments = OUTPUTS[name]
+    with small_disk(place, "1m", files=1) as disk:
+        for word, path in {"RUN": runs.finished_run().root, "DISK": disk, "PLACE": place}.items():
+            arguments = [argument.replace(word, str(path)) for argument in arguments]
+        done = run_command(main, *arguments)
+        return refused(done, f"error: {option}: cannot write", FULL)
 
 
 OUTPUTS: dict[str, tuple[Any, ...]] = {
@@ -182,6 +198,8 @@ def _faults() -> Iterator[Fault]:
         for name in OUTPUTS:
             run = functools.partial(read_only_output, name=name)
             yield Fault("places to write", f"{name} on a read-only file system", run)
+            run = functools.partial(output_without_files, name=name)
+            yield Fault("places to write", f"{name} on a file system without more files", run)
     for limit in LIMITS:
         run = functools.partial(file_too_large, limit=limit)
         yield Fault("disk full / file-size limit", f"files of at most {limit} bytes", run)

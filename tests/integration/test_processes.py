@@ -112,7 +112,7 @@ def test_error_of_one_process_ends_both_and_saves(env, tmp_path):
     task = (
         f"rollout.source={{type: file, path: {recorded}}}",
         *("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one"),
-        *("data.max_prompt_length=7", "data.max_completion_length=3", "rollout.slots=null"),
+        *("data.max_prompt_length=7", "data.max_completion_length=3", "rollout.slots=null", "rewards.workers=0"),
     )
     ended = train(env, *task, *LEAST, "steps=9", f"output={tmp_path}", mesh="{data: 2}")
     for code, _, err in ended:
@@ -140,7 +140,9 @@ def test_data_missing_in_one_process_end_both(env, tmp_path):
         "def numbers():\n"
         "    if jax.process_index() == 1:\n"
         "        raise UserError('no disk here')\n"
-        "    return Task('numbers', [Example('1', '1', '1')] * 8, [Example('1', '1', '1')], None)\n"
+        "    return Task('numbers', [Example('1', '1', '1')] * 8, [Example('1', '1', '1')], score)\n"
+        "def score(example, completion, finished):\n"
+        "    return {'reward': 1.0}\n"
     )
     task = (f"task={tmp_path}/problems.py:numbers", "data.max_prompt_length=7", "data.max_completion_length=3")
     for code, _, err in train(env, *task, *LEAST, f"output={tmp_path}/runs", mesh="{data: 2}"):

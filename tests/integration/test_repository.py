@@ -1,7 +1,6 @@
 """Files at the root that other programs read: CI, hooks, templates and the citation agree with the project."""
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import yaml
 
 import kljax
+from tests import selection
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -22,7 +22,7 @@ FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") 
 def make_targets(script: str) -> set[str]:
     """Returns the targets that the commands of a script call."""
     lines = re.findall(r"(?:^|\$\(|[;{)]) *make ([^\n;)]*)", script, re.M)
-    return {word for line in lines for word in shlex.split(line) if re.fullmatch("[a-z][a-z-]*", word)}
+    return {word for line in lines for word in line.split() if re.fullmatch("[a-z][a-z-]*", word)}
 
 
 def test_ci_script_calls_existing_targets():
@@ -53,6 +53,17 @@ def test_workflow_has_both_pythons(workflow):
     (job,) = yaml.safe_load((WORKFLOWS / f"{workflow}.yml").read_text())["jobs"].values()
     (setup,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
     assert setup["python-version"].split() == ["3.12", "3.11"]
+
+
+@pytest.mark.parametrize("mark", selection.MARKS)
+def test_tests_that_make_test_leaves_out_exist(mark):
+    names = selection.read_names(mark)
+    assert len(set(names)) == len(names)
+    for name in names:
+        file, _, test = name.partition("[")[0].partition("::")
+        assert (ROOT / file).exists(), name
+        # A doctest has the name of what it documents.
+        assert file.startswith("kljax/") or not test or f"def {test}(" in (ROOT / file).read_text(), name
 
 
 def test_hooks_use_the_locked_environment():

@@ -349,8 +349,6 @@ ON_EVERY_JAX = (
 # What vmap does to a function, scan and remat hardly do worse; rows and columns are split together in any case. Only
 # checks ask whether values are known, so that jit leaves the operations of a call as they are.
 THOROUGH = ("scan", "remat", "rows", "columns", "jit of every call", "eager gradients")
-# What the tests of a change run: a function eagerly and jitted, with its gradients, and its sums over devices.
-QUICK = ("jit", "eager gradients of the first call", "shard_map", "lowered on one device")
 # Values in these are compared for one function of each kind of program: the operations of the library in them are those
 # of a trace, which every function has. Those of an eager gradient are traced, as those of a jitted one are.
 SUMS, LOOPS, GROUPS = "masked_whiten", "gae", "grpo_advantages"
@@ -402,7 +400,9 @@ def marks_of(name: str, transformation: str) -> list[pytest.MarkDecorator]:
     rare = [] if transformation in ON_EVERY_JAX else [pytest.mark.one_jax]
     if is_thorough(name, transformation):
         return [*rare, pytest.mark.thorough]
-    return rare if transformation in QUICK else [*rare, pytest.mark.more]
+    # What the tests of a change run: a function eagerly and jitted, and one of each kind with its sums over devices.
+    quick = transformation == "jit" or (transformation == "shard_map" and name in EACH_KIND)
+    return rare if quick else [*rare, pytest.mark.more]
 
 
 CASES = [both for both in itertools.product(callable_functions(), TRANSFORMATIONS) if applies(*both)]

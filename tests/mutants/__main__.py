@@ -1,10 +1,11 @@
 """Plants each fault of `mutants.json` in a copy of the checkout, and runs the tests until one fails.
 
-    python -m tests.mutants [--only NUMBER ...] [--results FILE]
+    python -m tests.mutants [--only NUMBER ...] [--results FILE] [--rows]
 
 The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it; then all
-of `make test`, then what `make test-all` has besides. With `--results` a file of earlier results is continued. A fault
-that the tests of `make test` overlook, but not those of `make test-all`, stands for a statement that has lost its test.
+of `make test`, then what `make test-all` has besides. With `--results` a file of earlier results is continued; with
+`--rows` the tests of the row are all, and what they overlook is left for a call without it. A fault that the tests of
+`make test` overlook, but not those of `make test-all`, stands for a statement that has lost its test.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def first_failure(root: Path, marks: str, paths: list[str]) -> str:
     return found[1] if found else done.stdout[-300:]
 
 
-def plant(root: Path, mutant: dict[str, str]) -> dict[str, Any]:
-    """Plants one fault, says what noticed it, and takes it away."""
+def plant(root: Path, mutant: dict[str, str], *, only_row: bool) -> dict[str, Any] | None:
+    """Plants one fault, says what noticed it, and takes it away; None where only its row was tried in vain."""
     file = root / mutant["file"]
     text = file.read_text()
     if text.count(mutant["old"]) != 1:
@@ -60,11 +61,11 @@ def plant(root: Path, mutant: dict[str, str]) -> dict[str, Any]:
             ("test", QUICK, []),
             ("test-all", MORE, row),
             ("test-all", MORE, []),
-        ):
+        )[: 1 if only_row else None]:
             failed = first_failure(root, marks, paths)
             if failed:
                 return {"noticed by": name, "first failure": failed}
-        return {"noticed by": "none"}
+        return None if only_row else {"noticed by": "none"}
     finally:
         file.write_text(text)
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of faults, from 0")
     parser.add_argument("--results", type=Path, help="JSON file of results, continued if it is there")
+    parser.add_argument("--rows", action="store_true", help="run the tests in the row of the module alone")
     given = parser.parse_args()
     results = json.loads(given.results.read_text()) if given.results and given.results.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
@@ -85,8 +87,10 @@ def main() -> None:
         for number in given.only or range(len(MUTANTS)):
             mutant = MUTANTS[number]
             if mutant["what"] not in results:
-                results[mutant["what"]] = plant(root, mutant)
-                print(f"{number:3d} {mutant['file']}: {mutant['what']}: {results[mutant['what']]}", flush=True)
+                result = plant(root, mutant, only_row=given.rows)
+                print(f"{number:3d} {mutant['file']}: {mutant['what']}: {result}", flush=True)
+                if result:
+                    results[mutant["what"]] = result
                 if given.results:
                     given.results.write_text(json.dumps(results, indent=1) + "\n")
     for name in ("test", "test-all", "none"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
+from kljax.tools.parity.report import ParityReport
 
 # By mistake: its cause; else the field whose invariant is broken, or the first one of unknown cause. Nothing shows what
 # stands behind the loss.

@@ -1,7 +1,9 @@
 """Prompts, tasks, the lengths of prompts and completions, and the weights of rewards."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from train.config.types import (
     RECORDING,
@@ -18,14 +20,18 @@ from train.config.types import (
     Operations,
     PathText,
     Positive,
+    RewardName,
     Seconds,
     Section,
     Table,
     TemplateArguments,
     Text,
     Weights,
+    expanded_path,
 )
 
+HUB = "datasets:"
+"""Start of the name of a dataset that the library `datasets` loads, in place of a path."""
 GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
 # In bytes, the tokens of the byte-level tokenizer; other tokenizers need about a third.
 LENGTHS = {
@@ -57,6 +63,15 @@ def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
     return LENGTHS[task] if isinstance(task, str) and task in LENGTHS else arithmetic_lengths(data)
 
 
+def _expanded_dataset(text: str, info: ValidationInfo) -> str:
+    return text if text.startswith(HUB) else expanded_path(text, info)
+
+
+DatasetName = Annotated[
+    str, Field(min_length=1), AfterValidator(_expanded_dataset), "a path of the file system, or datasets:NAME"
+]
+
+
 class Data(Section):
     arguments: Arguments = Table()
     """module:function: keyword arguments of the function that `task` names."""
@@ -64,9 +79,9 @@ class Data(Section):
     """Your tokenizer: `module:function` or `path/to/file.py:function`; null: that of model.path, or bytes."""
     tokenizer_arguments: Arguments = Table()
     """Keyword arguments of data.tokenizer."""
-    train: PathText | None = None
+    train: DatasetName | None = None
     """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT; recorded completions need none."""
-    eval: PathText | None = None
+    eval: DatasetName | None = None
     """gsm8k, math, jsonl: held-out set, in the same form; needed for evaluations."""
     max_prompt_length: Length = 7
     """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
@@ -88,7 +103,7 @@ class Data(Section):
     """jsonl: field of the answer, which is optional."""
     solution_field: Text = "solution"
     """jsonl: field of the solution that the warm start trains on, optional without a warm start."""
-    reward: PathText | None = None
+    reward: RewardName | None = None
     """jsonl: the reward function, as module:function or path/to/file.py:function."""
     problems: Count = 10_000
     """countdown: number of training problems."""

@@ -65,5 +65,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in fields if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} is there twice")
+        raise ValueError(f"duplicate key {repeated!r}")
     return fields

@@ -1,6 +1,7 @@
 """From a YAML file and `key=value` overrides to a checked Config, or to the list of all that is wrong."""
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,11 @@ def _value(config: Config, path: str) -> Any:
 def dump_yaml(config: Config) -> str:
     """Every field of a config as YAML that loads back as an equal config."""
     return format_yaml(config.model_dump(mode="json"))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Puts the working directory before the relative paths of a config, as code of the user may leave it later."""
+    return Config.model_validate(config.model_dump(mode="json"), context={"start": os.getcwd()})
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:

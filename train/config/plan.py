@@ -337,7 +337,7 @@ def _plan(config: Config) -> Plan:
 
 
 def _rows_return_alike(config: Config) -> bool:
-    """Whether rows come back in every epoch, and a constant reference would score them as before, bit by bit.
+    """Whether every epoch repeats the same rows, so that cached reference log-probs stay valid.
 
     The places of a row in packed rows depend on the other rows of its batch, and so does the rounding.
     """

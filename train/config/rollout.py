@@ -124,7 +124,7 @@ class RolloutSection(Section):
     in_place: bool = False
     """Sample with the weights as the update lays them out, and copy none."""
     dtype: DType | None = None
-    """Dtype of the sampler's computation and of its weights, rounded if narrower; null: the values of the update."""
+    """Dtype in which sampling computes, and of its weights, also those sent to a server; null: that of the update."""
     record_log_probs: bool = True
     """Record the sampler's log-probs (rollout_log_probs)."""
     record_kept_tokens: bool = False

@@ -147,7 +147,7 @@ class Eval(Section):
     prompts: CountOrZero = 256
     """Largest number of held-out prompts in an evaluation; 0, as `eval: null`: no evaluation."""
     batch_size: Count = 128
-    """Rows sampled at once."""
+    """Rows sampled at once; completions are the same for any number, apart from rounding."""
     greedy: bool = True
     """Also take the most probable tokens, for `accuracy_greedy`: each prompt is then completed twice."""
 

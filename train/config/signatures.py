@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import types
@@ -88,7 +89,6 @@ class Module:
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
-@cache
 def read_signature(target: str) -> Signature:
     """Reads the signature of `module:function` or `path/to/file.py:function`; names are followed through imports.
 
@@ -96,6 +96,12 @@ def read_signature(target: str) -> Signature:
       LookupError: there is no such module or function, with the reason.
     """
     source, _, name = target.rpartition(":")
+    # Another working directory has other files.
+    return _read_signature(target, os.path.abspath(source) if source.endswith(".py") else source, name)
+
+
+@cache
+def _read_signature(target: str, source: str, name: str) -> Signature:
     module, node = _find(_module(source), name)
     if not isinstance(node, ast.FunctionDef):
         raise LookupError(f"{source} has no function {name!r} that is defined by `def`")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from train.config.float32 import FLOAT32_TINY, fits_float32
 from train.config.signatures import read_choices
@@ -42,21 +42,32 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def _expanded_path(text: str) -> str:
+def expanded_path(text: str, info: ValidationInfo) -> str:
+    """Puts the home directory in place of `~`, and the `start` of the context, if there is one, before other paths.
+
+    Raises:
+      ValueError: the text is an address, or a name in it is too long.
+    """
     if ADDRESS.match(text):
         raise ValueError("an address: mount the bucket, and name a folder of the mount")
     path = os.path.expanduser(text)
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     if longest > LONGEST_NAME:
         raise ValueError(f"a name of {longest} bytes, more than {LONGEST_NAME}")
-    return path
+    return os.path.join(info.context["start"], path) if info.context else path
+
+
+def _expanded_function(text: str, info: ValidationInfo) -> str:
+    """Does the same to the file of a function; `module:function` and the name of a task stay."""
+    source, colon, name = text.rpartition(":")
+    return f"{expanded_path(source, info)}{colon}{name}" if source.endswith(".py") else text
 
 
 # A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it. A tuple
 # has the names to suggest.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
-# Sizes that memory bounds: larger ones are slips of the pen, and would end in the allocator.
+# Sizes that memory bounds: larger values are typos that would run out of memory.
 Size = Annotated[int, Field(ge=1, le=10**6)]
 EvenSize = Annotated[int, Field(ge=2, le=10**6, multiple_of=2)]
 Length = Annotated[int, Field(ge=1, le=10**7)]
@@ -79,7 +90,7 @@ Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_expanded_path), "a path of the file system"]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded_path), "a path of the file system"]
 CommitHash = Annotated[
     str,
     Field(pattern=r"^[0-9a-f]{40}$"),
@@ -91,9 +102,16 @@ RunName = Annotated[
     "text of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 ]
 _FUNCTION = r"[^:]+:\w+"
-FunctionName = Annotated[str, Field(pattern=f"^{_FUNCTION}$"), "text of the form module:function"]
+_FORM = "text of the form module:function"
+FunctionName = Annotated[str, Field(pattern=f"^{_FUNCTION}$"), AfterValidator(_expanded_function), _FORM]
+# Its form is checked with the task.
+RewardName = Annotated[str, Field(min_length=1), AfterValidator(_expanded_function), _FORM]
 TaskName = Annotated[
-    str, Field(pattern=f"^({'|'.join(TASKS)}|{_FUNCTION})$"), f"one of {', '.join(TASKS)}, or module:function", TASKS
+    str,
+    Field(pattern=f"^({'|'.join(TASKS)}|{_FUNCTION})$"),
+    AfterValidator(_expanded_function),
+    f"one of {', '.join(TASKS)}, or module:function",
+    TASKS,
 ]
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],

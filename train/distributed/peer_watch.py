@@ -1,4 +1,4 @@
-"""The watch over the other processes: a lost one is named by all that are left, which end with exit code 75.
+"""Detects lost processes. Every survivor names the lost one and exits with code 75.
 
 Each process writes its step and phase to the coordination service of JAX every second, and reads the others'.
 JAX decides that a process is gone: by the heartbeats of a thread in C++, which goes on while Python is busy, by the

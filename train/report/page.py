@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 import kljax
-from kljax.tools.parity.report import as_json, as_text
-from kljax.tools.parity.search import ParityReport
+from kljax.tools.parity.report import ParityReport, as_json, as_text
 from train.report.quantities import QUANTITIES, Quantity, color_limit, histogram, histogram_limit, quantity_of
 from train.report.rollouts import RecordedRollout, columns_of
 from train.report.runs import ShownRun, config_difference
 from train.run.glossary import group_of, metric_of
 
-BUNDLE = Path(__file__).with_name("page")
-"""The built script and style; `npm run build` in `web/` makes them."""
+PARTS = Path(__file__).with_name("page")
+SCRIPTS = ("elements", "data", "chart", "curves", "table", "tokens", "rollouts", "histograms", "compare", "main")
+"""The files of `page/` that are joined into one script: they see each other's functions, and are run in this order."""
 EXCERPT = 200
 """Characters of a text in the table."""
 
@@ -118,12 +118,12 @@ def render(title: str, runs: Sequence[ShownRun], dumps: Sequence[ShownDump] = ()
     }
     parts = {
         "TITLE": html.escape(title),
-        "STYLE": (BUNDLE / "page.css").read_text(encoding="utf-8"),
+        "STYLE": (PARTS / "page.css").read_text(encoding="utf-8"),
         "DATA": _script_json(data),
-        "SCRIPT": (BUNDLE / "page.js").read_text(encoding="utf-8"),
+        "SCRIPT": "\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         "BLOCKS": "\n".join(_block(index, rollout) for index, (_, rollout) in enumerate(numbers.rollouts)),
     }
-    template = (BUNDLE / "page.html").read_text(encoding="utf-8")
+    template = (PARTS / "page.html").read_text(encoding="utf-8")
     return re.sub("<!--([A-Z]+)-->", lambda match: parts[match[1]], template)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from train.config.errors import UserError
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
+from train.rollouts.recording_format import check_table
 
 IDS = ("prompt_ids", "completion_ids", "token_texts")
 PRIME_RL_SCHEMA = 1
@@ -77,7 +78,9 @@ def read_parquet(directory: Path, limit: int) -> RolloutSample:
     def read(path: Path) -> list[RecordedRollout]:
         try:
             _check_regular(path)
-            return list(_from_table(parquet.ParquetFile(path, page_checksum_verification=True).read()))
+            file = parquet.ParquetFile(path, page_checksum_verification=True)
+            check_table(file.schema_arrow.metadata)
+            return list(_from_table(file.read()))
         except KeyError as error:
             raise _Damaged(f"it has no column {error}") from error
         except (ArrowException, OSError, TypeError, ValueError, AttributeError, IndexError) as error:

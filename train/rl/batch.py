@@ -19,7 +19,7 @@ Metadata = Mapping[str, Any]
 PER_ROW = {"axes": "row"}
 """Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
 GROUP = {**PER_ROW, "padding": -1}
-"""Metadata of `group_ids`: an added row belongs to no prompt, so it enters no statistic of one."""
+"""Metadata of `group_ids`: padding rows have group -1 and are left out of group statistics."""
 
 
 @jax.tree_util.register_dataclass

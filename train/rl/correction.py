@@ -116,7 +116,7 @@ def _step(field: str, signature: Signature, entry: Correction, batch: Batch) -> 
 
 
 def _within_bounds(entries: Iterable[Entry], batch: Batch) -> Array:
-    """Returns where [B, T] no weight is at a bound: the ratio that it comes from lies within them."""
+    """Returns where [B, T] every ratio lies within the bounds of its weight."""
     inside = jnp.ones_like(batch.completion_mask)
     for level, low, high in _weight_bounds(entries):
         ratios = kljax.importance_weights(*_policies(batch), level=level)

@@ -63,7 +63,7 @@ def host_memory(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Tells whether programs of a device read and write memory of the host; not for GPUs that are not here."""
+    """Tells whether programs of a device use memory of the host; False for a GPU that is only compiled for."""
     try:
         return HOST in {memory.kind for memory in device.addressable_memories()}
     except jax.errors.JaxRuntimeError:

@@ -1,7 +1,7 @@
 """The names of metrics that several modules read; no JAX, for reports and plots."""
 
 KL_ESTIMATE = "kl_reference"
-"""The mean of k3 over the sampled tokens. It jumps at a token that the policy has nearly dropped."""
+"""The mean of k3 over the sampled tokens. It jumps at a token whose probability under the policy is near 0."""
 KL_EXACT = "kl_reference_exact"
 """The mean over the prefixes of the KL over the whole vocabulary."""
 KL_METRICS = (KL_ESTIMATE, KL_EXACT)

@@ -40,7 +40,7 @@ Metrics = dict[str, Metric]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LargestToken:
-    """The token with the largest value, whatever the split of the batch; of equal ones the first by row and column.
+    """The token with the largest value, whatever the split of the batch; ties go to the first by row and column.
 
     Attributes:
       largest: its value, a scalar; negative infinity if there was no token. NaN counts as infinite.
@@ -176,8 +176,8 @@ class Limit(NamedTuple):
     tokens: tuple[str, ...] = ()
     least: bool = False
 
-    def is_left_by(self, value: Any) -> Any:
-        """Tells whether a number, or an array, is beyond the limit; one that is no number is not."""
+    def is_exceeded_by(self, value: Any) -> Any:
+        """Tells whether a number, or each number of an array, is beyond the limit; NaN is not."""
         return value < self.number if self.least else value > self.number
 
 
@@ -196,6 +196,9 @@ def limits(guard: Guard) -> Iterator[Limit]:
 def is_beyond(guard: Guard, metrics: Mapping[str, Any]) -> jax.Array:
     """Tells, in a compiled program, whether the metrics of a whole update are beyond a limit."""
     left = [
-        limit.is_left_by(metrics[name].value()) for limit in limits(guard) for name in limit.metrics if name in metrics
+        limit.is_exceeded_by(metrics[name].value())
+        for limit in limits(guard)
+        for name in limit.metrics
+        if name in metrics
     ]
     return jnp.stack(left).any() if left else jnp.zeros((), bool)

@@ -132,7 +132,7 @@ def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) 
 
 
 def _compile_draw(init: Callable[[jax.Array], Tree], abstract: Tree) -> Callable[[jax.Array], Tree]:
-    """Compiles a draw on the devices that hold the values, which do not depend on them (partitionable threefry)."""
+    """Compiles a draw on the devices that will hold it; the values are equal on any (partitionable threefry)."""
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
 
 
@@ -278,7 +278,7 @@ def head(model: Decoder, params: Tree) -> jax.Array:
 
 
 def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype], jax.Array]:
-    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the cap of the model.
+    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the final soft-capping of logits.
 
     A large tied head is read as it is stored. A small one on a CPU is transposed once, outside the loop of decode
     steps. The choice depends on shapes alone, so that a resumed run rounds as before on every machine.
@@ -423,7 +423,7 @@ def fused_loss(
 
     Args:
       scored: the policy.
-      sequences: the rows, and the tokens of them that the loss is the sum of.
+      sequences: the rows; the loss is a sum over their scored tokens.
       token_loss: as in `kljax.token_loss_from_hidden`.
       per_token: its inputs, arrays [B, T] and scalars.
       temperature: the sampling temperature.

@@ -206,7 +206,7 @@ def router_choices(section: Routing, routed: Routed | None, sequences: Sequences
 
 
 def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
-    """Makes `(changes, choices) -> changes`: what an update adds to the trainable weights, once the routers are right.
+    """Makes `(changes, choices) -> changes`: corrects what an update adds to the routers.
 
     A frozen router does not change. A bias of the choice, which has no gradient and no weight decay, moves by
     `rate * sign(mean load - load)`: the load of an expert is the number of tokens of the update for which the router
@@ -230,7 +230,7 @@ def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
 
 
 def _with_leaf(tree: Tree, path: tuple[str, ...], leaf: jax.Array) -> Tree:
-    """Replaces a leaf, in its dtype."""
+    """Replaces a leaf by a value, cast to the dtype of the leaf."""
     if not path:
         return leaf.astype(tree.dtype)
     return {**tree, path[0]: _with_leaf(tree[path[0]], path[1:], leaf)}

@@ -96,7 +96,8 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
 
     Without a reference it scores the policy alone: `make_reference_score` does the rest.
 
-    With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
+    With `rows` and `packed` of a `Packing`, the layers run through packed rows. One program is compiled for each number
+    of packed rows.
     """
     stats_of = _make_stats(plan)
     layout = plan.layout
@@ -233,7 +234,7 @@ def make_update(
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
     micro-batches only add. The state is donated and keeps its shardings. With the `rows` and `packed` of a `Packing`,
-    the layers run through packed rows; each of their numbers is a program.
+    the layers run through packed rows. One program is compiled for each number of packed rows.
 
     An update whose loss or gradient is not finite is skipped: weights and optimizer stay as they are. The metric
     `skipped_updates` and the guard's part of the state count it. With `guard.action: skip` an update beyond a limit is
@@ -336,7 +337,7 @@ def _advance(
 def _advance_in_host_memory(
     optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
 ) -> tuple[Tree, Tree]:
-    """Does the same with moments in the memory of the host, of which the optimizer keeps the old ones."""
+    """As `_advance`, with moments in the memory of the host; a skipped update leaves them as they are."""
     update = optax.with_extra_args_support(optimizer).update
     return update(grads, state.opt_state, state.trainable, finite=applied)
 

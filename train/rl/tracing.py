@@ -19,8 +19,8 @@ def traced_once(
 ) -> Callable[Arguments, Result]:
     """Wraps a function that is about to be jitted so that a second trace raises AssertionError.
 
-    The count belongs to the returned wrapper: two wrappers of one function are two programs. A second trace for equal
-    arguments is none of the caller's: JAX has lost the first one (`jax.clear_caches`).
+    The count belongs to the returned wrapper: two wrappers of one function are two programs. Retracing after
+    `jax.clear_caches` is allowed.
 
     Args:
       name: the name of the compiled program, in place of the function's.

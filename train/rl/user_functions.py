@@ -1,4 +1,4 @@
-"""Functions of the user in the objective: their errors and results are told by the field of the config."""
+"""Functions of the user in the objective: errors name the field of the config, and results are checked."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

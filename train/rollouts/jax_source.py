@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,22 @@ from train.rollouts.routes import records_routes
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, Request
 
-Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32
+
+
+class Sampler(Protocol):
+    """Completes prompts, as `WindowedSampler` does."""
+
+    def __call__(
+        self,
+        policy: kljax.Policy,
+        prompts: jax.Array,
+        prompt_mask: jax.Array,
+        key: jax.Array,
+        rows: Mapping[str, Any] | None = None,
+        /,
+    ) -> Samples: ...
 
 
 def prompt_buckets(max_prompt_length: int) -> list[int]:
@@ -49,7 +62,7 @@ def make_sampler(
     record_kept_tokens: bool = False,
     record_routes: bool = False,
 ) -> Sampler:
-    """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each bucket and window.
+    """Makes a sampler, compiled on first use of each bucket and window.
 
     Args:
       context: the model, and the sampling section of its config.
@@ -61,26 +74,31 @@ def make_sampler(
 
     Returns:
       A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
-      prompts of `data.max_prompt_length`.
+      prompts of `data.max_prompt_length`. `rows` are as of `WindowedSampler`.
     """
     sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
     sampling = dataclasses.replace(sampling, record_routes=record_routes)
     programs = _sampling_programs(context, name, samples, sampling)
     layout = context.layout
-    rows = samples_sharding(context.mesh)
 
     def identity(drawn: Samples) -> Samples:
         return drawn
 
-    to_training = jax.jit(traced_once(identity, f"{name}_to_training"), out_shardings=rows)
+    to_training = jax.jit(traced_once(identity, f"{name}_to_training"), out_shardings=samples_sharding(context.mesh))
 
-    def run_program(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
+    def run_program(
+        policy: kljax.Policy,
+        prompts: jax.Array,
+        prompt_mask: jax.Array,
+        key: jax.Array,
+        rows: Mapping[str, Any] | None = None,
+    ) -> Samples:
         weights = layout.weights(policy)
         key_data = np.asarray(jax.random.key_data(key))
         with layout.active():
             # A key belongs to the mesh under which it was made.
             key = jax.random.wrap_key_data(jnp.asarray(key_data))
-            drawn = programs[prompts.shape[1]](weights, prompts, prompt_mask, key)
+            drawn = programs[prompts.shape[1]](weights, prompts, prompt_mask, key, rows)
         return drawn if layout.mesh is context.mesh else to_training(drawn)
 
     return run_program
@@ -164,9 +182,19 @@ def sampling_program(
 
 
 def begin_samples(
-    context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
+    context: RunContext,
+    sampler: Sampler,
+    policy: kljax.Policy,
+    examples: Sequence[Example],
+    key: jax.Array,
+    *,
+    first_row: int | None = None,
 ) -> Samples:
-    """Starts to sample completions of each example, in the smallest bucket that fits all prompts; does not wait."""
+    """Starts to sample completions of each example, in the smallest bucket that fits all prompts; does not wait.
+
+    With one completion of each, `first_row` is the number of the first row for `key`, so that a part of many examples
+    draws the tokens that it has among all of them.
+    """
     max_prompt_length = context.config.data.max_prompt_length
     tokens, mask = encode_prompts(examples, context.tokenizer, max_prompt_length)
     longest = mask.sum(axis=1).max()
@@ -174,7 +202,8 @@ def begin_samples(
     # Prompts are padded on the left, so the last columns have all their tokens.
     local_rows = held_rows(batch_sharding(context.layout.mesh), len(examples))
     prompts, prompt_mask = shard_rows((tokens[local_rows, -bucket:], mask[local_rows, -bucket:]), context.layout.mesh)
-    return sampler(policy, prompts, prompt_mask, key)
+    rows = None if first_row is None else {"row_ids": np.arange(first_row, first_row + len(examples), dtype=np.int32)}
+    return sampler(policy, prompts, prompt_mask, key, rows)
 
 
 def completions_of(context: RunContext, samples: Samples, examples: Sequence[Example], rows: RowSplit) -> Completions:

@@ -61,6 +61,6 @@ def check_values(
 
 
 def _not_finite(name: str, values: np.ndarray) -> np.ndarray:
-    """Returns where values are no numbers of their field."""
+    """Returns where values are not finite."""
     null = TOKEN_FIELDS[name].null
     return ~np.isfinite(values) & (True if null is None else values != null)

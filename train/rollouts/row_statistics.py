@@ -20,7 +20,7 @@ RowStatistics = Mapping[str, np.ndarray]
 
 
 def has_log_prob(log_probs: np.ndarray) -> np.ndarray:
-    """Returns where log-probs are none of a floor: `LEAST_LOG_PROB` or more."""
+    """Returns where log-probs are real: at least `LEAST_LOG_PROB`. Servers write floors below it."""
     return log_probs >= LEAST_LOG_PROB
 
 

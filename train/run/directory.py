@@ -1,6 +1,5 @@
 """The directory of one run, and the rules for starting and resuming it. Files of other runs are never overwritten."""
 
-import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping
@@ -57,7 +56,6 @@ MAY_CHANGE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class RunDirectory(RunPaths):
     """The directory of a run, `<output>/<name>`, with its checks."""
 
@@ -211,7 +209,7 @@ def resume_run(config: Config) -> RunDirectory:
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
-    check_inputs(run.inputs, config)
+    check_inputs(run.inputs, config, differing=differing)
     run.write_config(config, run.run_id)
     return run
 

@@ -37,7 +37,8 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     """Computes the mean of every named reward over the held-out examples, and `accuracy` in percent.
 
     The sampler of this process draws the completions, wherever rollouts come from: it runs the policy that is trained,
-    not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
+    not a server's copy, with the same keys every time. The tokens of an example depend on the key and its index among
+    the held-out examples, and not on `eval.batch_size`. The last batch is filled up with repeated examples, which are
     neither judged nor counted, so that every batch runs the same program.
     """
     examples = context.held_out
@@ -48,7 +49,7 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
 
     def begin(start: int) -> Completions:
         chunk = examples[start : start + size]
-        samples = begin_samples(context, sampler, policy, (chunk * size)[:size], jax.random.fold_in(key, start))
+        samples = begin_samples(context, sampler, policy, (chunk * size)[:size], key, first_row=start)
         return completions_of(context, samples, chunk, filled_rows.first(len(chunk)))
 
     begun = begin(0)

@@ -1,4 +1,4 @@
-"""The guard of a run on the host: it reports skipped updates, answers limits, and saves finite states alone."""
+"""Reports skipped updates, acts when a limit is exceeded, and never saves a state that is not finite."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def check_finite(tree: Tree, what: str) -> None:
 
 
 class Beyond(NamedTuple):
-    """A limit that a step has left: the message, how many times as large the value is, metrics that name a token."""
+    """A limit that a step exceeds: the message, how many times as large the value is, metrics that name a token."""
 
     reason: str
     factor: float
@@ -92,7 +92,7 @@ class Warnings:
 
 
 class StepGuard:
-    """Stands between the loop and the checkpoints.
+    """Checks metrics and state before each save.
 
     Attributes:
       checkpoints: the checkpoints of the run.
@@ -158,7 +158,7 @@ class StepGuard:
         """Returns the state to go on from after a step.
 
         Raises:
-          GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
+          GuardError: too many updates in a row were skipped, or a limit was exceeded and the run is to stop.
         """
         # The batch is not kept until the next step.
         name_token = self._name_token
@@ -202,11 +202,11 @@ class StepGuard:
         raise GuardError(f"{text}\nStep {step} is saved, with the weights from before; continue with --resume")
 
     def _beyond_limit(self, values: Mapping[str, float]) -> Beyond | None:
-        """Returns the limit that the step is furthest beyond; None if it is beyond none, or skips and skipped none."""
+        """Returns the limit that the step exceeds the most; None if none, or if it skips and nothing was skipped."""
         exceeded = []
         for limit in limits(self._guard):
             for name in limit.metrics:
-                if name in values and limit.is_left_by(values[name]):
+                if name in values and limit.is_exceeded_by(values[name]):
                     reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
                     exceeded.append(Beyond(reason, _ratio(values[name], limit.number), limit.tokens))
         if self._guard.action == "skip":
@@ -224,7 +224,7 @@ class StepGuard:
         actions = int(state.guard.actions)
         reason = f"step {step}: {reason}"
         if guard.action == "stop" or actions == guard.max_actions:
-            often = "" if guard.action == "stop" else f", for the {actions + 1}. time (guard.max_actions)"
+            often = "" if guard.action == "stop" else f", {actions + 1} times so far (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")
         next_guard = _with(state.guard, actions=actions + 1)
@@ -301,7 +301,7 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, na
 
 
 def _quoted(text: str) -> str:
-    """Returns a short text on one line, in quotes; the end is what a token follows."""
+    """Returns the end of a text, which a token follows, on one line and in quotes."""
     return repr(text if len(text) <= SHOWN_PROMPT else f"...{text[-SHOWN_PROMPT:]}")
 
 

@@ -3,32 +3,69 @@
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.config.data import HUB
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.data.tokenizers import FOLDER_FILES
+from train.rollouts.recorded.files import list_files
 from train.weights.files import read_record, write_record
+from train.weights.huggingface.contents import CONFIG
 
 FUNCTION = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-DATA = ("data.train", "data.eval", "data.chat_template")
+ARGUMENT = re.compile(r"(?:^|.*\.)(?:tokenizer_)?arguments\..*")
 OF_THE_TRAINER = ("kljax", "train")
 HINT = "restore it from a copy, or delete it to go on with the files as they are"
 
 
 def input_digests(config: Config) -> dict[str, dict[str, str]]:
-    """Returns by field the digest of each file that it names: data, and the source of user functions.
+    """Returns by field the digest of each file that a run reads.
 
-    Modules that the file of a function imports are not among them, nor are recordings, whose rows have digests.
+    The weights of folders and checkpoints have digests of their own, in `base.json`, `reference.json` and the
+    checkpoints. Weights that a run reads at its start alone, of `lora.path` and `warm_start.checkpoint`, are not
+    compared, nor are modules that the file of a function imports.
     """
     digests: dict[str, dict[str, str]] = {}
-    for field, text in _texts(config.model_dump(mode="json")):
-        # A function of the user is written as the type of its section.
-        name = re.sub(r"\.function$", ".type", field)
-        for path in _files(field, text):
-            digests.setdefault(name, {})[str(path)] = _digest(path)
+    for field, path in (*_data_files(config), *_folder_files(config), *_function_files(config)):
+        digests.setdefault(field, {})[str(path.absolute())] = _digest(path)
     return digests
+
+
+def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yields prompts, chat template and recordings, each with its field."""
+    data, source = config.data, config.rollout.source
+    for name, path in (("train", data.train), ("eval", data.eval), ("chat_template", data.chat_template)):
+        if path is not None and not path.startswith(HUB):
+            yield f"data.{name}", Path(path)
+    if source.type == "file":
+        yield from (("rollout.source.path", path) for path in list_files(Path(source.path)))
+
+
+def _folder_files(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yields the files beside the weights of a folder: they make its decoder or adapter, tokenizer and template."""
+    reference = config.reference
+    folders: list[tuple[str, str, Sequence[str]]] = []
+    if config.model.path is not None:
+        folders.append(("model.path", config.model.path, (CONFIG,) if config.data.tokenizer else FOLDER_FILES))
+    if reference.source in ("adapter", "checkpoint"):
+        folders.append(("reference.path", reference.path, (CONFIG, "adapter_config.json")))
+    for field, folder, names in folders:
+        paths = (Path(folder) / name for name in names)
+        yield from ((field, path) for path in paths if path.is_file())
+
+
+def _function_files(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yields the files of user functions, and those that the arguments of these name."""
+    for field, text in _texts(config.model_dump(mode="json")):
+        if ARGUMENT.fullmatch(field):
+            if _is_file(text):
+                yield field, Path(text)
+        elif (path := _source(text)) is not None:
+            # A function of the user is written as the type of its section.
+            yield re.sub(r"\.function$", ".type", field), path
 
 
 def write_inputs(path: Path, config: Config) -> None:
@@ -36,8 +73,13 @@ def write_inputs(path: Path, config: Config) -> None:
     write_record(path, {"files": input_digests(config)})
 
 
-def check_inputs(path: Path, config: Config) -> None:
+def check_inputs(path: Path, config: Config, *, differing: Collection[str] = ()) -> None:
     """Compares the files of a run that is resumed with those that it was started with; notes new ones.
+
+    Args:
+      path: the record.
+      config: of the run.
+      differing: fields that have other values than at the start, whose files are others on purpose.
 
     Raises:
       UserError: they differ, or the record is damaged.
@@ -52,15 +94,22 @@ def check_inputs(path: Path, config: Config) -> None:
     changed = [
         f"{field}: {_describe(before[field], files)}"
         for field, files in now.items()
-        if field in before and sorted(before[field].values()) != sorted(files.values())
+        if field in before and field not in differing and _in_order(before[field]) != _in_order(files)
     ]
     if changed:
         raise UserError(
             f"--resume: {'; '.join(changed)} since the start of the run; restore the contents, or delete {path} to go "
             "on with the new ones"
         )
-    if now.keys() - before.keys():
-        write_record(path, {"files": before | now})
+    # A file of an argument that was not there at the start is one that the function writes.
+    noted = {field: files for field, files in now.items() if field in before or not ARGUMENT.fullmatch(field)}
+    if before | noted != before:
+        write_record(path, {"files": before | noted})
+
+
+def _in_order(files: dict[str, str]) -> list[str]:
+    """Lists the digests by the names of the files, in which order a directory is read."""
+    return [files[name] for name in sorted(files)]
 
 
 def _describe(before: dict[str, str], now: dict[str, str]) -> str:
@@ -82,23 +131,27 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
         yield field, value
 
 
-def _files(field: str, text: str) -> list[Path]:
-    """Returns the files that a text of the config names, in order; most texts name none."""
-    if field in DATA:
-        return [Path(text).absolute()]
+def _is_file(text: str) -> bool:
+    """Whether an argument names a file; most are other texts, of any length."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _source(text: str) -> Path | None:
+    """Returns the file of the function that a text of the config names; most texts name none."""
     match = FUNCTION.fullmatch(text)
     if match is None or match["source"].partition(".")[0] in OF_THE_TRAINER:
-        return []
+        return None
     source = match["source"]
     if source.endswith(".py"):
-        path = Path(source).absolute()
-        return [path] if path.is_file() else []
+        return Path(source) if _is_file(source) else None
     try:
         spec = importlib.util.find_spec(source)
     except (ImportError, ValueError):
-        return []
-    origin = None if spec is None or spec.origin is None else Path(spec.origin)
-    return [] if origin is None or not origin.is_file() else [origin]
+        return None
+    return None if spec is None or spec.origin is None or not _is_file(spec.origin) else Path(spec.origin)
 
 
 def _digest(path: Path) -> str:

@@ -101,8 +101,8 @@ class MetricsWriter:
 
         Args:
           directory: where to write; created if missing.
-          resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
-              and every line of the warm start, which is over when a step can be resumed from.
+          resume_step: None removes the metrics of an earlier run. A step keeps the lines of the warm start, and of
+              RL up to and including that step.
           mark: the lines up to that step as `mark` returned them then, or None if nobody knows.
           trackers: get every value too, and are closed with the files.
 

@@ -1,65 +1,33 @@
 """Where the files of a run lie; the supervisor looks here too, without JAX."""
 
-import dataclasses
 from pathlib import Path
 
 
-@dataclasses.dataclass(frozen=True)
 class RunPaths:
-    """Paths below `<output>/<name>`."""
+    """Paths below `root`, the directory `<output>/<name>` of a run.
 
-    root: Path
+    Attributes:
+      base: the weights before RL; `base_record` stands for a base that is a folder.
+      damaged: checkpoints that could not be read.
+      reference: the record of the references of the run.
+      inputs: the digests of the files that the config names.
+      nonfinite: the batches of skipped updates.
+      rollouts: recorded rollouts with the values of every token, a file a step.
+    """
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def base(self) -> Path:
-        """The weights before RL."""
-        return self.root / "base"
-
-    @property
-    def base_record(self) -> Path:
-        """The record of a base that is a folder."""
-        return self.root / "base.json"
-
-    @property
-    def damaged(self) -> Path:
-        """Checkpoints that could not be read."""
-        return self.root / "damaged"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """The record of the references of the run."""
-        return self.root / "reference.json"
-
-    @property
-    def inputs(self) -> Path:
-        """The digests of the files that the config names."""
-        return self.root / "inputs.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def nonfinite(self) -> Path:
-        """The batches of skipped updates."""
-        return self.root / "nonfinite"
-
-    @property
-    def rollouts(self) -> Path:
-        """Recorded rollouts with the values of every token, a file a step."""
-        return self.root / "rollouts"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.base = root / "base"
+        self.base_record = root / "base.json"
+        self.damaged = root / "damaged"
+        self.checkpoints = root / "checkpoints"
+        self.reference = root / "reference.json"
+        self.inputs = root / "inputs.json"
+        self.metrics = root / "metrics.jsonl"
+        self.nonfinite = root / "nonfinite"
+        self.rollouts = root / "rollouts"
+        self.summary = root / "summary.json"
 
     def steps(self) -> list[int]:
         """Lists the steps that have a checkpoint, in order, without opening any."""

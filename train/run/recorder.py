@@ -68,7 +68,7 @@ class RolloutFiles:
     def write(self, step: int, write: Callable[[Path], int]) -> None:
         """Writes the file of a step in the thread; `write` returns its size.
 
-        A disk that is full ends the recording with a warning, and not the run.
+        If the disk fills, recording stops with a warning and the run goes on.
         """
         self.wait()
         self._pending = self._writer.submit(self._write, step, write)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.installation import shell_command
+from train.config.load import with_absolute_paths
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
@@ -84,9 +85,12 @@ def _import_beside(path: str) -> str:
 def make_context(config: Config) -> RunContext:
     """Builds the run context in every process; every mistake that can be found here is found before RL starts.
 
+    Its config has absolute paths, wherever code of the user goes.
+
     Raises:
       UserError: in every process: data, tokenizer or model do not fit the config, or the devices do not fit it.
     """
+    config = with_absolute_paths(config)
     mesh = config_mesh(config)
     if config.optim.host_memory and not has_host_memory(mesh.local_devices[0]):
         kind = mesh.local_devices[0].device_kind

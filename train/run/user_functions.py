@@ -23,9 +23,9 @@ def check_user_functions(plan: Plan) -> None:
     config = plan.config
     rows = config.rows_per_batch()
     length = config.data.max_prompt_length + config.data.max_completion_length
-    batch, token_rewards = _abstract_batch(rows, length), _array(rows, length)
+    batch = _abstract_batch(rows, length)
     if plan.advantage is not None and isinstance(config.advantage, UserFunction):
-        jax.eval_shape(functools.partial(estimate_advantages, plan, config.advantage), token_rewards, batch)
+        jax.eval_shape(functools.partial(estimate_advantages, plan, config.advantage), batch)
     if any(isinstance(entry, UserFunction) for entry in config.correction):
         jax.eval_shape(make_correction(plan), batch)
     if plan.loss is not None and isinstance(config.loss, UserFunction):

@@ -181,7 +181,7 @@ def targeted(raw: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
 def _targeted_modules(raw: Mapping[str, Any], names: list[str]) -> set[str]:
     end = time.monotonic() + EXPRESSION_SECONDS
     try:
-        return {name for name in names if is_targeted(raw, name, end)}
+        return {name for name in names if _is_targeted(raw, name, end)}
     except TimeoutError:
         listed = " and ".join(_expressions(raw))
         raise ValueError(
@@ -189,7 +189,7 @@ def _targeted_modules(raw: Mapping[str, Any], names: list[str]) -> set[str]:
         ) from None
 
 
-def is_targeted(raw: Mapping[str, Any], module: str, end: float) -> bool:
+def _is_targeted(raw: Mapping[str, Any], module: str, end: float) -> bool:
     """Checks whether PEFT would put an adapter on a module, such as `model.layers.0.self_attn.q_proj`.
 
     A list has full names or suffixes of modules; a string is "all-linear" or a regular expression for the full name.
@@ -204,8 +204,9 @@ def is_targeted(raw: Mapping[str, Any], module: str, end: float) -> bool:
     if isinstance(targets, str):
         return targets.lower() == "all-linear" or _matches(targets, module, end)
     layers = raw.get("layers_to_transform")
-    if module in targets or not _matches(targets, module, end) or layers in (None, []):
-        return _matches(targets, module, end)
+    is_named = _matches(targets, module, end)
+    if module in targets or not is_named or layers in (None, []):
+        return is_named
     index = _layer(raw.get("layers_pattern"), module, end)
     return index in ([layers] if isinstance(layers, int) else layers)
 

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from kljax.systems import Call
-from kljax.tools.parity.calls import run_call
 from kljax.tools.parity.dump import DumpError
 from kljax.tools.parity.policies import kl_policy, kl_terms
-from kljax.tools.parity.positions import apply_rule, last_positions, over_tokens
+from kljax.tools.parity.positions import apply_rule, last_positions, over_tokens, tokens_after
 from kljax.tools.parity.recipe import AdvantageStep, Kl, Recipe
-from kljax.tools.parity.replay import MissingFields, Prediction, Replay
+from kljax.tools.parity.replay import MissingFields, Prediction, Replay, run_call
 from kljax.tools.parity.rounding import PRODUCTS, accumulator, tree_height
 
+ByRewards = Callable[[np.ndarray], np.ndarray]
+"""The advantages as a function of the rewards of the rows."""
 # The group of each row, by its recorded group, numbered from 0, and its place before a shuffle.
 GROUPINGS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "recorded": lambda ids, places: ids,
@@ -35,44 +36,44 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the advantages from rewards and groups, with the KL of a term in the reward.
 
     A KL in the reward is taken off where the system does so: after the comparison of the rewards if the call of the
-    header subtracts it there, else before.
-
-    Returns a `Prediction`, `[B, T]`, or `[B]` if the advantages are recorded per row. It is compared at tokens in the
-    recorded mask and in that of the recipe, or at rows with a trained token; not in groups of which rows are missing.
+    header subtracts it there, else before. Groups of which rows are missing are not compared.
 
     Raises:
       DumpError: if advantages recorded per row are computed per token, and differ within a row.
     """
     if replay is not replay.batch:
         return Prediction(*(array[replay.rows] for array in replay.batch.predict("advantages", recipe)))
-    step = recipe.advantage or AdvantageStep()
+    step = recipe.advantage
     unit = replay.unit("advantages", recipe)
     used = replay.used_mask(recipe)
-    call = replay.call("advantage", step)
-    needed = ["rewards"]
-    if "group_ids" in call.required:
-        needed.append("group_ids")
+    call = replay.call("advantage", recipe)
+    needed = ("rewards", *(name for name in call.required if name == "group_ids"))
     if missing := [name for name in needed if name not in replay.arrays]:
         raise MissingFields(*missing)
     ids, count, complete = grouped(replay, step.groups)
     subtracts = any(then.function == "subtract_kl" for then in call.then)
-    after = subtracts and not (recipe.kl or Kl()).early
-    rewards, kl = _shaped_rewards(replay, recipe, after, step)
-    shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": kl}
-    shaped["token_rewards"] = _token_rewards(replay, recipe, used, step)
+    rewards = step.reward_scale * replay.arrays["rewards"]
+    charge = _kl_in_reward(replay, recipe, used)
+    last = used & (np.arange(replay.shape[1]) == last_positions(used)[:, None])
+    token_rewards = np.where(last, rewards[:, None], 0) - charge
+    if step.kl_coef:
+        rewards = rewards - step.kl_coef * _second_kl(replay, recipe, used)
+    if not subtracts or recipe.kl.early:
+        rewards, charge = rewards - charge.sum(1), np.zeros(replay.shape)
+    shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": charge, "token_rewards": token_rewards}
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
     arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
     # The recorded rewards stand under these arguments; GAE has those of its tokens.
     names = ["rewards", *(name for name in renamed if renamed[name] == "rewards")]
     if call.function == "gae":
-        arrays["rewards"], names = shaped["token_rewards"], []
+        arrays["rewards"], names = token_rewards, []
     keywords: dict[str, Any] = {"coef": 1.0} if subtracts else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
 
     def compute(rewards: np.ndarray) -> np.ndarray:
         if step.center == "mean":
-            return replay.run("advantage", step, arrays | dict.fromkeys(names, rewards), **keywords)
+            return replay.run("advantage", recipe, arrays | dict.fromkeys(names, rewards), **keywords)
         # Each row is a group of its own, so that the function returns the row as it is.
         compared = {"rewards": _centered_rewards(step, call, rewards, ids), "group_ids": np.arange(len(ids))}
         identity = {"scale": "none", "singleton": "reward"}
@@ -83,7 +84,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     if step.center == "mean" and call.function in ("gae", "reinforce_plus_plus_returns"):
         bound = _bound_of_returns(call, arrays, value, unit, used)
     else:
-        bound = _bound(compute, rewards, ids, value, unit=unit, kl=kl)
+        bound = _bound(compute, rewards, ids, value, unit, kl=charge)
     if step.root:
         factor = _root_factor(call, rewards, ids)
         value, bound = (array * (factor if array.ndim == 1 else factor[:, None]) for array in (value, bound))
@@ -92,35 +93,43 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
         rows = np.asarray(replay.arrays["mask"].any(1) & complete)
         return Prediction(value, bound, rows) if value.ndim == 1 else _of_rows(value, bound, mask)
-    value, bound = (over_tokens(array, replay.shape) for array in (value, bound))
-    return Prediction(value, bound, mask)
+    return Prediction(over_tokens(value, replay.shape), over_tokens(bound, replay.shape), mask)
 
 
 def grouped(replay: Replay, grouping: str = "recorded") -> tuple[np.ndarray, int, np.ndarray]:
-    """Finds the groups of rows.
+    """Finds the groups of rows: without recorded ones, each row is one.
 
-    Returns the group of each row, `[B]` from 0, their number, and the rows whose group is complete, `[B]` bool. Without
-    recorded groups, each row is one.
+    Returns the group of each row, `[B]` from 0, their number, and the rows whose group is complete, `[B]` bool.
     """
     recorded = replay.arrays["group_ids"] if "group_ids" in replay.arrays else np.arange(replay.shape[0])
     _, ids = np.unique(recorded, return_inverse=True)
     places = np.argsort(np.argsort(replay.arrays["row_ids"])) if "row_ids" in replay.arrays else np.arange(len(ids))
     sizes = np.bincount(ids)
-    wanted = replay.dump.header.get("group_size")
-    groups = GROUPINGS[grouping](ids, places)
-    complete = np.ones(len(ids), bool) if wanted is None else sizes[ids] >= wanted
-    return groups, len(sizes) if grouping == "recorded" else len(ids), complete
+    complete = sizes[ids] >= (replay.dump.header.get("group_size") or 0)
+    return GROUPINGS[grouping](ids, places), len(sizes) if grouping == "recorded" else len(ids), complete
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds.
-
-    Returns `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.
-    """
+    """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds."""
     value, bound = (over_tokens(array, replay.shape) for array in replay.input("advantages", recipe))
-    if recipe.kl is not None and recipe.kl.place == "advantage":
-        return _centered(replay, recipe, value, bound)
-    return value, bound
+    kl = recipe.kl
+    if kl.place != "advantage":
+        return value, bound
+    # The mean KL of the batch less the KL of each token; a mask of the loss alone does not reach the mean.
+    used = replay.arrays["mask"]
+    values, errors = (np.where(used, array, 0) for array in replay.input("kl", recipe))
+
+    def total() -> tuple[float, float]:
+        each = [(part.input("kl", recipe)[0], part.arrays["mask"]) for part in replay.batch.parts()]
+        return float(sum(np.where(mask, x, 0).sum() for x, mask in each)), float(sum(mask.sum() for _, mask in each))
+
+    whole_sum, count = replay.batch.remember(("kl sum", recipe.mask, dataclasses.replace(kl, coef=0.0)), total)
+    mean = whole_sum / max(count + replay.recipe.reduction.eps_batch, 1) if kl.centered else 0.0
+    unit = replay.unit("token_loss", recipe)
+    result = value + np.where(used, kl.coef * (mean - values), 0)
+    height = accumulator(unit) * tree_height(int(count)) + PRODUCTS * unit
+    extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
+    return result, bound + extra + unit * np.abs(result)
 
 
 def _centered_rewards(step: AdvantageStep, call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -139,22 +148,25 @@ def _centered_rewards(step: AdvantageStep, call: Call, rewards: np.ndarray, ids:
     return result
 
 
+def _distances(rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns the distance of each reward to the mean of its group, `[B]`."""
+    return np.asarray(rewards - (np.bincount(ids, rewards) / np.maximum(np.bincount(ids), 1))[ids])
+
+
 def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
     ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
     if call.arguments.get("scale", "std") == "batch_std":
         spread = np.full(len(rewards), rewards.std(ddof=ddof))
     else:
-        sizes = np.bincount(ids)
-        squares = np.bincount(ids, (rewards - (np.bincount(ids, rewards) / np.maximum(sizes, 1))[ids]) ** 2)
-        spread = np.sqrt(squares / np.maximum(sizes - ddof, 1))[ids]
+        squares = np.bincount(ids, _distances(rewards, ids) ** 2)
+        spread = np.sqrt(squares / np.maximum(np.bincount(ids) - ddof, 1))[ids]
     return np.asarray((spread + eps) / np.sqrt(np.maximum(spread**2 + eps, 1e-300)))
 
 
 def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction:
     """Returns the number of each row, which all its tokens have."""
     first = at.argmax(1)[:, None]
-    rows = np.asarray(at.any(1))
     first_value, limit = (np.take_along_axis(array, first, 1)[:, 0] for array in (value, bound))
     differs = at & (np.abs(value - first_value[:, None]) > bound + limit[:, None])
     if differs.any():
@@ -163,37 +175,24 @@ def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction
             f"advantages: got one number per row, expected [B, T], as those of header.advantage differ within a row, "
             f"first at (row, token) ({row}, {token}); record one number per token"
         )
-    return Prediction(first_value, limit, rows)
+    return Prediction(first_value, limit, np.asarray(at.any(1)))
 
 
-def _shaped_rewards(replay: Replay, recipe: Recipe, after: bool, step: AdvantageStep) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rewards that are compared, `[B]`, and the KL per token that is taken off after, `[B, T]`."""
-    rewards = step.reward_scale * replay.arrays["rewards"]
-    kl = recipe.kl
-    used = replay.used_mask(recipe)
-    if step.kl_coef:
-        policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
-        second = Kl(estimator=step.kl_estimator, policy=policy)
-        values = replay.remember(
-            ("second kl", second, recipe.mask),
-            lambda: kl_terms(replay, kl_policy(replay, second), second, used, recipe.ratio)[0],
-        )
-        rewards = rewards - step.kl_coef * np.where(used, values, 0).sum(1)
-    if kl is None or kl.place != "reward":
-        return rewards, np.zeros(replay.shape)
+def _kl_in_reward(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
+    """Returns what a KL in the reward takes off at each token, `[B, T]`."""
+    if recipe.kl.place != "reward":
+        return np.zeros(replay.shape)
     charged = apply_rule(used, recipe.kl_mask, replay.layout)
-    values = kl.coef * np.where(charged, replay.input("kl", recipe)[0], 0)
-    return (rewards, values) if after else (rewards - values.sum(1), np.zeros(replay.shape))
+    return recipe.kl.coef * np.where(charged, replay.input("kl", recipe)[0], 0)
 
 
-def _token_rewards(replay: Replay, recipe: Recipe, used: np.ndarray, step: AdvantageStep) -> np.ndarray:
-    """Returns the reward of a row at its last token, less a KL in the reward at each, `[B, T]`."""
-    last = used & (np.arange(replay.shape[1]) == last_positions(used)[:, None])
-    result = np.where(last, step.reward_scale * replay.arrays["rewards"][:, None], 0)
-    if recipe.kl is not None and recipe.kl.place == "reward":
-        charged = apply_rule(used, recipe.kl_mask, replay.layout)
-        result = result - recipe.kl.coef * np.where(charged, replay.input("kl", recipe)[0], 0)
-    return result
+def _second_kl(replay: Replay, recipe: Recipe, used: np.ndarray) -> np.ndarray:
+    """Returns the KL of each row that a step takes off the reward besides the header's term, `[B]`."""
+    policy = "old_log_probs" if "old_log_probs" in replay.arrays else "log_probs"
+    kl = Kl(estimator=recipe.advantage.kl_estimator, policy=policy)
+    key = ("second kl", kl, recipe.mask, recipe.ratio)
+    values = replay.remember(key, lambda: kl_terms(replay, kl_policy(replay, kl), kl, used, recipe.ratio)[0])
+    return np.asarray(np.where(used, values, 0).sum(1))
 
 
 def _changed(
@@ -205,8 +204,7 @@ def _changed(
         factor = 1 / (lengths if value.ndim == 1 else lengths[:, None])
         value, bound = value * factor, bound * factor
     if step.discount != 1:
-        after = used[:, ::-1].cumsum(1)[:, ::-1] - 1
-        factor = np.where(used, step.discount ** np.maximum(after, 0), 0)
+        factor = np.where(used, step.discount ** np.maximum(tokens_after(used) - 1, 0), 0)
         value, bound = (over_tokens(array, used.shape) * factor for array in (value, bound))
     if step.whiten != "none":
         rows = step.whiten == "rows" and value.ndim == 1
@@ -216,28 +214,7 @@ def _changed(
         value = (value - members.mean()) / spread
         bound = (bound + typical + np.abs(value) * typical) / spread
     value = step.scale * value
-    bound = abs(step.scale) * bound
-    return (value if step.clip is None else np.clip(value, -step.clip, step.clip)), bound
-
-
-def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the mean KL of the batch less the KL of each token."""
-    # A mask of the loss alone does not reach the mean.
-    kl = recipe.kl or Kl()
-    used = replay.arrays["mask"]
-    values, errors = (np.where(used, array, 0) for array in replay.input("kl", recipe))
-
-    def total() -> tuple[float, float]:
-        each = [(part.input("kl", recipe)[0], part.arrays["mask"]) for part in replay.batch.parts()]
-        return float(sum(np.where(mask, x, 0).sum() for x, mask in each)), float(sum(mask.sum() for _, mask in each))
-
-    whole_sum, count = replay.batch.remember(("kl sum", recipe.mask, dataclasses.replace(kl, coef=0.0)), total)
-    mean = whole_sum / max(count + replay.plan.recipe.reduction.eps_batch, 1) if kl.centered else 0.0
-    unit = replay.unit("token_loss", recipe)
-    result = value + np.where(used, kl.coef * (mean - values), 0)
-    height = accumulator(unit) * tree_height(int(count)) + PRODUCTS * unit
-    extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
-    return result, bound + extra + unit * np.abs(result)
+    return (value if step.clip is None else np.clip(value, -step.clip, step.clip)), abs(step.scale) * bound
 
 
 def _bound_of_returns(
@@ -255,13 +232,7 @@ def _bound_of_returns(
 
 
 def _bound(
-    compute: Callable[[np.ndarray], np.ndarray],
-    rewards: np.ndarray,
-    ids: np.ndarray,
-    value: np.ndarray,
-    *,
-    unit: float,
-    kl: np.ndarray,
+    compute: ByRewards, rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float, *, kl: np.ndarray
 ) -> np.ndarray:
     """Carries the rounding of the mean through a centred, scaled advantage, and that of a KL taken off after it.
 
@@ -274,7 +245,7 @@ def _bound(
     sizes = np.bincount(ids)
     largest = np.zeros(len(sizes))
     np.maximum.at(largest, ids, np.abs(rewards))
-    distance = np.abs(rewards - (np.bincount(ids, rewards) / np.maximum(sizes, 1))[ids])
+    distance = np.abs(_distances(rewards, ids))
     error = unit * (largest[ids] * (sizes[ids] + 2))
     spread = np.sqrt(np.bincount(ids, distance**2) / np.maximum(sizes, 1))[ids]
     gain = np.max(per_row / np.maximum(distance, 1e-30), where=distance > 4 * error, initial=0.0)
@@ -283,7 +254,15 @@ def _bound(
     bound = error * max(gain, 1) + per_row * (relative + unit * (PRODUCTS + sizes[ids]))
     tied = (spread <= 2 * error) & ~_exact_means(rewards, ids, unit)
     if tied.any():
-        bound = bound + _noise(compute, rewards, ids, value, np.where(tied, error, 0))
+        # How far a moved reward of a group moves the advantages of the group.
+        _, first = np.unique(ids, return_index=True)
+        moved = rewards.copy()
+        moved[first] += np.where(tied, error, 0)[first]
+        change = np.abs(compute(moved) - value)
+        noise = np.zeros(len(sizes))
+        np.maximum.at(noise, ids, change if change.ndim == 1 else change.max(1))
+        # The moved reward keeps at least half of its error, as the mean of its group moves along.
+        bound = bound + np.where(tied, 2 * noise[ids], 0)
     if value.ndim == 1:
         return bound
     sums = np.abs(kl).sum(1) * unit * (PRODUCTS + tree_height(kl.shape[1]))
@@ -299,21 +278,3 @@ def _exact_means(rewards: np.ndarray, ids: np.ndarray, unit: float) -> np.ndarra
         sums = rewards[rows][0] * np.arange(1, rows.sum() + 1)
         exact[rows] = np.ptp(rewards[rows]) == 0 and bool((np.frexp(sums)[0] * scale % 1 == 0).all())
     return exact
-
-
-def _noise(
-    compute: Callable[[np.ndarray], np.ndarray],
-    rewards: np.ndarray,
-    ids: np.ndarray,
-    value: np.ndarray,
-    error: np.ndarray,
-) -> np.ndarray:
-    """Returns how far errors of the rewards move the advantages of their groups, `[B]`; 0 in groups without one."""
-    _, first = np.unique(ids, return_index=True)
-    moved = rewards.copy()
-    moved[first] += error[first]
-    change = np.abs(compute(moved) - value)
-    largest = np.zeros(int(ids.max()) + 1)
-    np.maximum.at(largest, ids, change if change.ndim == 1 else change.max(1))
-    # The moved reward keeps at least half of its error, as the mean of its group moves along.
-    return np.where(error > 0, 2 * largest[ids], 0)

@@ -9,11 +9,12 @@ import jax
 
 from kljax._files import check_output, write_output
 from kljax.tools.parity import report
-from kljax.tools.parity.comparison import ParityReport
 from kljax.tools.parity.dump import open_dump
-from kljax.tools.parity.header import make_plan
+from kljax.tools.parity.recipe import read_recipe
+from kljax.tools.parity.replay import Replay
+from kljax.tools.parity.report import ParityReport
 from kljax.tools.parity.search import make_report
-from kljax.tools.parity.stages import make_replay
+from kljax.tools.parity.stages import STAGES
 
 EXIT_CODES = """\
 exit code: 0 if all agrees that the header has a section for; 1 if a field differs, an invariant is broken, or a stage
@@ -57,13 +58,8 @@ def run(args: argparse.Namespace) -> int:
 def compare(path: str | pathlib.Path, *, system: str | None = None) -> ParityReport:
     """Opens a dump, replays it and explains its differences; needs float64, see `jax.enable_x64`.
 
-    Args:
-      path: of an `.npz` or safetensors file.
-      system: the system whose names the header uses; None takes that of the header.
-
     Raises:
-      DumpError: as `open_dump` and `make_plan`.
-      ValueError: if a function of the library refuses the header's settings.
+      ValueError: naming a field or a key of the header, as `open_dump` and `read_recipe`, or a refused setting.
     """
     dump = open_dump(path)
-    return make_report(make_replay(dump, make_plan(dump, system)))
+    return make_report(Replay(dump, read_recipe(dump, system), STAGES))

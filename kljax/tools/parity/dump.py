@@ -1,4 +1,4 @@
-"""Opens a dump: named arrays and a JSON header, from `.npz` or safetensors, without pickle and without loading it."""
+"""The schema of a dump, and its reader: named arrays and a JSON header, without pickle and without loading them."""
 
 import dataclasses
 import json
@@ -14,7 +14,71 @@ import numpy as np
 
 from kljax._checks import closest
 from kljax._npy import read_header
-from kljax.tools.parity.fields import FIELDS, FORMAT, HEADER, METRIC, RESULT, field_of
+
+FORMAT = 1
+RESULT, INPUT = "result", "input"
+METRIC = "metric/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """An array of a dump; a result is recomputed and compared.
+
+    Its axes are B rows, T tokens, R rows and N positions whose logits are recorded, V vocabulary, D model width, L
+    layers with experts, K experts of a token.
+    """
+
+    axes: str
+    kind: str
+    text: str
+    whole_numbers: bool = False
+    per_row: bool = False  # `[B]` in place of `[B, T]` is accepted
+
+
+FIELDS: dict[str, Field] = {
+    "tokens": Field("BT", INPUT, "token ids", whole_numbers=True),
+    "prompt_lengths": Field("B", INPUT, "position of the first completion token", whole_numbers=True),
+    "lengths": Field("B", INPUT, "position after the last token, the end-of-sequence token included", True),
+    "tool_mask": Field("BT", INPUT, "0 on the tokens of a tool's answer, 1 on others", True),
+    "mask": Field("BT", RESULT, "1 on trained tokens", whole_numbers=True),
+    "row_ids": Field("B", INPUT, "the place of each row before the system shuffled them", whole_numbers=True),
+    "group_ids": Field("B", INPUT, "the prompt of each row", whole_numbers=True),
+    "micro_batch_ids": Field("B", INPUT, "the micro-batch of each row", whole_numbers=True),
+    "rewards": Field("B", INPUT, "one reward per row, before the KL"),
+    "divisor": Field("", INPUT, "the number of tokens that divides the loss, as the system counted it"),
+    "rows": Field("R", INPUT, "the rows whose logits or hidden states are recorded: one or two suffice", True),
+    "columns": Field("N", INPUT, "the positions whose logits or hidden states are recorded; all T if absent", True),
+    "logits": Field("RNV", INPUT, "logits of the policy as its model returns them: position t predicts token t + 1"),
+    "hidden": Field("RND", INPUT, "final hidden states of the policy, in place of logits"),
+    "head": Field("DV", INPUT, "LM head of the policy, for hidden"),
+    "ref_logits": Field("RNV", INPUT, "logits of the reference"),
+    "ref_hidden": Field("RND", INPUT, "final hidden states of the reference"),
+    "ref_head": Field("DV", INPUT, "LM head of the reference; head if absent"),
+    "log_probs": Field("BT", RESULT, "log-probs of the policy that is trained"),
+    "ref_log_probs": Field("BT", RESULT, "log-probs of the reference"),
+    "old_log_probs": Field("BT", INPUT, "log-probs of the policy at the start of the update; log_probs if absent"),
+    "rollout_log_probs": Field("BT", INPUT, "log-probs of the sampler"),
+    "first_log_probs": Field("BT", INPUT, "log_probs of the first update of the batch, which judge old and sampler"),
+    "routed_experts": Field("BTLK", INPUT, "experts of each token in the sampler; -1: unknown, or padding", True),
+    "used_experts": Field("BTLK", RESULT, "experts of each token in the trainer; -1: unknown", True),
+    "router_entropy": Field("BTL", INPUT, "entropy of the trainer's routers in nats, for a note by layer"),
+    "lag": Field("B", INPUT, "RL steps since a row was sampled, for a note of other experts by lag", True),
+    "values": Field("BT", INPUT, "the value function before each token, for GAE"),
+    "entropy": Field("BT", INPUT, "entropy of the policy at each token, for a bonus or a quantile"),
+    "ratio": Field("BT", RESULT, "importance ratio of policy and old policy, before any clip"),
+    "weights": Field("BT", RESULT, "weights or mask of the rollout correction"),
+    "kl": Field("BT", RESULT, "KL estimate per token, without its coefficient"),
+    "advantages": Field("BT", RESULT, "advantages, per row or per token, before a KL in the advantage", per_row=True),
+    "token_loss": Field("BT", RESULT, "policy loss per token with the correction's weights, without the KL term"),
+    "loss": Field("", RESULT, "the loss that is differentiated, KL term included"),
+    "grad_log_probs": Field("BT", RESULT, "derivative of loss by log_probs"),
+}
+SECTIONS = (
+    *("mask", "log_probs", "reference", "kl", "correction", "advantage", "loss", "entropy", "reduction"),
+    "gradient",
+)
+KEYS = ("system", "release", "dtype", "note", "recorded_by", "eos_id", "pad_id", "group_size")
+HEADER = ("kljax_parity", *KEYS, *SECTIONS)
 
 MAX_HEADER = 100_000_000
 # Results that later stages take as they are.
@@ -37,11 +101,15 @@ class DumpError(ValueError):
     """A file that is no dump, or a field of it that is not as the schema has it."""
 
 
+def field_of(name: str) -> Field:
+    """Returns the field of a name; a metric is a scalar result."""
+    return Field("", RESULT, "a logged number") if name.startswith(METRIC) else FIELDS[name]
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """An array in a file: where it lies, or the array itself if the file compresses it."""
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     path: pathlib.Path
@@ -51,14 +119,7 @@ class Stored:
     loaded: np.ndarray | None = None
 
     def part(self, *index: Any) -> np.ndarray:
-        """Reads a part, `array[index]`; only its pages are loaded.
-
-        Args:
-          index: slices, integers or arrays, one per axis, or an ellipsis for the whole array.
-
-        Returns:
-          A NumPy array in the dtype of the file; bfloat16 becomes float32.
-        """
+        """Reads `array[index]` in the dtype of the file, bfloat16 as float32; only the pages of the part are loaded."""
         if self.loaded is not None:
             return np.asarray(self.loaded[index])
         if 0 in self.shape:
@@ -100,18 +161,7 @@ class Dump:
         return self._stored[name]
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """Reads an array, or some of its rows.
-
-        Args:
-          rows: numbers of rows, for an array whose first axis is that of the batch; None reads the whole array.
-
-        Returns:
-          NumPy array of the recorded shape, or of the rows: float64, int64 for a field of whole numbers, booleans for
-          the mask. Masked positions hold the recorded numbers.
-
-        Raises:
-          DumpError: if the dump has no such array.
-        """
+        """Reads an array, or some of its rows: booleans for the mask, int64 for whole numbers, else float64."""
         values = self.stored(name).part(... if rows is None else rows)
         if name == "mask":
             return np.asarray(values != 0)
@@ -134,31 +184,31 @@ class Dump:
             raise DumpError(f"header.group_size: got {size!r}, expected a number of rows")
 
     def _check_shapes(self) -> dict[str, int]:
+        """Checks names, shapes and dtypes, and returns the size of each axis."""
         sizes: dict[str, int] = {}
         sources: dict[str, str] = {}
         for name, array in self._stored.items():
             if name not in FIELDS and not name.startswith(METRIC):
                 known = (*FIELDS, f"{METRIC}NAME")
                 raise DumpError(f"{name}: no such field; expected {', '.join(known)}{closest(name, FIELDS)}")
+            if not name.isprintable():
+                raise DumpError(f"{name!r}: got characters that cannot be printed, expected a printable name")
             field = field_of(name)
             axes = field.axes if "columns" in self._stored else field.axes.replace("N", "T")
             axes = "B" if field.per_row and len(array.shape) == 1 else axes
+            got, wanted = f"{name}: got shape {list(array.shape)}", f"[{', '.join(axes)}]"
             if len(array.shape) != len(axes):
-                raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(axes)}]")
-            if not name.isprintable():
-                raise DumpError(f"{name!r}: got characters that cannot be printed, expected a printable name")
+                raise DumpError(f"{got}, expected {wanted}")
             for axis, size in zip(axes, array.shape, strict=True):
                 if size < 1:
-                    raise DumpError(f"{name}: got shape {list(array.shape)}, expected at least 1 along each axis")
+                    raise DumpError(f"{got}, expected at least 1 along each axis")
                 if sizes.setdefault(axis, size) != size:
-                    other = f"{axis} is {sizes[axis]} in {sources[axis]}"
-                    raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(axes)}]; {other}")
+                    raise DumpError(f"{got}, expected {wanted}; {axis} is {sizes[axis]} in {sources[axis]}")
                 sources.setdefault(axis, name)
             kind = "f" if array.bfloat16 else np.dtype(array.dtype).kind
-            allowed = "iub" if field.whole_numbers and name != "mask" else "fiub"
-            if kind not in allowed:
-                wanted = "integers" if allowed == "iub" else "numbers"
-                raise DumpError(f"{name}: got dtype {array.kind}, expected {wanted}")
+            integers = field.whole_numbers and name != "mask"
+            if kind not in ("iub" if integers else "fiub"):
+                raise DumpError(f"{name}: got dtype {array.kind}, expected {'integers' if integers else 'numbers'}")
         for name in ("log_probs", "mask"):
             if name not in self._stored:
                 raise DumpError(f"{name}: missing; a dump needs log_probs and mask")
@@ -167,10 +217,7 @@ class Dump:
     def _check_contents(self) -> None:
         for name in {"mask", "tool_mask"} & set(self):
             values = self.stored(name).part(...)
-            if (wrong := (values != 0) & (values != 1)).any():
-                where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                raise DumpError(f"{name}: got {values[where]} at (row, token) {where}, expected 0 or 1")
-        mask = self.read("mask")
+            _refuse(name, values, (values != 0) & (values != 1), "0 or 1")
         for name, limit in (("rows", self.sizes["B"]), ("columns", self.sizes["T"])):
             if name in self and not ((numbers := self.read(name)) >= 0).all() & (numbers < limit).all():
                 raise DumpError(f"{name}: got {numbers.tolist()}, expected {name} from 0 to {limit - 1}")
@@ -179,44 +226,31 @@ class Dump:
                 raise DumpError(f"{side}hidden: needs {side}head, the LM head; record it beside the hidden states")
             if (f"{side}hidden" in self or f"{side}logits" in self) and not ("rows" in self and "tokens" in self):
                 raise DumpError(f"{side}logits: logits and hidden states need rows and tokens; record both")
-        self._check_numbers(mask)
-        self._check_positions(mask)
-
-    def _check_numbers(self, trained: np.ndarray) -> None:
-        """Checks that no number of a trained token, or of a row that has one, is NaN; an input is finite too."""
+        trained = self.read("mask")
+        limits = {"tokens": self.sizes.get("V", 1 << 62) - 1}
+        limits |= dict.fromkeys(("prompt_lengths", "lengths"), self.sizes["T"])
         for name in self:
             field = field_of(name)
-            if field.whole_numbers or field.axes not in ("BT", "B"):
-                continue
-            values = self.stored(name).part(...)
-            wrong = np.isnan(values) if field.kind == RESULT and name not in INPUT_TOO else ~np.isfinite(values)
-            wrong &= trained if values.ndim == 2 else trained.any(-1)
-            if wrong.any():
-                where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                axes = "(row, token)" if len(where) == 2 else "row"
-                raise DumpError(f"{name}: got {values[where]} at {axes} {where}, expected a finite number")
+            values = self.stored(name).part(...) if field.axes in ("BT", "B") or name == "divisor" else np.zeros(0)
+            used = {2: trained, 1: trained.any(-1), 0: True}[values.ndim]
+            if name in limits:
+                _refuse(name, values, used & ((values < 0) | (values > limits[name])), f"0 to {limits[name]}")
+            elif values.size and not field.whole_numbers:
+                # A result may be infinite where the system's is.
+                wrong = np.isnan(values) if field.kind == RESULT and name not in INPUT_TOO else ~np.isfinite(values)
+                _refuse(name, values, used & wrong, "a finite number")
 
-    def _check_positions(self, trained: np.ndarray) -> None:
-        """Checks token ids of trained tokens, and lengths."""
-        length = self.sizes["T"]
-        vocabulary = self.sizes.get("V", 1 << 62)
-        limits = {"tokens": vocabulary - 1, "prompt_lengths": length, "lengths": length}
-        for name in limits.keys() & set(self):
-            values = self.stored(name).part(...)
-            wrong = (values < 0) | (values > limits[name])
-            wrong &= trained if values.ndim == 2 else trained.any(-1)
-            if wrong.any():
-                where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                raise DumpError(f"{name}: got {values[where]} at {where}, expected 0 to {limits[name]}")
+
+def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, expected: str) -> None:
+    """Refuses an array with a wrong number, naming the first."""
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        place = "".join([f" at (row, token) {where}"] if len(where) == 2 else [f" at row {row}" for row in where])
+        raise DumpError(f"{name}: got {values[where]}{place}, expected {expected}")
 
 
 def open_dump(path: str | pathlib.Path) -> Dump:
-    """Opens an `.npz` or safetensors file and checks it against the schema.
-
-    Arrays stay in the file unless it compresses them.
-
-    Args:
-      path: of the file; its first bytes tell the format.
+    """Opens an `.npz` or safetensors file, told by its first bytes; arrays stay in it unless it compresses them.
 
     Raises:
       DumpError: naming the field that is not as the schema has it, or the file if it cannot be read.
@@ -230,19 +264,6 @@ def open_dump(path: str | pathlib.Path) -> Dump:
         raise
     except BROKEN as error:
         raise DumpError(f"{path}: cannot be read: {error}") from error
-
-
-def write_dump(path: str | pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Writes an uncompressed `.npz` dump.
-
-    Args:
-      path: of the file, which is overwritten.
-      header: JSON values by the keys of `fields.HEADER`; the version of the schema is added.
-      arrays: by the names of `fields.FIELDS`; they are not checked.
-    """
-    members: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
-    members["header"] = np.array(json.dumps({"kljax_parity": FORMAT, **header}))
-    np.savez(pathlib.Path(path), **members)
 
 
 def _open_npz(path: pathlib.Path, file: BinaryIO) -> Dump:
@@ -279,12 +300,12 @@ def _npz_member(path: pathlib.Path, archive: zipfile.ZipFile, info: zipfile.ZipI
                 raise DumpError(f"{name}: {info.file_size - begin} bytes for shape {list(shape)} of {dtype}")
             if compressed or dtype.kind in "US":
                 values = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C")
-                return Stored(name, shape, dtype.str, path, loaded=values)
+                return Stored(shape, dtype.str, path, loaded=values)
     except DumpError:
         raise
     except BROKEN as error:
         raise DumpError(f"{name}: is not a NumPy array: {error}") from error
-    return Stored(name, shape, dtype.str, path, _data_offset(path, info) + begin, "F" if fortran else "C")
+    return Stored(shape, dtype.str, path, _data_offset(path, info) + begin, "F" if fortran else "C")
 
 
 def _data_offset(path: pathlib.Path, info: zipfile.ZipInfo) -> int:
@@ -330,7 +351,7 @@ def _safetensors_member(path: pathlib.Path, name: str, entry: Any, start: int, t
         raise DumpError(f"{name}: got {entry!r}, expected a shape, offsets and a dtype of {known}") from error
     if min((begin, *shape), default=0) < 0 or start + end > total or end - begin != math.prod(shape) * dtype.itemsize:
         raise DumpError(f"{name}: bytes {begin} to {end} do not hold shape {list(shape)} of {kind}")
-    return Stored(name, shape, dtype.str, path, start + begin, bfloat16=kind == "BF16")
+    return Stored(shape, dtype.str, path, start + begin, bfloat16=kind == "BF16")
 
 
 def _parse_header(text: str) -> dict[str, Any]:

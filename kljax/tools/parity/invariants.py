@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kljax.tools.parity.advantages import grouped
-from kljax.tools.parity.comparison import Invariant
 from kljax.tools.parity.numbers import tokens_of
 from kljax.tools.parity.positions import last_positions, shift_rows
 from kljax.tools.parity.replay import MissingFields, Replay
+from kljax.tools.parity.report import Invariant
 from kljax.tools.parity.rounding import UNITS
 
 # Estimators whose advantages sum to 0 in each group.
@@ -37,28 +37,26 @@ def invariants_of(replay: Replay) -> Iterator[tuple[str, Invariant]]:
 
 def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
     """The advantages of the rows of a group sum to 0 if an estimator centers them."""
-    arrays = replay.arrays
-    call = replay.plan.calls.get("advantage")
+    arrays, mask = replay.arrays, replay.arrays["mask"]
+    call = replay.recipe.calls.get("advantage")
     if not {"advantages", "group_ids"} <= set(arrays) or call is None or call.function not in CENTERED:
         return
-    recipe = replay.plan.recipe
-    values = arrays["advantages"]
     # Advantages of other rows and steps after the comparison, such as a KL, are no deviations from a mean.
     if any(step.function != "broadcast_to_tokens" for step in call.then):
         return
+    values = arrays["advantages"]
     if values.ndim > 1:
-        if not arrays["mask"].any(1).all():
-            return
-        first = arrays["mask"].argmax(1)[:, None]
-        values, rows = np.take_along_axis(values, first, 1)[:, 0], values
-        if np.where(arrays["mask"], rows != values[:, None], False).any():
+        values = np.take_along_axis(values, mask.argmax(1)[:, None], 1)[:, 0]
+        if not mask.any(1).all() or (mask & (arrays["advantages"] != values[:, None])).any():
             return
     ids, _, complete = grouped(replay)
     sums = np.bincount(ids, values)
     sizes = np.bincount(ids, np.abs(values))
     try:
-        bounds = replay.predict("advantages", recipe).bound
-        bound = np.bincount(ids, bounds if bounds.ndim == 1 else bounds.max(1)) + replay.unit("loss", recipe) * sizes
+        bounds = replay.predict("advantages", replay.recipe).bound
+        bound = (
+            np.bincount(ids, bounds if bounds.ndim == 1 else bounds.max(1)) + replay.unit("loss", replay.recipe) * sizes
+        )
     except MissingFields:
         # Without the rewards, how far their mean was rounded is unknown.
         bound = 1e-3 * sizes
@@ -87,21 +85,19 @@ def _old_policy(replay: Replay) -> Iterator[Invariant]:
     if not {"first_log_probs", "old_log_probs"} <= set(replay.arrays) or not replay.arrays["mask"].any():
         return
     mean, size, slope, scale = _distance(replay, "old_log_probs", "first_log_probs")
-    forward = replay.plan.recipe.log_probs.forward or replay.dtype
+    forward = replay.recipe.log_probs.forward or replay.dtype
     text = f"old_log_probs: mean log-ratio of the policy at the first update {mean:.3g}, mean size {size:.3g} nats"
     if size <= max(SAME, UNITS_OF_PASS * UNITS[forward] * (1 + scale)):
         yield Invariant(text, True)
         return
     mask, first, old = (replay.arrays[name] for name in ("mask", "first_log_probs", "old_log_probs"))
     inner = mask & shift_rows(mask, 1) & shift_rows(mask, -1)
-    moved = [where for by, where in ((1, "right"), (-1, "left")) if _near(shift_rows(first, by)[inner], old[inner])]
-    reason = f"they are moved by one position to the {moved[0]}" if moved else "other tokens, temperature or weights"
+    reason = "other tokens, temperature or weights"
+    for by, where in ((1, "right"), (-1, "left")):
+        distance = np.abs(shift_rows(first, by) - old)[inner]
+        if distance.size >= 4 and distance.mean() <= 0.1 * np.abs(old[inner]).mean():
+            reason = f"they are moved by one position to the {where}"
     yield Invariant(f"{text}, slope {slope:.3g}; it is 0: {reason}", False)
-
-
-def _near(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays of log-probs are of one policy."""
-    return first.size >= 4 and float(np.abs(first - second).mean()) <= 0.1 * float(np.abs(second).mean())
 
 
 def _sampler(replay: Replay) -> Iterator[Invariant]:
@@ -156,7 +152,7 @@ def _divisor(replay: Replay) -> Iterator[Invariant]:
     """A system's count of tokens is the number of trained tokens."""
     if "divisor" not in replay.arrays:
         return
-    reduction = replay.plan.recipe.reduction
+    reduction = replay.recipe.reduction
     tokens = int(replay.arrays["mask"].sum())
     count = float(replay.arrays["divisor"])
     if reduction.share != 1:
@@ -173,7 +169,7 @@ def _ratios(replay: Replay) -> Iterator[Invariant]:
     """Ratios that are all 1 show no clip, no cap and no old policy."""
     arrays = replay.arrays
     mask = replay.arrays["mask"]
-    if replay.plan.recipe.loss is None:
+    if "loss" not in replay.recipe.calls:
         return
     if "old_log_probs" not in arrays:
         yield Invariant("old_log_probs are not recorded: the policy is its own old policy, and every ratio is 1")

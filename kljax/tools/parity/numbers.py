@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-import kljax
-from kljax.systems import Call
-from kljax.systems._call import steps
-from kljax.tools.parity.calls import scalar_parameters
+from kljax.systems._call import parameters, steps
 from kljax.tools.parity.causes import Cause
 from kljax.tools.parity.comparison import Residual
 from kljax.tools.parity.positions import apply_rule
-from kljax.tools.parity.recipe import Kl, MaskRule, Recipe
-from kljax.tools.parity.replay import Replay
+from kljax.tools.parity.recipe import MaskRule, Recipe
+from kljax.tools.parity.replay import Replay, scalar_parameters
 
 # Values between which an argument of a call is looked for, by its name; a clip is a distance from 1.
 SMALL = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8)
@@ -41,44 +38,35 @@ HALVINGS = 32
 DIGITS = (1, 2, 3, 4, 5, 6)
 # The share of the differing results that an interval may miss, as those at a kink.
 MISSED = 0.1
+ResidualOf = Callable[[Recipe], Residual | None]
+"""The residual of some fields under a recipe; None if the library refuses its settings."""
 Evaluate = Callable[[float], Residual | None]
 """The residual at a value of a number; None if the library refuses the value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnknownNumber:
-    """A number of a stage that the arrays determine.
-
-    Attributes:
-      stage: the stage of the recipe.
-      setting: its name among the settings of the stage, or among the arguments of the call.
-      declared: its value by the header; None if it has none.
-      grid: increasing values between which it is looked for; empty if the results are linear in it.
-      argument: whether it is an argument of the call.
-      settings: further settings of the stage that go with it.
-      shared: a stage that has the number, too.
-    """
+    """A number of a stage that the arrays determine."""
 
     stage: str
-    setting: str
-    declared: float | None
-    grid: tuple[float, ...] = ()
-    argument: bool = False
-    settings: tuple[tuple[str, Any], ...] = ()
-    shared: str = ""
+    setting: str  # of the stage, or an argument of its call
+    declared: float | None  # by the header; None if it has none
+    grid: tuple[float, ...] = ()  # increasing values between which it lies; empty if the results are linear in it
+    argument: bool = False  # of the call
+    settings: tuple[tuple[str, Any], ...] = ()  # further ones of the stage that go with it
+    shared: str = ""  # a stage that has the number, too
 
     def cause(self, recipe: Recipe, value: float, note: str = "") -> Cause:
         """Returns the cause that the number has a value."""
-        changed = (("arguments", ((self.setting, value),)),) if self.argument else ((self.setting, value),)
+        own: tuple[Any, ...] = (("arguments", ((self.setting, value),)) if self.argument else (self.setting, value),)
         header = "has none" if self.declared is None else f"says {self.declared:g}"
         beside = "".join(f" with {name} {word}" for name, word in self.settings)
         text = f"{self.stage}.{self.setting}: the header {header}, the arrays say {value:.6g}{beside}{note}"
-        also: tuple[Any, ...] = ()
+        changes: list[tuple[str, Any]] = [(self.stage, (*own, *self.settings))]
         if self.shared and getattr(recipe, self.shared) is not None:
             before, other = (getattr(getattr(recipe, stage), self.setting) for stage in (self.stage, self.shared))
-            also = ((self.shared, ((self.setting, other * value / before if before and other else value),)),)
-        name = f"{self.setting} {value:.6g}"
-        return Cause(self.stage, name, text, (*changed, *self.settings), also, number=value)
+            changes.append((self.shared, ((self.setting, other * value / before if before and other else value),)))
+        return Cause(self.stage, f"{self.setting} {value:.6g}", text, tuple(changes), number=value)
 
     def value_in(self, recipe: Recipe) -> float | None:
         """Returns its value in a recipe; None if it has none."""
@@ -87,58 +75,30 @@ class UnknownNumber:
         return None if value is None else float(value)
 
 
-def numbers_of(replay: Replay, recipe: Recipe) -> list[UnknownNumber]:
-    """Lists the numbers of a dump, in the order of the data."""
-    of_kl, of_advantage = _of_kl(replay, recipe), _of_advantage(replay, recipe)
-    numbers = [*_of_scores(replay, recipe), *_of_call(replay, recipe, "correction"), *of_kl, *of_advantage]
-    numbers += _of_call(replay, recipe, "loss")
-    # Of the loss alone, the factor is that of the reduction.
-    if recipe.loss is not None and ("token_loss" in replay.arrays or recipe.kl is not None):
-        numbers.append(UnknownNumber("loss", "scale", 1.0))
-    return [*numbers, *_of_reduction(replay, recipe)]
-
-
-def _of_scores(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
+def numbers_of(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
+    """Yields the numbers of a dump, in the order of the data."""
     for stage, side in (("log_probs", ""), ("reference", "ref_")):
         if f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump:
             base = getattr(recipe, stage)
             yield UnknownNumber(stage, "temperature", base.temperature, TEMPERATURES)
             caps = tuple((base.softcap or 10.0) * factor for factor in (0.1, 0.2, *MULTIPLES[3:13]))
             yield UnknownNumber(stage, "softcap", base.softcap, caps)
-
-
-def _of_kl(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
+    yield from _of_call(replay, recipe, "correction")
     kl = recipe.kl
-    if kl is None:
-        return
-    # Of the loss alone, a factor of the estimate is one of the coefficient.
-    if "kl" in replay.arrays:
-        yield UnknownNumber("kl", "scale", kl.scale)
-    for name in ("value_clip", "log_ratio_clip", *(("max_ratio",) if kl.corrected else ())):
-        yield UnknownNumber("kl", name, getattr(kl, name), GRIDS[name])
-    around = sorted((abs(kl.coef) or 0.01) * factor for factor in MULTIPLES)
-    grid = (*(-x for x in reversed(around)), 0.0, *around)
-    yield UnknownNumber("kl", "coef", float(kl.coef), () if kl.place == "loss" else grid)
-
-
-def _of_advantage(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
-    if recipe.advantage is None:
-        return
-    # The coefficient of a KL that the call subtracts is that of the KL.
-    arguments = [number for number in _of_call(replay, recipe, "advantage") if number.setting != "coef"]
-    yield from arguments
-    yield UnknownNumber("advantage", "scale", 1.0)
-    yield UnknownNumber("advantage", "clip", None, (1e-3, 1e-2, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
-    yield UnknownNumber("advantage", "reward_scale", 1.0, MULTIPLES)
-    if "gamma" not in {number.setting for number in arguments}:
-        yield UnknownNumber("advantage", "discount", None, GRIDS["gamma"][1:])
-    if "ref_log_probs" in replay.arrays and (recipe.kl or Kl()).place == "loss":
-        for estimator in ("k1", "k2", "k3", "abs"):
-            settings = (("kl_estimator", estimator),)
-            yield UnknownNumber("advantage", "kl_coef", 0.0, KL_COEFFICIENTS, settings=settings)
-
-
-def _of_reduction(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
+    if kl.place:
+        # Of the loss alone, a factor of the estimate is one of the coefficient.
+        if "kl" in replay.arrays:
+            yield UnknownNumber("kl", "scale", kl.scale)
+        for name in ("value_clip", "log_ratio_clip", *(("max_ratio",) if kl.corrected else ())):
+            yield UnknownNumber("kl", name, getattr(kl, name), GRIDS[name])
+        around = sorted((abs(kl.coef) or 0.01) * factor for factor in MULTIPLES)
+        grid = (*(-x for x in reversed(around)), 0.0, *around)
+        yield UnknownNumber("kl", "coef", float(kl.coef), () if kl.place == "loss" else grid)
+    yield from _of_advantage(replay, recipe)
+    yield from _of_call(replay, recipe, "loss")
+    # Of the loss alone, the factor is that of the reduction.
+    if "loss" in recipe.calls and ("token_loss" in replay.arrays or kl.place):
+        yield UnknownNumber("loss", "scale", 1.0)
     base = recipe.reduction
     shared = "" if recipe.kl_reduction is None else "kl_reduction"
     yield UnknownNumber("reduction", "scale", base.scale, shared=shared)
@@ -155,36 +115,52 @@ def _of_reduction(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
     yield UnknownNumber("gradient", "scale", recipe.gradient.scale)
 
 
+def _of_advantage(replay: Replay, recipe: Recipe) -> Iterator[UnknownNumber]:
+    # The coefficient of a KL that the call subtracts is that of the KL.
+    arguments = [number for number in _of_call(replay, recipe, "advantage") if number.setting != "coef"]
+    if "advantage" not in recipe.calls:
+        return
+    yield from arguments
+    yield UnknownNumber("advantage", "scale", 1.0)
+    yield UnknownNumber("advantage", "clip", None, (1e-3, 1e-2, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
+    yield UnknownNumber("advantage", "reward_scale", 1.0, MULTIPLES)
+    if "gamma" not in {number.setting for number in arguments}:
+        yield UnknownNumber("advantage", "discount", None, GRIDS["gamma"][1:])
+    if "ref_log_probs" in replay.arrays and recipe.kl.place in ("", "loss"):
+        for estimator in ("k1", "k2", "k3", "abs"):
+            settings = (("kl_estimator", estimator),)
+            yield UnknownNumber("advantage", "kl_coef", 0.0, KL_COEFFICIENTS, settings=settings)
+
+
 def _of_call(replay: Replay, recipe: Recipe, stage: str) -> Iterator[UnknownNumber]:
     """Yields the real arguments of the call of a stage and of the calls inside it, each name once."""
-    if getattr(recipe, stage) is None:
-        return
     seen: set[str] = set()
-    for step, _ in steps(replay.call(stage, getattr(recipe, stage))):
-        defaults = inspect.signature(getattr(kljax, step.function)).parameters
-        for name in scalar_parameters(step):
-            value = step.arguments.get(name, defaults[name].default)
-            if name not in seen and value is not inspect.Parameter.empty and (grid := _grid(step, name, value)):
+    for step, _ in steps(replay.call(stage, recipe)) if stage in recipe.calls else ():
+        scalars = scalar_parameters(step)
+        for parameter in parameters(step):
+            name, value = parameter.name, step.arguments.get(parameter.name, parameter.default)
+            if name not in scalars or name in seen or value is inspect.Parameter.empty:
+                continue
+            grid = GRIDS.get(name, ())
+            if step.function == "cispo_loss" and name == "clip_low":
+                grid = (*grid, 1.0)
+            elif step.function == "cispo_loss" and name == "clip_high":
+                grid = (*sorted(-x for x in GRIDS["clip_low"]), 0.0, *grid)
+            elif not grid and isinstance(value, (int, float)) and value > 0:
+                grid = tuple(value * factor for factor in MULTIPLES)
+            if grid:
                 seen.add(name)
                 yield UnknownNumber(stage, name, None if value is None else float(value), grid, argument=True)
 
 
-def _grid(call: Call, name: str, value: Any) -> tuple[float, ...]:
-    """Returns the values between which an argument is looked for; empty if there is no hint where it lies."""
-    if call.function == "cispo_loss" and name in ("clip_low", "clip_high"):
-        grid = GRIDS[name]
-        return (*grid, 1.0) if name == "clip_low" else (*sorted(-x for x in GRIDS["clip_low"]), 0.0, *grid)
-    if name in GRIDS:
-        return GRIDS[name]
-    if isinstance(value, (int, float)) and value > 0:
-        return tuple(value * factor for factor in MULTIPLES)
-    return ()
-
-
 def fit(
-    number: UnknownNumber, recipe: Recipe, evaluate: Evaluate, before: Residual, note: Callable[[float], str]
+    number: UnknownNumber, replay: Replay, recipe: Recipe, residual_of: ResidualOf, before: Residual
 ) -> Cause | None:
-    """Solves a number from the results of some fields."""
+    """Solves a number from the residual of some fields under a recipe, which is `before` without a cause."""
+
+    def evaluate(value: float) -> Residual | None:
+        return residual_of(number.cause(recipe, value).apply(recipe))
+
     start = number.value_in(recipe)
     if number.grid:
         value = solve_between(evaluate, sorted({*number.grid, *(() if start is None else (start,))}))
@@ -193,27 +169,26 @@ def fit(
     if value is None or (value := simplest(evaluate, value)) == start or not _is_proved(evaluate, value, before):
         return None
     limits = agreeing_interval(evaluate, value, number.grid) if number.grid else None
-    text = note(value) if limits is None else f" (all from {limits[0]:.4g} to {limits[1]:.4g} agree)"
-    return dataclasses.replace(number.cause(recipe, value, text), limits=limits)
+    note = _note_on_factor(replay.batch, number, value)
+    note = note if limits is None else f" (all from {limits[0]:.4g} to {limits[1]:.4g} agree)"
+    return dataclasses.replace(number.cause(recipe, value, note), limits=limits)
 
 
-def note_on_factor(replay: Replay, number: UnknownNumber, value: float) -> str:
+def _note_on_factor(batch: Replay, number: UnknownNumber, value: float) -> str:
     """Says what a factor of the loss or of its gradient may come from."""
     if (number.stage, number.setting) not in (("reduction", "scale"), ("gradient", "scale")) or not value:
         return ""
     factor = value / (number.declared or 1.0)
-    batch = replay.batch
+    # A solved factor has the digits of its dtype.
+    inverse = round(1 / factor, 9)
     if factor > 1 and factor == round(factor):
         return f": a sum over {factor:g} ranks or micro-batches, not their mean"
-    inverse = round(1 / factor, 9)
-    tokens = int(batch.arrays["mask"].sum())
     if inverse > 1 and inverse == round(inverse):
         return f": divided by {inverse:g} ranks or micro-batches once more"
-    # A solved factor has the digits of its dtype.
+    tokens = int(batch.arrays["mask"].sum())
     divisor = round(tokens / factor)
-    if number.stage == "gradient" or batch.plan.recipe.reduction.mode != "token_mean":
-        return ""
-    if divisor < 1 or abs(tokens / factor - divisor) > 1e-3:
+    of_tokens = number.stage == "reduction" and batch.recipe.reduction.mode == "token_mean"
+    if not of_tokens or divisor < 1 or divisor == tokens or abs(tokens / factor - divisor) > 1e-3:
         return ""
     return f": divided by {divisor}, not by the {tokens} tokens of the batch{tokens_of(batch, divisor)}"
 
@@ -233,6 +208,11 @@ def tokens_of(batch: Replay, count: int) -> str:
     mask = batch.arrays["mask"]
     names = [name for name, rule in rules.items() if apply_rule(mask, rule, batch.layout).sum() == count]
     return f", as many as {' or '.join(names)}" if names and count != mask.sum() else ""
+
+
+def _agrees(evaluate: Evaluate, value: float) -> bool:
+    residual = evaluate(value)
+    return residual is not None and residual.agrees
 
 
 def _is_proved(evaluate: Evaluate, value: float, before: Residual) -> bool:
@@ -266,8 +246,7 @@ def solve_linear(evaluate: Evaluate, start: float, other: float) -> float | None
         value = start + np.sum(weights / scale * first.difference[used] / width[used]) / np.sum(weights**2 / scale)
         if not np.isfinite(value):
             return None
-        residual = evaluate(float(value))
-        if residual is not None and residual.agrees:
+        if _agrees(evaluate, float(value)):
             return float(value)
         start = float(value)
         other = 2 * float(value) if value else 1.0
@@ -283,11 +262,9 @@ def solve_between(evaluate: Evaluate, grid: Sequence[float]) -> float | None:
     intervals = []
     for (low, first), (high, second) in itertools.pairwise(points):
         if np.isfinite(first.difference).all() or np.isfinite(second.difference).all():
-            missed = _missed(first.units, second.units)
-            if missed <= MISSED:
-                intervals.append((missed, low, high, first.units, second.units))
-    for _, low, high, below, above in sorted(intervals, key=lambda interval: interval[0])[:2]:
-        solution = _bisect(evaluate, low, high, below, above)
+            intervals.append((_missed(first.units, second.units), low, high, first.units, second.units))
+    for missed, low, high, below, above in sorted(intervals, key=lambda interval: interval[0])[:2]:
+        solution = _bisect(evaluate, low, high, below, above) if missed <= MISSED else None
         if solution is not None:
             return solution
     return None
@@ -327,20 +304,17 @@ def _bisect(evaluate: Evaluate, low: float, high: float, first: np.ndarray, seco
 
 def agreeing_interval(evaluate: Evaluate, value: float, grid: Sequence[float]) -> tuple[float, float] | None:
     """Returns the interval of values that agree, such as the thresholds between two ratios."""
-
-    def agrees(at: float) -> bool:
-        residual = evaluate(at)
-        return residual is not None and residual.agrees
-
-    if not value or not (agrees(0.99 * value) or agrees(1.01 * value)):
+    if not value or not (_agrees(evaluate, 0.99 * value) or _agrees(evaluate, 1.01 * value)):
         return None
     ends = []
     for outside in (min(grid), max(grid)):
         inside, limit = value, outside
-        for _ in range(0 if agrees(outside) else 20):
+        if _agrees(evaluate, outside):
+            inside = limit
+        for _ in range(20 if inside != limit else 0):
             middle = (inside + limit) / 2
-            inside, limit = (middle, limit) if agrees(middle) else (inside, middle)
-        ends.append(outside if agrees(outside) else inside)
+            inside, limit = (middle, limit) if _agrees(evaluate, middle) else (inside, middle)
+        ends.append(inside)
     return min(ends), max(ends)
 
 
@@ -351,10 +325,8 @@ def simplest(evaluate: Evaluate, value: float) -> float:
         if value and abs(value) < 1 and abs(1 / value) < 4096.5 and digits >= 2:
             candidates.append(1 / round(1 / value))
         for candidate in candidates:
-            if abs(candidate - value) <= 0.2 * abs(value):
-                residual = evaluate(candidate)
-                if residual is not None and residual.agrees:
-                    return candidate
+            if abs(candidate - value) <= 0.2 * abs(value) and _agrees(evaluate, candidate):
+                return candidate
     return value
 
 

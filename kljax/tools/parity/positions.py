@@ -10,23 +10,14 @@ from kljax.tools.parity.recipe import MaskRule
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Positions that a mask may get wrong.
+    """Positions that a mask may get wrong, of each row `[B]`."""
 
-    Attributes:
-      starts: `[B]` position of the first prompt token, behind padding on the left.
-      prompts: `[B]` position of the first completion token.
-      lengths: `[B]` position after the last token.
-      complete: `[B]` bool, rows that end with an end-of-sequence token; the others are cut at the limit.
-      ends_known: whether the end-of-sequence token is known; else the longest completions are taken as cut.
-      tools: `[B, T]` bool, the tokens of a tool's answer; None if they are not recorded.
-    """
-
-    starts: np.ndarray
-    prompts: np.ndarray
-    lengths: np.ndarray
-    complete: np.ndarray
-    ends_known: bool
-    tools: np.ndarray | None
+    starts: np.ndarray  # of the prompt, behind padding on the left
+    prompts: np.ndarray  # of the first completion token
+    lengths: np.ndarray  # after the last token
+    complete: np.ndarray  # whether the row ends with an end-of-sequence token; the others are cut at the limit
+    ends_known: bool  # whether that token is known; else the longest completions are taken as cut
+    tools: np.ndarray | None  # `[B, T]` the tokens of a tool's answer; None if they are not recorded
 
     def completions(self, length: int) -> np.ndarray:
         """Returns the tokens of the completions, `[B, length]` bool."""
@@ -35,8 +26,7 @@ class RowLayout:
 
     def of_rows(self, rows: np.ndarray) -> "RowLayout":
         """Returns the layout of some rows."""
-        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return RowLayout(**{name: x[rows] if isinstance(x, np.ndarray) else x for name, x in arrays.items()})
+        return RowLayout(*(x[rows] if isinstance(x, np.ndarray) else x for x in vars(self).values()))
 
 
 def last_positions(mask: np.ndarray) -> np.ndarray:
@@ -45,10 +35,13 @@ def last_positions(mask: np.ndarray) -> np.ndarray:
     return last
 
 
+def tokens_after(mask: np.ndarray) -> np.ndarray:
+    """Counts the tokens of a mask from each position to the end of the row, its own included, `[B, T]`."""
+    return mask[:, ::-1].cumsum(1)[:, ::-1]
+
+
 def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | None, eos: Sequence[int]) -> RowLayout:
     """Finds the padding on the left and the rows that are cut at the limit."""
-    rows = np.arange(len(mask))
-    positions = np.arange(mask.shape[1])
     some = mask.any(1)
     lengths = arrays["lengths"] if "lengths" in arrays else np.where(some, last_positions(mask) + 1, 0)
     prompts = arrays["prompt_lengths"] if "prompt_lengths" in arrays else np.where(some, mask.argmax(1), 0)
@@ -58,11 +51,11 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
     if "tokens" not in arrays:
         return RowLayout(np.zeros(len(mask), int), prompts, lengths, below, False, tools)
     tokens = arrays["tokens"]
-    behind = tokens[positions >= lengths[:, None]]
+    behind = tokens[np.arange(mask.shape[1]) >= lengths[:, None]]
     if pad_id is None and behind.size and (behind == behind[0]).all():
         pad_id = int(behind[0])
     starts = np.where((tokens != pad_id).any(1), (tokens != pad_id).argmax(1), 0) if pad_id is not None else 0 * sizes
-    last = tokens[rows, np.maximum(lengths - 1, 0)]
+    last = tokens[np.arange(len(mask)), np.maximum(lengths - 1, 0)]
     if not eos and below.sum() > 1 and len(set(last[below].tolist())) == 1:
         eos = [int(last[below][0])]
     complete = np.isin(last, eos) if eos else below
@@ -70,15 +63,11 @@ def layout_of(mask: np.ndarray, arrays: Mapping[str, np.ndarray], pad_id: int | 
 
 
 def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarray:
-    """Returns the mask with the changes of a rule.
-
-    Returns `[B, T]` bool; the mask itself if the rule changes nothing.
-    """
+    """Returns the mask `[B, T]` with the changes of a rule; the mask itself if the rule changes nothing."""
     if rule == MaskRule():
         return mask
     position = np.arange(mask.shape[1])
-    start = layout.starts[:, None]
-    end = layout.lengths[:, None]
+    start, end = layout.starts[:, None], layout.lengths[:, None]
     completions = layout.completions(mask.shape[1])
     cut = ~layout.complete[:, None]
     result = mask.copy()
@@ -106,10 +95,7 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
 
 
 def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
-    """Moves rows to the right by a number of positions, filled with 0; negative moves to the left.
-
-    Returns `[B, T]`, the dtype of the array; the array itself if `by` is 0.
-    """
+    """Moves rows to the right by a number of positions, filled with 0; negative moves to the left."""
     if by == 0:
         return array
     result = np.zeros_like(array)
@@ -121,17 +107,14 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
 
 
 def over_tokens(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Repeats the number of each row for its tokens.
-
-    Returns `[B, T]`; read-only where numbers are repeated.
-    """
+    """Repeats the number of each row for its tokens, `[B, T]`; read-only where numbers are repeated."""
     return np.broadcast_to(array[:, None], shape) if array.ndim == 1 else array
 
 
 def row_mean(values: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Returns the mean of each row over its tokens, repeated for all, `[..., B, T]`."""
-    mean = np.where(used, values, 0).sum(-1, keepdims=True) / np.maximum(used.sum(1, keepdims=True), 1)
-    return np.broadcast_to(mean, values.shape)
+    """Returns the mean of each row over its tokens, `[B, 1]`."""
+    mean: np.ndarray = np.where(used, values, 0).sum(1, keepdims=True) / np.maximum(used.sum(1, keepdims=True), 1)
+    return mean
 
 
 def value_and_change(

@@ -1,21 +1,21 @@
 """The state of a replay: the recorded arrays, the calls of the header, and every result computed so far."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kljax.systems import Call
-from kljax.systems._call import parameters, steps
-from kljax.tools.parity.calls import check_call, run_call, without_none
-from kljax.tools.parity.dump import Dump, DumpError
-from kljax.tools.parity.fields import METRIC, ORDER, STAGES_OF_METRICS, field_of
-from kljax.tools.parity.header import RecipeCalls, with_arguments
+from kljax.systems._call import parameters, run, steps
+from kljax.tools.parity.dump import Dump, DumpError, field_of
 from kljax.tools.parity.positions import apply_rule, layout_of
-from kljax.tools.parity.recipe import AdvantageStep, Recipe, RecipeStep
+from kljax.tools.parity.recipe import Recipe, with_arguments
 from kljax.tools.parity.rounding import UNITS, narrowest_dtype
 
 # Numbers that are remembered; beyond them results are computed again.
@@ -28,31 +28,34 @@ COMPUTED = {
     "advantage": ("mask", "kl", "coef", "num_groups", "token_rewards"),
     "loss": ("mask", "key", "advantages"),
 }
+# A program runs a few times: its compilation costs more than its execution.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_PROGRAMS: dict[str, Callable[..., Any]] = {}
 
 
 class MissingFields(KeyError):
     """Arrays or parts of the header that a stage needs and the dump lacks, by name."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__(*names)
-        self.names = tuple(dict.fromkeys(names))
+        super().__init__(f"needs {', '.join(dict.fromkeys(names))}")
 
     def __str__(self) -> str:
-        return f"needs {', '.join(self.names)}"
+        return str(self.args[0])
 
 
 class Prediction(NamedTuple):
-    """A recomputed result.
-
-    Attributes:
-      value: `[B, T]`, `[B]` or a scalar, as the field of the dump.
-      bound: how far rounding may move each number of it.
-      at: the numbers that are compared, bool.
-    """
+    """A recomputed result, `[B, T]`, `[B]` or a scalar, as the field of the dump."""
 
     value: np.ndarray
-    bound: np.ndarray
-    at: np.ndarray
+    bound: np.ndarray  # how far rounding may move each number
+    at: np.ndarray  # the numbers that are compared, bool
+
+
+class Stage(NamedTuple):
+    """How a result is recomputed, and the settings of the recipe that it may depend on."""
+
+    compute: Callable[["Replay", Recipe], Prediction]
+    settings: tuple[str, ...]
 
 
 class RowArrays(Mapping[str, np.ndarray]):
@@ -86,22 +89,23 @@ class Replay:
 
     Attributes:
       dump: the file.
-      plan: the settings and calls of its header.
+      recipe: the settings of its header.
+      stages: how each result is recomputed, in the order of the data.
       rows: the numbers of the rows that are replayed, `[B]`.
-      whole: the replay of all rows, for what depends on the batch: divisors, groups, quantiles.
+      batch: the replay of all rows, for what depends on them: divisors, groups, quantiles.
       arrays: the recorded arrays of these rows.
     """
 
     def __init__(
         self,
         dump: Dump,
-        plan: RecipeCalls,
-        stages: Mapping[str, "Stage"],
+        recipe: Recipe,
+        stages: Mapping[str, Stage],
         *,
         rows: np.ndarray | None = None,
         batch: "Replay | None" = None,
     ) -> None:
-        self.dump, self.plan, self.stages = dump, plan, stages
+        self.dump, self.recipe, self.stages = dump, recipe, stages
         self.batch = self if batch is None else batch
         self.rows = np.arange(dump.sizes["B"]) if rows is None else rows
         self.arrays = RowArrays(dump, rows)
@@ -116,14 +120,10 @@ class Replay:
             self.dtype, self.layout = batch.dtype, batch.layout.of_rows(self.rows)
 
     def part(self, rows: np.ndarray) -> "Replay":
-        """Returns the replay of some rows of the batch.
-
-        Args:
-          rows: `[R]` numbers of rows; all of them give this replay.
-        """
+        """Returns the replay of some rows of the batch, by their numbers; of all of them, this replay."""
         if len(rows) == len(self.rows):
             return self
-        return Replay(self.dump, self.plan, self.stages, rows=rows, batch=self.batch)
+        return Replay(self.dump, self.recipe, self.stages, rows=rows, batch=self.batch)
 
     def parts(self) -> Iterator["Replay"]:
         """Yields replays of a few rows each, which together are the batch."""
@@ -133,9 +133,9 @@ class Replay:
 
     def predict(self, name: str, recipe: Recipe) -> Prediction:
         """Recomputes a result from the recorded inputs of its stage."""
-        stages = STAGES_OF_METRICS if name.startswith(METRIC) else ORDER[name]
-        key = (name, recipe.rounding, *(getattr(recipe, stage) for stage in stages))
-        prediction: Prediction = self.remember(key, lambda: self.stages[name](self, recipe))
+        stage = self.stages[name]
+        key = (name, recipe.rounding, *(getattr(recipe, setting) for setting in stage.settings))
+        prediction: Prediction = self.remember(key, lambda: stage.compute(self, recipe))
         return prediction
 
     def input(self, name: str, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ class Replay:
         """
         if name in self.arrays:
             return self.arrays[name], np.zeros(self.arrays[name].shape)
-        if name not in ORDER:
+        if name not in self.stages:
             raise MissingFields(name)
         prediction = self.predict(name, recipe)
         return prediction.value, prediction.bound
@@ -161,52 +161,58 @@ class Replay:
 
     def unit(self, name: str, recipe: Recipe) -> float:
         """Returns the unit roundoff of a result: half the distance of 1 to the next number of its dtype."""
-        order = list(ORDER)
-        position = order.index(name) if name in ORDER else len(order)
+        order = list(self.stages)
         units = [UNITS[self.dtype]]
         for stage, dtype in recipe.rounding:
-            # No array depends on the loss.
-            if stage == name or (stage in ORDER and stage != "loss" and position >= order.index(stage)):
+            # No array depends on a scalar.
+            if stage == name or (self.arrays[stage].ndim and order.index(name) >= order.index(stage)):
                 units.append(UNITS[dtype])
         return max(units)
 
     def used_mask(self, recipe: Recipe) -> np.ndarray:
-        """Returns the mask that weights, loss and reduction use: the recorded one by the recipe's rule.
-
-        Returns `[B, T]` bool.
-        """
+        """Returns the mask that weights, loss and reduction use, `[B, T]`: the recorded one by the recipe's rule."""
         mask: np.ndarray = self.remember(
             ("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask, self.layout)
         )
         return mask
 
-    def call(self, section: str, step: RecipeStep) -> Call:
-        """Returns the call of a section of the header with the changes of a step.
+    def call(self, section: str, recipe: Recipe) -> Call:
+        """Returns the call of a section of the header with the changes of a recipe.
 
         Raises:
           MissingFields: if the header has no such section.
         """
-        if section not in self.plan.calls:
+        if section not in recipe.calls:
             raise MissingFields(f"header.{section}")
-        call = self.plan.calls[section]
-        changes = dict(step.arguments)
+        call = recipe.calls[section]
+        changes = dict(getattr(recipe, section).arguments)
         function = changes.pop("function", call.function)
         if function != call.function:
             call = dataclasses.replace(call, function=function, arguments={})
-        if isinstance(step, AdvantageStep) and step.skip is not None:
-            call = dataclasses.replace(call, then=tuple(inner for inner in call.then if inner.function != step.skip))
-        return without_none(with_arguments(call, changes))
+        if section == "advantage" and recipe.advantage.skip is not None:
+            then = tuple(inner for inner in call.then if inner.function != recipe.advantage.skip)
+            call = dataclasses.replace(call, then=then)
+        return with_arguments(call, changes)
 
-    def run(self, section: str, step: RecipeStep, arrays: Mapping[str, Any], **keywords: Any) -> np.ndarray:
-        """Runs the call of a section with the changes of a step; see `run_call`."""
-        call = self.call(section, step)
-        if not step.arguments:
-            self.batch.remember(("checked", section), lambda: check_call(section, call, arrays, **keywords))
-        return run_call(section, call, arrays, **keywords)
+    def run(
+        self,
+        section: str,
+        recipe: Recipe,
+        arrays: Mapping[str, Any],
+        cotangent: np.ndarray | None = None,
+        **keywords: Any,
+    ) -> np.ndarray:
+        """Runs the call of a section with the changes of a recipe; see `run_call`."""
+        call = self.call(section, recipe)
+        if not getattr(recipe, section).arguments:
+            # A program does not see the numbers, so that the function cannot refuse them.
+            shaped = functools.partial(jax.eval_shape, lambda x: run(call, x, **keywords), dict(arrays))
+            self.batch.remember(("checked", section), lambda: _refusing(section, shaped))
+        return run_call(section, call, arrays, cotangent, **keywords)
 
     def array_name(self, section: str, name: str) -> str:
         """Returns the field that an argument of a call takes."""
-        return self.plan.arrays[section].get(name, name)
+        return self.recipe.arrays[section].get(name, name)
 
     def inputs(self, section: str) -> dict[str, np.ndarray]:
         """Returns the recorded arrays that the call of a section requires, by argument.
@@ -214,25 +220,30 @@ class Replay:
         Raises:
           MissingFields: naming arrays and arguments that the call needs, but for results of its stage.
         """
-        if section not in self.plan.calls:
-            raise MissingFields(f"header.{section}")
-        required = self.plan.calls[section].required
-        settings = _settings(self.plan.calls[section])
+        call = self.call(section, self.recipe)
+        # Arguments that are numbers or words, which the header can hold.
+        settings = {
+            parameter.name
+            for step, _ in steps(call)
+            for parameter in parameters(step)
+            if parameter.kind is parameter.KEYWORD_ONLY
+            and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
+        }
         inputs = {}
         missing = []
-        for name in required:
+        for name in call.required:
             field = self.array_name(section, name)
             if field == "old_log_probs" and field not in self.arrays:
                 field = "log_probs"
             if section == "advantage" and field == "advantages":
-                missing.append(f"advantages before {self.plan.calls[section].function}")
+                missing.append(f"advantages before {call.function}")
             elif field in self.arrays:
                 inputs[name] = self.arrays[field]
             elif name not in COMPUTED[section]:
                 missing.append(f"header.{section}.{name}" if name in settings else field)
-        if self.plan.calls[section].function == "gdpo_advantages":
+        if call.function == "gdpo_advantages":
             missing.append("rewards of each reward function")
-        if section == "correction" and not {"log_probs", "sampling_log_probs"} <= set(required):
+        if section == "correction" and not {"log_probs", "sampling_log_probs"} <= set(call.required):
             missing.append("a function of log_probs and sampling_log_probs")
         if missing:
             raise MissingFields(*missing)
@@ -248,16 +259,78 @@ class Replay:
         return str(declared)
 
 
-Stage = Callable[[Replay, Recipe], Prediction]
-"""Recomputes one result from the recorded arrays of a replay under the settings of a recipe."""
+def remembered(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the program of an earlier call with the key, or makes one of this function."""
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = jax.jit(function, compiler_options=QUICK)
+    return _PROGRAMS[key]
 
 
-def _settings(call: Call) -> set[str]:
-    """Returns the arguments of a call that are numbers or words, which the header can hold."""
-    return {
-        parameter.name
-        for step, _ in steps(call)
-        for parameter in parameters(step)
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
+def run_call(
+    section: str, call: Call, arrays: Mapping[str, Any], cotangent: np.ndarray | None = None, **keywords: Any
+) -> np.ndarray:
+    """Runs a call on arrays, or with a cotangent `[B, T]` differentiates it by `log_probs`.
+
+    The program is compiled once for all numbers of the arguments.
+
+    Raises:
+      DumpError: naming the section, if the function refuses its arguments.
+    """
+    numbers: list[float] = []
+
+    def take_numbers(step: Call) -> dict[str, Any]:
+        """Takes the numbers out of a step; an ellipsis marks where they were."""
+        scalars = scalar_parameters(step)
+        numeric = {name: x for name, x in step.arguments.items() if name in scalars and isinstance(x, int | float)}
+        taken = {name: x for name, x in numeric.items() if not isinstance(x, bool)}
+        numbers.extend(map(float, taken.values()))
+        return {**step.arguments, **dict.fromkeys(taken, ...)}
+
+    fixed = _each_step(call, take_numbers)
+
+    def compute(arrays: Mapping[str, Any], numbers: list[Any], cotangent: Any) -> Any:
+        rest = iter(numbers)
+
+        def put_back(step: Call) -> dict[str, Any]:
+            return {name: next(rest) if value is ... else value for name, value in step.arguments.items()}
+
+        with_numbers = _each_step(fixed, put_back)
+
+        def values(log_probs: Any) -> Any:
+            given = arrays if log_probs is None else {**arrays, "log_probs": log_probs}
+            result = run(with_numbers, given, **keywords)
+            return result[0] if isinstance(result, tuple) else result
+
+        def by_token(log_probs: Any) -> Any:
+            result = values(log_probs)
+            return jnp.broadcast_to(result if result.ndim > 1 else result[:, None], cotangent.shape)
+
+        return values(None) if cotangent is None else jax.vjp(by_token, arrays["log_probs"])[1](cotangent)[0]
+
+    # A program copies all of its arguments to the device.
+    taken = {step.renamed.get(p.name, p.name) for step, after in steps(call) for p in parameters(step, after)}
+    inputs = {name: array for name, array in arrays.items() if name in (*taken, "log_probs")}
+    program = remembered(f"{fixed!r} {keywords!r}", compute)
+    return np.asarray(_refusing(section, program, inputs, numbers, cotangent), np.float64)
+
+
+def scalar_parameters(call: Call) -> list[str]:
+    """Lists the parameters of a call's function that are real numbers, such as a clip or an epsilon."""
+    return [parameter.name for parameter in parameters(call) if str(parameter.annotation).startswith("float")]
+
+
+def _each_step(call: Call, arguments: Callable[[Call], Mapping[str, Any]]) -> Call:
+    """Returns a call whose steps, itself first, have other arguments."""
+    own = arguments(call)
+    inner: dict[str, Any] = {
+        kind: tuple(_each_step(step, arguments) for step in getattr(call, kind)) for kind in ("times", "plus", "then")
     }
+    return dataclasses.replace(call, arguments=own, **inner)
+
+
+def _refusing(section: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Names the section of the header whose arguments a function refuses."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise DumpError(f"header.{section}: {error}") from error

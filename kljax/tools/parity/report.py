@@ -1,5 +1,6 @@
-"""The report of a comparison: text, JSON and a page of HTML."""
+"""The report of a comparison: what differs and why, as text, JSON and a page of HTML."""
 
+import dataclasses
 import html
 import math
 import textwrap
@@ -7,11 +8,127 @@ from collections.abc import Iterator
 from typing import Any
 
 from kljax.tools.parity.causes import Cause
-from kljax.tools.parity.comparison import Difference, Finding, ParityReport
-from kljax.tools.parity.stages import COUNTED
 
 WIDTH = 120
 HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row, token)", "bound there", "verdict")
+# The stages that the verdict counts: the fields of which one is compared, and the section of the header that claims it.
+COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "mask": (("mask",), "mask"),
+    "log-probs": (("log_probs",), "log_probs"),
+    "old log-probs": (("old_log_probs",), ""),
+    "sampler": (("rollout_log_probs",), ""),
+    "reference": (("ref_log_probs",), "reference"),
+    "correction": (("weights",), "correction"),
+    "advantages": (("advantages",), "advantage"),
+    # Its derivative shows the loss.
+    "loss": (("loss", "token_loss", "grad_log_probs"), "loss"),
+    "gradient": (("grad_log_probs",), "gradient"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a recorded result lies from the recomputed one."""
+
+    field: str
+    absolute: float = 0.0  # the largest; infinite where one side is not finite
+    relative: float = 0.0  # the largest, over the magnitude of the recorded number
+    at: tuple[int, ...] = ()  # row and token of the number that exceeds its bound most; empty for a scalar
+    recorded: float = 0.0  # the number there
+    expected: float = 0.0  # the recomputed number there
+    bound: float = 0.0  # the rounding bound there
+    excess: float = 0.0  # the largest ratio of difference and bound; at most 1 agrees
+    compared: int = 0  # how many numbers were compared
+    rows: tuple[int, ...] = ()  # that differ
+    # Whether some recorded numbers are clearly larger than their bounds. Equal rewards, for one, have advantages of 0,
+    # which a whitening turns into noise of size 1. One number alone may be 0 by cancellation, and numbers that are all
+    # exactly 0 show it: both are determined.
+    determined: bool = True
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every number is within its bound."""
+        return self.excess <= 1
+
+    def joined(self, other: "Difference") -> "Difference":
+        """Returns the difference of the rows of both."""
+        if not self.compared or not other.compared:
+            return self if self.compared else other
+        worst = max(self, other, key=lambda difference: difference.excess)
+        return dataclasses.replace(
+            worst,
+            absolute=max(self.absolute, other.absolute),
+            relative=max(self.relative, other.relative),
+            compared=self.compared + other.compared,
+            rows=self.rows + other.rows,
+            determined=self.determined or other.determined,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A field that differs, with its explanation."""
+
+    difference: Difference  # under the causes of earlier fields
+    explanations: tuple[Cause, ...] = ()  # each brings it within the bound; several are ties, and none is unknown
+    advice: str = ""  # the field that would decide, if the cause is unknown or tied
+    follows: str = ""  # an earlier field of unknown cause that this one is computed from
+    shape: str = ""  # the pattern of a difference of unknown cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariant:
+    """A statement about the arrays that needs no settings, and whether it is as in a right update."""
+
+    text: str
+    holds: bool | None = None  # None for a number that only a reader can judge
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCount:
+    """The stages that apply to a dump."""
+
+    compared: tuple[str, ...]  # recomputed, or judged by an invariant
+    missing: tuple[tuple[str, str], ...]  # the others, each with the reason
+    claimed: tuple[str, ...]  # missing ones that the header has a section for
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """The result of a comparison."""
+
+    differences: tuple[Difference, ...]  # of every compared field as recorded, before any cause is applied
+    findings: tuple[Finding, ...]  # the fields that differ, in the order of the data
+    not_compared: tuple[tuple[str, str], ...]  # results that could not be recomputed, with the reason
+    dtype: str  # whose rounding is allowed
+    stages: StageCount
+    invariants: tuple[Invariant, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> int:
+        """The number of broken invariants."""
+        return sum(invariant.holds is False for invariant in self.invariants)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all compared fields agree, and no invariant is broken."""
+        return not self.findings and not self.broken
+
+    @property
+    def compared(self) -> bool:
+        """Whether any number was compared."""
+        return any(difference.compared for difference in self.differences)
+
+    @property
+    def passes(self) -> bool:
+        """Whether all agrees, something was compared, and so was every stage that the header claims."""
+        return self.agrees and self.compared and not self.stages.claimed
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The first explanation of each finding."""
+        return tuple(finding.explanations[0] for finding in self.findings if finding.explanations)
 
 
 def as_text(report: ParityReport) -> str:
@@ -32,7 +149,10 @@ def as_json(report: ParityReport) -> dict[str, Any]:
         "findings": [
             {
                 "field": finding.difference.field,
-                "causes": [[_cause_as_json(cause)] for cause in finding.explanations],
+                "causes": [
+                    [{"stage": cause.stage, "name": cause.name, "text": cause.text, "number": cause.number}]
+                    for cause in finding.explanations
+                ],
                 "unknown": not finding.explanations and not finding.follows,
                 "follows": finding.follows or None,
                 "remaining": _difference_as_json(finding.difference),
@@ -42,12 +162,8 @@ def as_json(report: ParityReport) -> dict[str, Any]:
             for finding in report.findings
         ],
         "not_compared": dict(report.not_compared),
-        "invariants": [{"text": invariant.text, "holds": invariant.holds} for invariant in report.invariants],
-        "stages": {
-            "compared": list(report.stages.compared),
-            "missing": dict(report.stages.missing),
-            "claimed": list(report.stages.claimed),
-        },
+        "invariants": [dataclasses.asdict(invariant) for invariant in report.invariants],
+        "stages": dataclasses.asdict(report.stages) | {"missing": dict(report.stages.missing)},
         "notes": list(report.notes),
     }
 
@@ -96,28 +212,22 @@ def _verdict(report: ParityReport) -> Iterator[str]:
         yield from _wrapped(f"note: {note}")
     for finding in report.findings:
         yield from _finding_lines(finding)
-    yield from _last_lines(report)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _last_lines(report: ParityReport) -> Iterator[str]:
-    """Yields what agrees or differs, and how many stages of the update were compared."""
     stages = report.stages
-    if not any(difference.compared for difference in report.differences):
+    if not report.compared:
         yield "Nothing was compared: the dump records no result that follows from its inputs."
     elif report.agrees:
         yield f"The compared fields agree within the rounding of {report.dtype}."
     else:
-        broken = sum(invariant.holds is False for invariant in report.invariants)
-        yield f"Fields that differ: {len(report.findings)}; broken invariants: {broken}."
+        yield f"Fields that differ: {len(report.findings)}; broken invariants: {report.broken}."
     if stages.claimed:
         yield f"The header claims {', '.join(stages.claimed)}, which the dump does not show."
     count = f"{len(stages.compared)} of {len(stages.compared) + len(stages.missing)} stages compared"
     missing = ", ".join(stage for stage, _ in stages.missing)
     yield f"{count}; not: {missing}" if missing else f"{count}: {', '.join(stages.compared)}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
@@ -143,21 +253,13 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
         yield f"    to decide: {finding.advice}"
 
 
-def _cause_as_json(cause: Cause) -> dict[str, Any]:
-    return {"stage": cause.stage, "name": cause.name, "text": cause.text, "number": cause.number}
-
-
 def _difference_as_json(difference: Difference) -> dict[str, Any]:
     numbers = ("absolute", "relative", "recorded", "expected", "bound", "excess")
-    values = {name: _number(getattr(difference, name)) for name in numbers}
+    values = {name: getattr(difference, name) for name in numbers}
     return {
         "field": difference.field,
         "agrees": difference.agrees,
         "numbers": difference.compared,
         "at": list(difference.at),
-        **values,
+        **{name: value if math.isfinite(value) else str(value) for name, value in values.items()},
     }
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

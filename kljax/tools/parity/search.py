@@ -6,27 +6,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kljax.tools.parity.causes import Cause
-from kljax.tools.parity.choices import causes_of
-from kljax.tools.parity.comparison import (
-    Difference,
-    Finding,
-    ParityReport,
-    Residual,
-    compare_field,
-    describe,
-    is_permuted,
-    residual_of,
-)
-from kljax.tools.parity.fields import ORDER
+from kljax.tools.parity.causes import Cause, causes_of
+from kljax.tools.parity.comparison import Residual, compare_field, describe, is_permuted, offsets, residual_of
+from kljax.tools.parity.dump import METRIC
 from kljax.tools.parity.invariants import invariants_of
-from kljax.tools.parity.numbers import DIGITS, UnknownNumber, fit, note_on_factor, numbers_of
+from kljax.tools.parity.numbers import DIGITS, UnknownNumber, fit, numbers_of
 from kljax.tools.parity.positions import over_tokens
 from kljax.tools.parity.recipe import Recipe
 from kljax.tools.parity.replay import MissingFields, Replay
+from kljax.tools.parity.report import Difference, Finding, ParityReport
 from kljax.tools.parity.rounding import narrowest_dtype, round_to
 from kljax.tools.parity.routes import compare_routes, route_loads, uncompared_routes
-from kljax.tools.parity.stages import comparable, count_stages, reason_not_compared, recorded
+from kljax.tools.parity.stages import count_stages, recorded_results
 
 # Causes of one report, and ties that are kept.
 MAX_CAUSES, TIES = 4, 8
@@ -37,8 +28,6 @@ SAMPLE = 8
 DISTINCT = 4
 # Digits that a number may have more than the simplest that mends as much.
 SPARE_DIGITS = 2
-# The stages of the recipe that are masks.
-MASKS = ("mask_rule", "mask", "kl_mask")
 COARSER = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16")}
 # The fields that would decide where a cause is unknown or tied.
 DECIDING = {
@@ -55,25 +44,24 @@ DECIDING = {
 
 def make_report(batch: Replay) -> ParityReport:
     """Compares every field on all rows, and explains the differing ones."""
-    recipe = batch.plan.recipe
-    fields = comparable(batch)
-    differences = [compare_field(batch, name, recipe) for name in fields]
+    reasons = recorded_results(batch)
+    fields = [name for name, reason in reasons.items() if not reason]
+    differences = [compare_field(batch, name, batch.recipe) for name in fields]
     judged = [*invariants_of(batch)]
-    search = Search(batch, sample_of(batch, differences))
+    search = Search(batch, fields, sample_of(batch, differences))
     # A candidate may divide by 0 or overflow; it then does not agree.
     with np.errstate(all="ignore"):
         findings = search.explain() if any(not difference.agrees for difference in differences) else []
-    missing = [name for name in recorded(batch) if name not in fields]
-    reasons = {name: reason_not_compared(batch, name) or "" for name in missing}
+    reasons = {name: reason for name, reason in reasons.items() if reason}
     names = {difference.field for difference in differences if difference.compared}
     names |= {name for name, invariant in judged if invariant.holds is not None and name != "mask"}
     hidden = "undetermined by rounding, whose bounds are as large as the recorded numbers"
     notes = [*search.notes(), *(f"{x.field}: {hidden}" for x in differences if x.agrees and not x.determined)]
     # The experts decide log-probs, and nothing that is replayed decides them.
-    routes, of_routes, flips = compare_routes(batch.dump) or (None, None, ())
+    routes, of_routes, flips = compare_routes(batch.dump)
     return ParityReport(
-        (*(() if routes is None else (routes,)), *differences),
-        (*(() if of_routes is None else (of_routes,)), *findings),
+        (*routes, *differences),
+        (*of_routes, *findings),
         (*reasons.items(), *uncompared_routes(batch.dump)),
         batch.dtype,
         count_stages(batch, names, reasons),
@@ -83,15 +71,14 @@ def make_report(batch: Replay) -> ParityReport:
 
 
 def sample_of(batch: Replay, differences: Sequence[Difference]) -> np.ndarray:
-    """Selects the rows that causes are tried on: of a large batch, rows that differ in each field, and others.
+    """Selects the rows that causes are tried on, by number: all rows of a small batch.
 
-    Returns `[R]` numbers of rows, in order; all rows of a small batch.
+    Of a large one: rows that differ in each field, with both signs of the advantage, of several lengths, with logits.
     """
     if math.prod(batch.shape) <= SMALL:
         return batch.rows
     lengths = batch.arrays["mask"].sum(1)
     chosen: list[int] = []
-    # Rows with both signs of the advantage, of several lengths, with the logits.
     for difference in differences:
         differing = sorted(difference.rows, key=lambda row: -lengths[row])
         chosen += [differing[0], differing[len(differing) // 2], differing[-1]] if differing else []
@@ -109,17 +96,22 @@ class Search:
     """Finds the causes of the differences, one after the other in the order of the data.
 
     Attributes:
-      whole: the replay of all rows.
+      batch: the replay of all rows.
       replay: that of the rows on which causes are tried.
-      fields: the fields that are compared there.
+      compared: the fields that are compared on all rows, in the order of the data.
+      fields: those that are compared on the rows of `replay`.
+      skipped: those of unknown cause.
+      tried: how many causes were tried.
     """
 
-    def __init__(self, batch: Replay, rows: np.ndarray) -> None:
+    def __init__(self, batch: Replay, fields: Sequence[str], rows: np.ndarray) -> None:
         self.batch = batch
         self.replay = batch.part(rows)
         self.sampled = self.replay is not batch
         # A scalar is of all rows.
-        self.fields = [name for name in comparable(batch) if np.ndim(batch.arrays[name]) or not self.sampled]
+        self.compared = fields
+        self.fields = [name for name in fields if batch.arrays[name].ndim or not self.sampled]
+        self.skipped: set[str] = set()
         self.tried = 0
 
     def notes(self) -> Iterator[str]:
@@ -133,142 +125,137 @@ class Search:
     def explain(self) -> list[Finding]:
         """Returns a finding for each field that differs once the causes of earlier ones are applied."""
         findings: list[Finding] = []
-        recipe = self.batch.plan.recipe
-        skipped = set[str]()
-        while (first := self._first(recipe, skipped)) is not None:
-            difference = compare_field(self.batch, first, recipe)
-            source = next((name for name in skipped if _follows(first, name)), "")
-            candidates = [] if source or len(findings) >= MAX_CAUSES else self._mending(first, recipe, skipped)
-            if candidates:
-                advice = self._advice(first, tied=True) if len(candidates) > 1 else ""
-                findings.append(Finding(difference, tuple(candidates), advice))
-                recipe = candidates[0].apply(recipe)
+        recipe = self.batch.recipe
+        while (name := next((x for x in self._open() if not self._agrees(x, recipe)), None)) is not None:
+            difference = compare_field(self.batch, name, recipe)
+            sources = self._sources(name)
+            causes = [] if sources or len(findings) >= MAX_CAUSES else self._mending(name, recipe)
+            if causes:
+                advice = self._advice(name, tied=True) if len(causes) > 1 else ""
+                findings.append(Finding(difference, tuple(causes), advice))
+                recipe = causes[0].apply(recipe)
                 continue
-            skipped.add(first)
-            if not source and is_permuted(self.replay, first, recipe):
-                text = f"{first} are the expected ones in another order: those of other rows"
-                findings.append(Finding(difference, (Cause(ORDER[first][-1], "in another order", text),)))
-                continue
-            shape = "" if source else describe(self._shown(first), first, recipe)
-            advice = "" if source else self._advice(first)
-            findings.append(Finding(difference, advice=advice, follows=source, shape=shape))
-        if self.sampled:
-            findings += self._elsewhere(recipe, skipped)
+            self.skipped.add(name)
+            if not sources and is_permuted(self.replay, name, recipe):
+                text = f"{name} are the expected ones in another order: those of other rows"
+                cause = Cause(self.replay.stages[name].settings[-1], "in another order", text)
+                findings.append(Finding(difference, (cause,)))
+            else:
+                findings.append(self._unknown(difference, recipe, sources))
+        # Fields that differ on other rows, or as a sum over all.
+        for name in self.compared if self.sampled else ():
+            difference = compare_field(self.batch, name, recipe)
+            if name not in self.skipped and not difference.agrees:
+                findings.append(self._unknown(difference, recipe, self._sources(name)))
         return findings
 
-    def _shown(self, name: str) -> Replay:
-        """Returns the replay whose numbers describe a field: of all rows, unless they are too many."""
-        return self.replay if np.ndim(self.batch.arrays[name]) else self.batch
+    def _sources(self, name: str) -> set[str]:
+        """Returns the fields of unknown cause that a field is computed with: the loss of all rows, with all of them."""
+        if name == "grad_log_probs":
+            return self.skipped & {"kl", "token_loss", "loss"}
+        return self.skipped if name == "loss" and self.sampled else set()
 
-    def _elsewhere(self, recipe: Recipe, skipped: set[str]) -> Iterator[Finding]:
-        """Yields the fields that differ on other rows, or as a sum over all, once the causes are applied."""
-        for name in (name for name in comparable(self.batch) if name not in skipped):
-            difference = compare_field(self.batch, name, recipe)
-            if not difference.agrees:
-                source = next((field for field in skipped if name == "loss" or _follows(name, field)), "")
-                shape = "" if source else describe(self._shown(name), name, recipe)
-                advice = "" if source else self._advice(name)
-                yield Finding(difference, follows=source, shape=shape, advice=advice)
+    def _unknown(self, difference: Difference, recipe: Recipe, sources: set[str]) -> Finding:
+        """Returns the finding of a field of unknown cause, or of one that follows from another."""
+        if sources:
+            return Finding(difference, follows=next(name for name in self.fields if name in sources))
+        # A description needs the numbers of all rows, unless they are too many.
+        replay = self.replay if self.batch.arrays[difference.field].ndim else self.batch
+        shape = describe(replay, difference.field, recipe)
+        return Finding(difference, advice=self._advice(difference.field), shape=shape)
 
-    def _first(self, recipe: Recipe, skipped: set[str]) -> str | None:
-        """Returns the first field that does not agree."""
-        return next((name for name in self.fields if name not in skipped and not self._agrees(name, recipe)), None)
+    def _open(self) -> list[str]:
+        """Lists the fields whose cause is not unknown."""
+        return [name for name in self.fields if name not in self.skipped]
+
+    def _after(self, name: str) -> list[str]:
+        """Lists the open fields after one, without metrics."""
+        later = self.fields[self.fields.index(name) + 1 :]
+        return [field for field in later if field not in self.skipped and not field.startswith(METRIC)]
 
     def _agrees(self, name: str, recipe: Recipe) -> bool:
-        """Whether a field agrees under a recipe; settings that a function of the library refuses do not."""
         residual = self._residual((name,), recipe)
         return residual is not None and residual.agrees
 
     def _residual(self, names: Sequence[str], recipe: Recipe) -> Residual | None:
+        """Returns the residual of some fields; None for settings that a function of the library refuses."""
         try:
             return residual_of(self.replay, names, recipe)
         except (ValueError, TypeError, MissingFields):
-            if recipe == self.batch.plan.recipe:
+            if recipe == self.batch.recipe:
                 raise
             return None
 
-    def _mending(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Cause]:
+    def _mending(self, name: str, recipe: Recipe) -> list[Cause]:
         """Returns the causes that mend a field and explain the most others: choices before numbers."""
-        stages = ORDER.get(name, ORDER["loss"])
+        stages = self.replay.stages[name].settings
         choices = [cause for cause in causes_of(self.replay, recipe) if cause.stage in stages]
         numbers = [number for number in numbers_of(self.replay, recipe) if number.stage in stages]
         self.tried += len(choices) + len(numbers)
-        mending = [cause for cause in choices if self._mends(cause, name, recipe, skipped)]
-        mending += self._roundings(name, recipe) if not mending else []
-        if not any(cause.stage == "rounding" for cause in mending):
-            solved = [cause for number in numbers if (cause := self._fit(number, name, recipe, skipped)) is not None]
-            mending += [cause for cause in solved if self._mends(cause, name, recipe, skipped)]
-        open_fields = [field for field in self.fields if field not in skipped]
-        scores = [sum(self._agrees(field, cause.apply(recipe)) for field in open_fields) for cause in mending]
+        mending = [cause for cause in choices if self._mends(cause, name, recipe)]
+        rounding = None if mending else self._rounding(name, recipe)
+        if rounding is not None:
+            return [rounding]
+        solved = [cause for number in numbers if (cause := self._fit(number, name, recipe)) is not None]
+        mending += [cause for cause in solved if self._mends(cause, name, recipe)]
+        scores = [sum(self._agrees(field, cause.apply(recipe)) for field in self._open()) for cause in mending]
         best = [cause for cause, score in zip(mending, scores, strict=True) if score == max(scores)]
         return _preferred(best)[:TIES]
 
-    def _after(self, name: str, skipped: set[str]) -> list[str]:
-        """Lists the fields after one, without metrics."""
-        order = list(ORDER)
-        position = order.index(name) if name in ORDER else len(order)
-        open_fields = [field for field in self.fields if field not in skipped and field in ORDER]
-        return [field for field in open_fields if order.index(field) > position]
-
-    def _mends(self, cause: Cause, name: str, recipe: Recipe, skipped: set[str]) -> bool:
+    def _mends(self, cause: Cause, name: str, recipe: Recipe) -> bool:
         """Whether a field and all before it agree once the cause is applied."""
         changed = cause.apply(recipe)
         # One number may be mended by chance: the arrays that depend on it have to agree as well.
         scalar = self.replay.arrays[name].size == 1
-        arrays = [x for x in self._after(name, skipped) if scalar and self.replay.arrays[x].size > 1]
+        arrays = [field for field in self._after(name) if scalar and self.replay.arrays[field].size > 1]
         if changed == recipe or not all(self._agrees(field, changed) for field in (*arrays, name)):
             return False
-        before = self.fields[: self.fields.index(name)]
+        before = [field for field in self.fields[: self.fields.index(name)] if field not in self.skipped]
         return (
             not self._drops(name, recipe, changed)
             and compare_field(self.replay, name, changed).determined
-            and all(self._agrees(field, changed) for field in before if field not in skipped)
+            and all(self._agrees(field, changed) for field in before)
         )
 
     def _drops(self, name: str, recipe: Recipe, changed: Recipe) -> bool:
         """Whether a change takes numbers that differ, and that no mask set to 0, out of the comparison."""
-        before, after = (self.replay.predict(name, each).at for each in (recipe, changed))
+        after = self.replay.predict(name, changed).at
+        recorded = self.replay.arrays[name]
+        difference, bound, before = offsets(recorded, self.replay.predict(name, recipe))
         if np.array_equal(before, after):
             return False
-        recorded = np.asarray(self.replay.arrays[name], np.float64)
-        prediction = self.replay.predict(name, recipe)
-        nonzero = recorded != 0
-        wrong = before & ~(np.abs(recorded - prediction.value) <= prediction.bound)
-        if all(getattr(recipe, stage) == getattr(changed, stage) for stage in MASKS):
+        wrong = before & ~(np.abs(difference) <= bound)
+        if all(getattr(recipe, mask) == getattr(changed, mask) for mask in ("mask_rule", "mask", "kl_mask")):
             # Rows or positions are moved, some of them to where nothing is recorded: the others show it, or those that
             # could not be compared before.
             gained = len(np.unique(recorded[after & ~before]))
             return max(int((wrong & after).sum()), gained) < DISTINCT
+        nonzero = recorded != 0
         # A mask that is in the record sets all that it takes out to 0.
         if (wrong & ~after & ~nonzero).any() and (before & ~after & nonzero).any():
             return True
         dropped = wrong & ~after & nonzero
         return bool(dropped.any() and 2 * dropped.sum() >= wrong.sum())
 
-    def _roundings(self, name: str, recipe: Recipe) -> list[Cause]:
+    def _rounding(self, name: str, recipe: Recipe) -> Cause | None:
         """Returns the coarser dtype that a field was rounded to: its grid holds all the numbers of the field."""
         values = self.replay.arrays[name]
         kind = narrowest_dtype(values)
         if kind not in COARSER.get(self.batch.dtype, ()):
-            return []
-        if len(np.unique(values)) < DISTINCT and not self._is_rounded(name, kind, recipe):
-            return []
-        cause = Cause("rounding", kind, f"rounding of {kind} from {name} on", ((name, kind),))
-        return [cause] if self._agrees(name, cause.apply(recipe)) else []
+            return None
+        if len(np.unique(values)) < DISTINCT:
+            # Chance has one number on the grid once in 8,192 or 65,536 cases: it has to be that of the recipe, rounded.
+            value, bound, _ = self.replay.predict(name, recipe)
+            low, high = round_to(value - bound, kind), round_to(value + bound, kind)
+            if values.size != 1 or not values.any() or not low <= values <= high:
+                return None
+        cause = Cause("rounding", kind, f"rounding of {kind} from {name} on", (("rounding", ((name, kind),)),))
+        return cause if self._agrees(name, cause.apply(recipe)) else None
 
-    def _is_rounded(self, name: str, kind: str, recipe: Recipe) -> bool:
-        """Whether one number is that of a recipe, rounded: chance has it on the grid once in 8,192 or 65,536 cases."""
-        recorded = np.asarray(self.replay.arrays[name], np.float64)
-        prediction = self.replay.predict(name, recipe)
-        if recorded.size != 1 or not recorded.any():
-            return False
-        low, high = (round_to(prediction.value + side * prediction.bound, kind) for side in (-1, 1))
-        return bool(((low <= recorded) & (recorded <= high)).all())
-
-    def _fit(self, number: UnknownNumber, name: str, recipe: Recipe, skipped: set[str]) -> Cause | None:
+    def _fit(self, number: UnknownNumber, name: str, recipe: Recipe) -> Cause | None:
         """Solves a number from a field, or in place of a scalar from the arrays after it that depend on the number."""
         names = [name]
-        later = [field for field in self._after(name, skipped) if number.stage in ORDER[field]]
+        later = [field for field in self._after(name) if number.stage in self.replay.stages[field].settings]
         if self.replay.arrays[name].size == 1 and later and not self._unmoved(number, later, recipe):
             names = later
         cause = self._solve(number, names, recipe)
@@ -281,11 +268,7 @@ class Search:
         before = self._residual(names, recipe)
         if before is None or before.agrees:
             return None
-
-        def evaluate(value: float) -> Residual | None:
-            return self._residual(names, number.cause(recipe, value).apply(recipe))
-
-        return fit(number, recipe, evaluate, before, lambda value: note_on_factor(self.replay, number, value))
+        return fit(number, self.replay, recipe, lambda changed: self._residual(names, changed), before)
 
     def _unmoved(self, number: UnknownNumber, names: Sequence[str], recipe: Recipe) -> bool:
         """Whether some fields do not depend on a number, as the gradient on the coefficient of a recorded entropy."""
@@ -328,8 +311,3 @@ def _digits(cause: Cause) -> int:
 def _is_small_factor(cause: Cause) -> bool:
     size = max(abs(cause.number), 1 / abs(cause.number)) if cause.number else 0.0
     return cause.name.startswith("scale") and 1 < size <= 64 and size == round(size)
-
-
-def _follows(name: str, earlier: str) -> bool:
-    """Whether a field is recomputed from functions whose own result differs for an unknown reason."""
-    return name == "grad_log_probs" and earlier in ("kl", "token_loss", "loss")

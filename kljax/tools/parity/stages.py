@@ -1,76 +1,51 @@
 """The stages of an update in the order of the data, and which of them a dump has the inputs for."""
 
+from functools import partial
+
 from kljax.tools.parity import advantages, losses, policies
-from kljax.tools.parity.comparison import StageCount
-from kljax.tools.parity.dump import Dump
-from kljax.tools.parity.fields import METRIC, ORDER
-from kljax.tools.parity.header import RecipeCalls
+from kljax.tools.parity.dump import METRIC
 from kljax.tools.parity.replay import MissingFields, Replay, Stage
+from kljax.tools.parity.report import COUNTED, StageCount
 
+_LOSS = ("mask", "ratio", "correction", "kl", "kl_mask", "advantage", "loss", "entropy")
+_REDUCED = (*_LOSS, "reduction", "kl_reduction")
 STAGES: dict[str, Stage] = {
-    "mask": policies.mask,
-    "log_probs": policies.log_probs,
-    "ref_log_probs": policies.ref_log_probs,
-    "ratio": policies.ratio,
-    "weights": policies.weights,
-    "kl": policies.kl_per_token,
-    "advantages": advantages.advantages,
-    "token_loss": losses.token_loss,
-    "loss": losses.loss,
-    "grad_log_probs": losses.gradient,
-    **{METRIC + name: metric for name, metric in losses.METRICS.items()},
-}
-# The stages that the verdict counts: the fields of which one is compared, and the section of the header that claims it.
-COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "mask": (("mask",), "mask"),
-    "log-probs": (("log_probs",), "log_probs"),
-    "old log-probs": (("old_log_probs",), ""),
-    "sampler": (("rollout_log_probs",), ""),
-    "reference": (("ref_log_probs",), "reference"),
-    "correction": (("weights",), "correction"),
-    "advantages": (("advantages",), "advantage"),
-    # Its derivative shows the loss.
-    "loss": (("loss", "token_loss", "grad_log_probs"), "loss"),
-    "gradient": (("grad_log_probs",), "gradient"),
+    "mask": Stage(policies.mask, ("mask_rule",)),
+    "log_probs": Stage(partial(policies.log_probs, side=""), ("log_probs",)),
+    "ref_log_probs": Stage(partial(policies.log_probs, side="ref_"), ("reference",)),
+    "ratio": Stage(policies.ratio, ("ratio",)),
+    "weights": Stage(policies.weights, ("mask", "correction")),
+    "kl": Stage(policies.kl_per_token, ("mask", "ratio", "kl")),
+    "advantages": Stage(advantages.advantages, ("mask", "ratio", "kl", "kl_mask", "advantage")),
+    "token_loss": Stage(losses.token_loss, _LOSS),
+    "loss": Stage(losses.loss, _REDUCED),
+    "grad_log_probs": Stage(losses.gradient, (*_REDUCED, "gradient")),
+    **{METRIC + name: Stage(partial(losses.mean, name=name), _REDUCED) for name in losses.METRICS},
 }
 
 
-def make_replay(dump: Dump, plan: RecipeCalls) -> Replay:
-    """Makes a replay of all stages and rows."""
-    return Replay(dump, plan, STAGES)
-
-
-def recorded(replay: Replay) -> list[str]:
-    """Lists the recorded results, in the order of the data."""
-    names = [*ORDER, *(name for name in replay.arrays if name.startswith(METRIC))]
-    return [name for name in names if name in replay.arrays]
-
-
-def comparable(replay: Replay) -> list[str]:
-    """Lists the recorded results that can be recomputed, in the order of the data."""
-    return [name for name in recorded(replay) if reason_not_compared(replay, name) is None]
-
-
-def reason_not_compared(replay: Replay, name: str) -> str | None:
-    """Returns why a result cannot be recomputed, or None if it can."""
-    if name not in STAGES:
-        known = [stage.removeprefix(METRIC) for stage in STAGES if stage.startswith(METRIC)]
-        return f"no such metric here; known are {', '.join(known)}"
-    try:
-        next(replay.parts()).predict(name, replay.plan.recipe)
-    except MissingFields as error:
-        return str(error)
-    return None
+def recorded_results(replay: Replay) -> dict[str, str]:
+    """Lists the recorded results in the order of the data, each with why it cannot be recomputed; empty if it can."""
+    others = {name: None for name in replay.arrays if name.startswith(METRIC)}
+    reasons = {name: "" for name in (STAGES | others) if name in replay.arrays}
+    for name in reasons:
+        if name not in STAGES:
+            reasons[name] = f"no such metric here; known are {', '.join(losses.METRICS)}"
+            continue
+        try:
+            next(replay.parts()).predict(name, replay.recipe)
+        except MissingFields as error:
+            reasons[name] = str(error)
+    return reasons
 
 
 def count_stages(replay: Replay, judged: set[str], reasons: dict[str, str]) -> StageCount:
     """Counts the stages of the update that a dump shows."""
-    recipe, header = replay.plan.recipe, replay.dump.header
     applies = {
         "old log-probs": "old_log_probs" in replay.arrays,
         "sampler": "rollout_log_probs" in replay.arrays,
-        "reference": recipe.kl is not None and recipe.kl.reference == "ref_log_probs",
-        "correction": recipe.correction is not None,
+        "reference": bool(replay.recipe.kl.place) and replay.recipe.kl.reference == "ref_log_probs",
+        "correction": "correction" in replay.recipe.calls,
     }
     compared, missing, claimed = [], [], []
     for stage, (fields, section) in COUNTED.items():
@@ -82,6 +57,6 @@ def count_stages(replay: Replay, judged: set[str], reasons: dict[str, str]) -> S
         absent = fields[0] not in replay.arrays
         reason = f"needs {fields[0]}" if absent else next((reasons[name] for name in fields if name in reasons), "")
         missing.append((stage, reason or "needs first_log_probs"))
-        if section in header:
+        if section in replay.dump.header:
             claimed.append(stage)
     return StageCount(tuple(compared), tuple(missing), tuple(claimed))

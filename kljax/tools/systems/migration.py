@@ -78,6 +78,36 @@ def _where(option: str, choices: tuple[str, ...], field: str) -> Convert:
     return lambda value, values: {field: value} if values[option] in choices else {}
 
 
+def _clip(name: str, field: str, default: float, switch: str, losses: tuple[str, ...]) -> ForeignOption:
+    """A bound that enters some of the losses that the option `switch` chooses."""
+    fields = (f"loss.{field}",)
+    note = "of " + ", ".join(f"`{loss}`" for loss in losses)
+    return ForeignOption(name, fields, default, note, _where(switch, losses, fields[0]))
+
+
+def _advantage(system: str, normalizes: str) -> Convert:
+    """The estimator of a name; the option `normalizes` divides the advantages of GRPO by the deviation of a group."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        plain = value == "grpo" and not values[normalizes]
+        name = f"{system}/{value}" + f"+{normalizes.rpartition('.')[2]}=false" * plain
+        return {"advantage.type": name, **(VALUE_HEAD if value == "gae" else {})}
+
+    return convert
+
+
+def _updates(batch: str) -> Convert:
+    """The updates of a batch, whose size is the option `batch`, from the size of an update."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        updates = values[batch] / value
+        if updates != round(updates):
+            raise NotExpressed(f"it does not divide {batch}")
+        return {"optim.updates_per_batch": round(updates)} if updates > 1 else {}
+
+    return convert
+
+
 def _decay(value: Any, _: Values) -> Mapping[str, Any]:
     return {"optim.optimizer.weight_decay": value}
 
@@ -300,29 +330,6 @@ TRL = (
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
-def _verl_advantage(value: Any, values: Values) -> Mapping[str, Any]:
-    plain = value == "grpo" and not values["algorithm.norm_adv_by_std_in_grpo"]
-    name = f"verl/{value}" + "+norm_adv_by_std_in_grpo=false" * plain
-    return {"advantage.type": name, **(VALUE_HEAD if value == "gae" else {})}
-
-
-def _verl_clip(name: str, field: str, losses: tuple[str, ...]) -> ForeignOption:
-    return ForeignOption(
-        f"{_ACTOR}.{name}",
-        (f"loss.{field}",),
-        {"clip_ratio_c": 3.0}.get(name, 0.2),
-        "of " + ", ".join(f"`{loss}`" for loss in losses),
-        _where(f"{_ACTOR}.policy_loss.loss_mode", losses, f"loss.{field}"),
-    )
-
-
-def _verl_updates(value: Any, values: Values) -> Mapping[str, Any]:
-    updates = values["data.train_batch_size"] / value
-    if updates != round(updates):
-        raise NotExpressed("it does not divide data.train_batch_size")
-    return {"optim.updates_per_batch": round(updates)} if updates > 1 else {}
-
-
 def _verl_kl_loss(value: Any, values: Values) -> Mapping[str, Any]:
     kind = values[f"{_ACTOR}.kl_loss_type"]
     coef = values[f"{_ACTOR}.kl_loss_coef"]
@@ -348,10 +355,15 @@ def _verl_correction(value: Any, values: Values) -> Mapping[str, Any]:
     return {"correction": {"type": name, "max_weight": values[f"{prefix}rollout_is_threshold"]}}
 
 
+_VERL_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 VERL_CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov")
 VERL = (
     ForeignOption(
-        "algorithm.adv_estimator", ("advantage.type",), "gae", "a name of the table of systems", _verl_advantage
+        "algorithm.adv_estimator",
+        ("advantage.type",),
+        "gae",
+        "a name of the table of systems",
+        _advantage("verl", "algorithm.norm_adv_by_std_in_grpo"),
     ),
     ForeignOption("algorithm.norm_adv_by_std_in_grpo", ("advantage.scale",), True, "", lambda *_: {}),
     ForeignOption(
@@ -368,9 +380,9 @@ VERL = (
         "",
         lambda value, _: {"loss.aggregation": f"verl/{value}"},
     ),
-    _verl_clip("clip_ratio_low", "clip_low", VERL_CLIPPED),
-    _verl_clip("clip_ratio_high", "clip_high", VERL_CLIPPED),
-    _verl_clip("clip_ratio_c", "dual_clip", ("vanilla",)),
+    _clip(f"{_ACTOR}.clip_ratio_low", "clip_low", 0.2, _VERL_LOSS, VERL_CLIPPED),
+    _clip(f"{_ACTOR}.clip_ratio_high", "clip_high", 0.2, _VERL_LOSS, VERL_CLIPPED),
+    _clip(f"{_ACTOR}.clip_ratio_c", "dual_clip", 3.0, _VERL_LOSS, ("vanilla",)),
     ForeignOption(f"{_ACTOR}.entropy_coeff", ("loss.entropy_coef",), 0, "", _unless(0, "loss.entropy_coef")),
     ForeignOption(f"{_ACTOR}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), False, "", _verl_kl_loss),
     ForeignOption(f"{_ACTOR}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
@@ -397,7 +409,9 @@ VERL = (
         "algorithm.rollout_correction.rollout_is_batch_normalize", ("correction.type",), False, "", lambda *_: {}
     ),
     same("data.train_batch_size", "rollout.prompts_per_step", 1024),
-    ForeignOption(f"{_ACTOR}.ppo_mini_batch_size", ("optim.updates_per_batch",), 256, "", _verl_updates),
+    ForeignOption(
+        f"{_ACTOR}.ppo_mini_batch_size", ("optim.updates_per_batch",), 256, "", _updates("data.train_batch_size")
+    ),
     same(f"{_ACTOR}.ppo_epochs", "optim.epochs", 1),
     same(f"{_ROLLOUT}.n", "rollout.samples_per_prompt", 1),
     same(f"{_ACTOR}.optim.lr", "optim.learning_rate", 1e-6),
@@ -458,25 +472,10 @@ VERL = (
 
 # SkyRL's configuration, with its sections `trainer` and `generator`.
 _ALGORITHM, _OPTIMIZER, _SAMPLING = "trainer.algorithm", "trainer.policy.optimizer_config", "generator.sampling_params"
+_SKYRL_LOSS = f"{_ALGORITHM}.policy_loss_type"
 SKYRL_CLIPPED = ("regular", "dual_clip", "gspo")
 # Of its KL term, whatever the reduction of the policy loss is.
 SKYRL_KL = {"kl.loss.aggregation": "seq_mean_token_mean", "kl.loss.empty_rows": "count"}
-
-
-def _skyrl_clip(name: str, field: str, default: float, losses: tuple[str, ...]) -> ForeignOption:
-    return ForeignOption(
-        f"{_ALGORITHM}.{name}",
-        (f"loss.{field}",),
-        default,
-        "of " + ", ".join(f"`{loss}`" for loss in losses),
-        _where(f"{_ALGORITHM}.policy_loss_type", losses, f"loss.{field}"),
-    )
-
-
-def _skyrl_advantage(value: Any, values: Values) -> Mapping[str, Any]:
-    plain = value == "grpo" and not values[f"{_ALGORITHM}.grpo_norm_by_std"]
-    name = f"skyrl/{value}" + "+grpo_norm_by_std=false" * plain
-    return {"advantage.type": name, **(VALUE_HEAD if value == "gae" else {})}
 
 
 def _skyrl_kl(value: Any, values: Values) -> Mapping[str, Any]:
@@ -485,13 +484,6 @@ def _skyrl_kl(value: Any, values: Values) -> Mapping[str, Any]:
         "kl.loss.estimator": f"skyrl/{values[f'{_ALGORITHM}.kl_estimator_type']}",
     }
     return fields | SKYRL_KL if value else {}
-
-
-def _skyrl_updates(value: Any, values: Values) -> Mapping[str, Any]:
-    updates = values["trainer.train_batch_size"] / value
-    if updates != round(updates):
-        raise NotExpressed("it does not divide trainer.train_batch_size")
-    return {"optim.updates_per_batch": round(updates)} if updates > 1 else {}
 
 
 def _skyrl_correction(value: Any, values: Values) -> Mapping[str, Any]:
@@ -503,7 +495,11 @@ def _skyrl_correction(value: Any, values: Values) -> Mapping[str, Any]:
 
 SKYRL = (
     ForeignOption(
-        f"{_ALGORITHM}.advantage_estimator", ("advantage.type",), "grpo", "a name of the table", _skyrl_advantage
+        f"{_ALGORITHM}.advantage_estimator",
+        ("advantage.type",),
+        "grpo",
+        "a name of the table",
+        _advantage("skyrl", f"{_ALGORITHM}.grpo_norm_by_std"),
     ),
     ForeignOption(f"{_ALGORITHM}.grpo_norm_by_std", ("advantage.scale",), True, "", lambda *_: {}),
     ForeignOption(
@@ -520,11 +516,11 @@ SKYRL = (
         "",
         lambda value, _: {"loss.aggregation": f"skyrl/{value}"},
     ),
-    _skyrl_clip("eps_clip_low", "clip_low", 0.2, SKYRL_CLIPPED),
-    _skyrl_clip("eps_clip_high", "clip_high", 0.2, SKYRL_CLIPPED),
-    _skyrl_clip("clip_ratio_c", "dual_clip", 3.0, ("dual_clip",)),
-    _skyrl_clip("cispo.cispo_eps_clip_low", "clip_low", 0.0, ("cispo",)),
-    _skyrl_clip("cispo.cispo_eps_clip_high", "clip_high", 5.0, ("cispo",)),
+    _clip(f"{_ALGORITHM}.eps_clip_low", "clip_low", 0.2, _SKYRL_LOSS, SKYRL_CLIPPED),
+    _clip(f"{_ALGORITHM}.eps_clip_high", "clip_high", 0.2, _SKYRL_LOSS, SKYRL_CLIPPED),
+    _clip(f"{_ALGORITHM}.clip_ratio_c", "dual_clip", 3.0, _SKYRL_LOSS, ("dual_clip",)),
+    _clip(f"{_ALGORITHM}.cispo.cispo_eps_clip_low", "clip_low", 0.0, _SKYRL_LOSS, ("cispo",)),
+    _clip(f"{_ALGORITHM}.cispo.cispo_eps_clip_high", "clip_high", 5.0, _SKYRL_LOSS, ("cispo",)),
     ForeignOption(f"{_ALGORITHM}.use_kl_loss", ("kl.loss.coef", "kl.loss.estimator"), True, "", _skyrl_kl),
     ForeignOption(f"{_ALGORITHM}.kl_loss_coef", ("kl.loss.coef",), 0.001, "", lambda *_: {}),
     ForeignOption(f"{_ALGORITHM}.kl_estimator_type", ("kl.loss.estimator",), "k3", "", lambda *_: {}),
@@ -558,7 +554,9 @@ SKYRL = (
         for name, field in (("gamma", "gamma"), ("lambd", "lam"))
     ),
     same("trainer.train_batch_size", "rollout.prompts_per_step", 1024),
-    ForeignOption("trainer.policy_mini_batch_size", ("optim.updates_per_batch",), 256, "", _skyrl_updates),
+    ForeignOption(
+        "trainer.policy_mini_batch_size", ("optim.updates_per_batch",), 256, "", _updates("trainer.train_batch_size")
+    ),
     same("trainer.update_epochs_per_batch", "optim.epochs", 1),
     same("generator.n_samples_per_prompt", "rollout.samples_per_prompt", 5),
     same(f"{_OPTIMIZER}.lr", "optim.learning_rate", 1e-6),

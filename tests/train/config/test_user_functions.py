@@ -1,6 +1,7 @@
 """A task, a tokenizer and a source of the user, named in a config as a function in a module or a file."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from tests import tiny
 from tests.train.config.built import problems
 from train.config.data import task_lengths
 from train.config.errors import UserError
-from train.config.load import LoadedConfig
+from train.config.load import LoadedConfig, apply_overrides, with_absolute_paths
+from train.config.schema import Config
+from train.config.signatures import read_signature
 from train.data.tasks import load_task
 from train.data.tokenizers import load_tokenizer
 from train.rollouts.open import open_source
@@ -196,3 +199,89 @@ def test_source_without_the_three_methods_is_named(user):
     context = tiny.context_of(tiny.config_of(f"rollout.source={user}:source"))
     with pytest.raises(UserError, match=r"rollout\.source: .* returned 'object' without update, sample, close"):
         open_source(context)
+
+
+LEAVING = """
+import os, jax.numpy as jnp
+from pathlib import Path
+from train.data.tokenizers import ByteTokenizer
+
+def bytes_elsewhere():
+    os.chdir("elsewhere")
+    return ByteTokenizer()
+
+def loss(log_probs, advantages, mask):
+    return -log_probs * advantages
+
+def advantage(rewards):
+    return rewards - rewards.mean()
+
+def weights(log_probs, sampling_log_probs, mask):
+    return jnp.exp(log_probs - sampling_log_probs)
+
+def rate(record, completion, finished):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_run_keeps_its_functions_and_data_when_code_leaves_the_directory(tmp_path, monkeypatch, workers):
+    """The folder that it goes to has a function of each name, which fails."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.py").write_text(LEAVING)
+    (tmp_path / "elsewhere/mine.py").write_text("raise SystemExit('another file')")
+    rows = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
+    (tmp_path / "train.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    config = tiny.config_of(
+        *("task=jsonl", "data.train=train.jsonl", "data.eval=train.jsonl", "data.reward=mine.py:rate"),
+        *("data.tokenizer=mine.py:bytes_elsewhere", "loss=mine.py:loss", "advantage=mine.py:advantage"),
+        *("correction=[{type: 'mine.py:weights'}]", f"rewards.workers={workers}", "output=runs"),
+        *("warm_start.steps=0", "steps=1", "eval={prompts: 2, batch_size: 2, greedy: false}", "report.rollouts=0"),
+    )
+    run_module.run(LoadedConfig(config, (), Path("config.yaml")))
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert (tmp_path / "runs/run/summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "absolute"),
+    [
+        ("loss", "mine.py:loss", "{here}/mine.py:loss"),
+        ("advantage", "./mine.py:advantage", "{here}/mine.py:advantage"),
+        ("rollout.source", "../mine.py:counting", "{above}/mine.py:counting"),
+        ("task", "mine.py:doubles", "{here}/mine.py:doubles"),
+        ("data.tokenizer", "~/mine.py:upper", "{home}/mine.py:upper"),
+        ("data.reward", "mine.py:rate", "{here}/mine.py:rate"),
+        ("data.reward", "my.module:rate", "my.module:rate"),
+        ("data.train", "a.jsonl", "{here}/a.jsonl"),
+        ("data.train", "datasets:openai/gsm8k:main:train", "datasets:openai/gsm8k:main:train"),
+        ("data.chat_template", "/a/b.jinja", "/a/b.jinja"),
+        ("model.path", "folder", "{here}/folder"),
+        ("lora.path", "adapter", "{here}/adapter"),
+        ("warm_start.checkpoint", "base", "{here}/base"),
+        ("output", "runs", "{here}/runs"),
+        ("rollout.record", "rows", "{here}/rows"),
+    ],
+)
+def test_paths_are_absolute_from_the_start(tmp_path, monkeypatch, field, given, absolute):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    raw = {}
+    apply_overrides(raw, ["steps=1", f"{field}={given}"])
+    made = with_absolute_paths(Config.model_validate(raw)).model_dump(mode="json")
+    for name in field.split("."):
+        made = made[name]
+    got = made["function"] if isinstance(made, dict) else made
+    expected = absolute.format(here=tmp_path / "here", above=tmp_path, home=tmp_path / "home")
+    assert os.path.normpath(got) == expected
+    assert os.path.isabs(got) == os.path.isabs(expected)
+
+
+def test_signature_is_of_the_file_in_the_directory_of_now(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"def loss({name}): ...")
+        monkeypatch.chdir(tmp_path / name)
+        assert name in read_signature("mine.py:loss")

@@ -235,7 +235,7 @@ def test_records_of_parquet_lack_empty_cells(tmp_path):
         (lzma.compress(LINES.encode()), r"rows: compressed by xz"),
         (b"PAR1 or not", r"rows cannot be read as Parquet"),
         (b"[]", r"rows holds no examples"),
-        (b'[{"a": 1, "a": 2}]', r"rows: JSON that cannot be used \(the key 'a' is there twice\)"),
+        (b'[{"a": 1, "a": 2}]', r"rows: JSON that cannot be used \(duplicate key 'a'\)"),
         (b"[1]", r"rows, entry 1: got int, expected an object with 'question'"),
         (b"[1]\n[2]", r"rows, line 1: got list, expected an object with 'question'"),
         (json.dumps(ROWS[0], indent=1).encode(), r"rows, line 1: not JSON \(.*\); expected one object a line"),

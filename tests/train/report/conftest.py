@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kljax.tools.parity.dump import write_dump
+from tests.parity import write_dump
 from tests.train.report.random_run import make_run
 from train.report.__main__ import main
 from train.report.page import render

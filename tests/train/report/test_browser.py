@@ -1,16 +1,19 @@
 """The page of a run in headless Chromium: it sorts, filters, colours and compares, with no error and no request."""
 
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.train.report.test_page import data_of
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 try:
-    from playwright.sync_api import Page, expect, sync_playwright
+    from playwright.sync_api import Locator, Page, expect, sync_playwright
 except ImportError:
     pytest.skip("the package playwright is not installed; run `make test-report`", allow_module_level=True)
 if CHROMIUM is None:
@@ -44,6 +47,38 @@ def opened(browser, pages) -> Iterator[SimpleNamespace]:
     tab.close()
 
 
+def changed(page: Path, folder: Path, change: Callable[[dict], object]) -> Path:
+    """A copy of a page whose data are changed."""
+    text = page.read_text()
+    data = data_of(text)
+    change(data)
+    path = folder / "changed.html"
+    before, _, rest = text.partition('id="data">')
+    path.write_text(f'{before}id="data">{json.dumps(data)}</script>{rest.partition("</script>")[2]}')
+    return path
+
+
+def panel_of(tab: Page, title: str) -> Locator:
+    return tab.locator(".panel", has=tab.locator("h3", has_text=re.compile(f"^{title}")))
+
+
+def step_at(panel: Locator, share: float) -> int:
+    """The step that a panel reads under the pointer, at a share of its width."""
+    area = panel.locator(".area")
+    box = area.bounding_box()
+    area.hover(position={"x": min(share * box["width"], box["width"] - 1), "y": 60})
+    return int(panel.locator(".legend").inner_text().split()[1])
+
+
+def drag(panel: Locator, first: float, last: float) -> None:
+    """Drags the pointer from one share of the width of a panel to another."""
+    box, mouse = panel.locator(".area").bounding_box(), panel.page.mouse
+    mouse.move(box["x"] + first * box["width"], box["y"] + 50)
+    mouse.down()
+    mouse.move(box["x"] + last * box["width"], box["y"] + 60, steps=4)
+    mouse.up()
+
+
 def column(tab: Page, name: str) -> list[str]:
     """The cells of a column of the table."""
     titles = [title.strip() for title in tab.locator(".rollouts thead tr:first-child th").all_inner_texts()]
@@ -68,11 +103,143 @@ def test_curves_are_drawn_and_read_by_keyboard(opened):
     expect(reward.locator("canvas")).to_have_count(1)
 
 
+def test_pointer_reads_the_step_in_every_chart(opened):
+    tab = opened.at("both")
+    reward, accuracy = panel_of(tab, "Reward"), panel_of(tab, "Held-out accuracy")
+    assert step_at(reward, 0.4) == 3
+    expect(reward.locator(".legend b")).to_have_text([re.compile(r"\d")] * 2)
+    expect(accuracy.locator(".legend")).to_contain_text("step 0")
+    expect(accuracy.locator(".cursor-x")).to_be_visible()
+    tab.mouse.move(1, 1)
+    expect(reward.locator(".legend")).to_have_text("a: rewardb: reward")
+    expect(accuracy.locator(".cursor-x")).to_be_hidden()
+
+
+def test_drag_zooms_every_chart_also_those_drawn_later(opened, pages, tmp_path):
+    def lengthen(data):
+        (run,) = data["runs"]
+        for series in run["metrics"]["train"].values():
+            series["steps"] = list(range(1, 1001))
+            series["values"] = [float(step % 7) for step in series["steps"]]
+
+    tab = opened.at("long", path=changed(pages["one"], tmp_path, lengthen))
+    reward = panel_of(tab, "Reward")
+    assert (step_at(reward, 0), step_at(reward, 1)) == (1, pytest.approx(1000, abs=4))
+    drag(reward, 0.9, 0.5)
+    for panel in (reward, panel_of(tab, "Clip fraction"), panel_of(tab, "train: skipped_updates")):
+        if panel.count() == 0:
+            tab.get_by_text("other metrics").click()
+        panel.scroll_into_view_if_needed()
+        assert (step_at(panel, 0), step_at(panel, 1)) == (pytest.approx(500, abs=9), pytest.approx(900, abs=9))
+    reward.locator(".area").dblclick(position={"x": 60, "y": 60})
+    assert step_at(reward, 1) == pytest.approx(1000, abs=4)
+    drag(reward, 0.2, 0.6)
+    assert step_at(reward, 1) == pytest.approx(600, abs=9)
+    tab.get_by_role("button", name="Show all steps").click()
+    assert step_at(reward, 1) == pytest.approx(1000, abs=4)
+    chart = reward.locator(".canvas")
+    for key in ("End", "+", "+"):
+        chart.press(key)
+    assert 600 < step_at(reward, 0) < 700
+    chart.press("0")
+    assert step_at(reward, 0) == 1
+
+
+def test_finger_reads_and_zooms(browser, pages):
+    with browser.new_context(has_touch=True) as context:
+        tab = context.new_page()
+        tab.goto(pages["one"].as_uri())
+        panel = panel_of(tab, "Reward")
+        panel.locator(".area").tap(position={"x": 1, "y": 60})
+        expect(panel.locator(".legend")).to_contain_text("step 1")
+        box, touch = panel.locator(".area").bounding_box(), context.new_cdp_session(tab)
+        places = [{"x": box["x"] + share * box["width"], "y": box["y"] + 60} for share in (0.55, 0.7, 0.8, 0.95)]
+        for kind, points in zip(("touchStart", "touchMove", "touchMove", "touchMove"), places, strict=True):
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [points]})
+        expect(panel.locator(".selected")).to_be_visible()
+        touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        expect(panel.locator(".selected")).to_be_hidden()
+        assert step_at(panel, 0) == 4
+
+
+def test_no_spike_among_many_steps_is_lost(opened, pages, tmp_path):
+    def spike(data):
+        steps = list(range(1, 20_001))
+        values = [1000.0 if step == 12_345 else step % 2 / 10 for step in steps]
+        data["runs"][0]["metrics"]["train"]["entropy"] |= {"steps": steps, "values": values}
+
+    tab = opened.at("long", path=changed(pages["one"], tmp_path, spike))
+    panel = panel_of(tab, "Entropy")
+    panel.get_by_label("Axis").select_option(label="linear")
+    # The columns of pixels with something coloured in the middle of the height, where no grid lies.
+    columns = panel.locator("canvas").evaluate(
+        """canvas => {
+          const { width, data } = canvas.getContext("2d").getImageData(0, 85, canvas.width, 1);
+          return [...Array(width).keys()].filter((x) => data[4 * x + 2] > data[4 * x] + 40 && data[4 * x + 3] > 9);
+        }"""
+    )
+    width = panel.locator("canvas").evaluate("canvas => canvas.width")
+    assert columns
+    assert all(x == pytest.approx(64 + 12_345 / 20_000 * (width - 89), abs=2) for x in columns)
+
+
+RECORD_TEXTS = """() => {
+  window.texts = [];
+  CanvasRenderingContext2D.prototype.fillText = (text) => window.texts.push(text);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "labels"),
+    [
+        ("linear", [0.0, 0.3, 1.0], ["0", "0.25", "0.5", "0.75", "1"]),
+        ("linear", [1000.0, 1000.04, 1000.1], ["1000", "1000.025", "1000.05", "1000.075", "1000.1"]),
+        ("log", [1e-7, 1e-3, 5.0], ["1e-7", "1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1", "1"]),
+        ("log", [0.3, 2.0, 4.0], ["0.5", "1", "2", "5"]),
+        ("log", [-1.0, 0.0, 3.0], ["2", "3", "4", "5", "6"]),
+    ],
+)
+def test_axes_have_round_numbers_that_differ(opened, pages, tmp_path, *, axis, values, labels):
+    def change(data):
+        data["runs"][0]["metrics"]["train"]["entropy"] |= {"steps": [998, 1000, 1004], "values": values}
+
+    path = changed(pages["one"], tmp_path, change)
+    tab = opened.at("changed", path=path)
+    panel = panel_of(tab, "Entropy")
+    expect(panel.locator("canvas")).not_to_have_attribute("width", "0")
+    tab.evaluate(RECORD_TEXTS)
+    panel.get_by_label("Axis").select_option(label="robust")
+    tab.evaluate("texts.length = 0")
+    panel.get_by_label("Axis").select_option(label=axis)
+    assert tab.evaluate("texts") == [*(f"{step:,}" for step in range(998, 1005, 2)), *labels]
+
+
+def test_charts_follow_the_window_and_the_theme(opened):
+    tab = opened.at("one")
+    canvas = panel_of(tab, "Reward").locator("canvas")
+    look = "canvas => [canvas.width === canvas.clientWidth, canvas.toDataURL()]"
+    fits, light = canvas.evaluate(look)
+    assert fits
+    tab.get_by_label("Theme").select_option(label="dark")
+    fits, dark = canvas.evaluate(look)
+    assert fits
+    assert dark != light
+    # A view that is not shown follows when it is.
+    tab.get_by_role("link", name="Config").click()
+    tab.get_by_label("Theme").select_option(label="light")
+    tab.get_by_role("link", name="Curves").click()
+    tab.wait_for_function("() => document.querySelector('.panel canvas').width > 0")
+    assert canvas.evaluate(look) == [True, light]
+    tab.set_viewport_size({"width": 500, "height": 900})
+    tab.wait_for_function("() => [...document.querySelectorAll('.panel canvas')][0].width < 460")
+    assert canvas.evaluate("canvas => canvas.width === canvas.clientWidth")
+
+
 def test_single_point_stands_in_the_middle(opened):
     chart = opened.at("one").locator(".panel", has_text="Held-out accuracy").locator(".canvas")
     chart.focus()
     chart.press("Home")
-    cursor, area = chart.locator(".u-cursor-x").bounding_box(), chart.locator(".u-over").bounding_box()
+    cursor, area = chart.locator(".cursor-x").bounding_box(), chart.locator(".area").bounding_box()
     assert cursor["x"] - area["x"] == pytest.approx(area["width"] / 2, abs=2)
 
 
@@ -135,6 +302,30 @@ def test_table_filters_numbers_and_words(opened):
     tab.get_by_label("Filter Reward, such").fill("")
     tab.get_by_label("Search prompts").fill("QUESTION 1 of step 3")
     expect(tab.locator("caption")).to_have_text("8 of 96 recorded rollouts")
+
+
+def test_missing_numbers_stand_last_both_ways(opened, pages, tmp_path):
+    def forget(data):
+        for rollout in data["rollouts"][::3]:
+            rollout["reward"] = rollout["finished"] = None
+
+    tab = opened.at("forgotten", "#rollouts", changed(pages["one"], tmp_path, forget))
+    tab.get_by_label("Filter Step").fill("1..2")
+    for first in ("1", "0"):
+        tab.get_by_role("columnheader", name="Reward").get_by_role("button").click()
+        cells = column(tab, "Reward")
+        assert cells[0] == first
+        assert cells[-11:] == ["\N{EN DASH}"] * 11
+    tab.get_by_label("Filter Finished").fill("s")
+    assert set(column(tab, "Finished")) == {"yes"}
+
+
+@pytest.mark.parametrize("text", ["1.2.3", "..5", "0.5.", "> .", "1-2", "e5"])
+def test_filters_that_are_no_number_are_marked(opened, text):
+    tab = opened.at("one", "#rollouts")
+    tab.get_by_label("Filter Reward, such").fill(text)
+    expect(tab.get_by_label("Filter Reward, such")).to_have_attribute("aria-invalid", "true")
+    expect(tab.locator("caption")).to_have_text("96 recorded rollouts")
 
 
 def test_rollout_shows_exact_numbers_of_coloured_tokens(opened):

@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from tests.train.report.conftest import ROLLOUTS, TOKENS
 from train.report.__main__ import main
+from train.report.page import PARTS, SCRIPTS
 from train.report.quantities import QUANTITIES, color_limit, histogram
 from train.report.rollouts import read_parquet
 from train.report.runs import config_difference, read_run
@@ -58,6 +59,16 @@ def test_page_names_nothing_outside_of_itself(pages):
     urls = set(re.findall(r"""(?:src|href)=["'](?!#)[^"']*|url\([^)]*\)|@import[^;]*""", page))
     assert not urls
     assert "default-src 'none'" in page
+
+
+def test_page_has_every_file_of_its_script(pages):
+    scripts = {path.stem: path.read_text() for path in PARTS.glob("*.js")}
+    assert sorted(scripts) == sorted(SCRIPTS)
+    page = pages["one"].read_text()
+    for name, script in scripts.items():
+        assert script in page
+        # Either would end the element of the script, or hide its end.
+        assert not re.search("</?script|<!--", script), name
 
 
 def test_damaged_files_are_noted_and_left_out(runs, tmp_path):

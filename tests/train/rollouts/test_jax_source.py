@@ -29,7 +29,7 @@ TASK = Task("fixed", EXAMPLES, EXAMPLES, score)
 def scripted(texts: list[str], finished: list[bool]):
     """A sampler that answers with given texts, row by row, two to a prompt."""
 
-    def draw(policy, prompts, prompt_mask, key) -> Samples:
+    def draw(policy, prompts, prompt_mask, key, rows) -> Samples:
         prompts, prompt_mask = (jax.numpy.repeat(x, 2, axis=0) for x in (prompts, prompt_mask))
         rows, max_new_tokens = prompts.shape[0], tiny.NEW_TOKENS
         tokens = np.zeros((rows, max_new_tokens), np.int32)
@@ -128,9 +128,9 @@ def test_short_prompts_go_through_a_narrower_program():
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
     sampler, widths = make_sampler(context, name="widths"), []
 
-    def watched(policy, prompts, prompt_mask, key) -> Samples:
+    def watched(policy, prompts, prompt_mask, key, rows) -> Samples:
         widths.append(prompts.shape[1])
-        return sampler(policy, prompts, prompt_mask, key)
+        return sampler(policy, prompts, prompt_mask, key, rows)
 
     short, key = EXAMPLES * 2, jax.random.key(1)
     narrow = begin_samples(context, watched, policy, short, key)

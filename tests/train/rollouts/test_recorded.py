@@ -16,12 +16,14 @@ from tests import tiny
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.data.tokenizers.folder import FolderTokenizer
+from train.report.rollouts import read_parquet
 from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.open import open_source
 from train.rollouts.recorded import record_rows, write_rows
-from train.rollouts.recorded.files import JsonLinesFile
+from train.rollouts.recorded.files import JsonLinesFile, open_files
+from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import SourceError
 
 TOKENIZER = ByteTokenizer()
@@ -309,3 +311,45 @@ def test_every_damage_to_a_recorded_file_is_named(tmp_path):
     path.write_bytes(content.replace(b"-0.5", b"-0.6"))
     with pytest.raises(ValueError, match="the row is damaged"):
         JsonLinesFile(path).read(0)
+
+
+NEWER = r"a\.{suffix}.*: got 2, expected at most 1: a later release of kljax recorded it; update kljax"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_row_of_a_later_format_is_refused(tmp_path, suffix, checked):
+    """With a check that this release does not compute, too; the format of this release is no field of the user's."""
+    path = tmp_path / f"a.{suffix}"
+
+    def save(rows):
+        if suffix != "parquet":
+            write(path, rows)
+        else:
+            parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+    check = {"kljax_check": "1/2 of another kind"} if checked else {}
+    save([{**row(1, sample), "kljax_format": 2, **check} for sample in range(2)])
+    with pytest.raises(UserError, match=NEWER.format(suffix=suffix)):
+        open_source(context_of(path))
+    save(list(with_checks(ROWS[:4])) if checked else [{**one, "kljax_format": 1} for one in ROWS[:4]])
+    records = [record for _, _, record in open_files(path)[0]]
+    assert records == ROWS[:4]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [(b'{"format": 2, "step": 1}', NEWER), (b"{", r"a\.{suffix}: the metadata 'kljax' are damaged")],
+)
+def test_parquet_of_a_later_format_is_refused(tmp_path, metadata, message):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    table, path = pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet"
+    parquet.write_table(table.replace_schema_metadata({"kljax": metadata}), path)
+    with pytest.raises(UserError, match="rollout.source.path: .*" + message.format(suffix="parquet")):
+        open_source(context_of(path))
+    (note,) = read_parquet(path.rename(tmp_path / "00000001.parquet").parent, 10).notes
+    assert "00000001.parquet (" in note
+    assert "'kljax' are damaged" in note or "update kljax" in note
+    parquet.write_table(table.replace_schema_metadata({"kljax": b'{"format": 1}', "theirs": b"{"}), path)
+    assert len(list(open_files(path)[0])) == len(ROWS)

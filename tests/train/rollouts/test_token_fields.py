@@ -99,7 +99,7 @@ def test_recorded_field_is_read_back(recording):
     np.testing.assert_array_equal(batch.tokens[mask], rollout.batch.tokens[mask])
     (first, *_) = (path / "00000000.jsonl").read_text().splitlines()
     row = json.loads(first)
-    assert list(row)[-4:] == ["log_probs", "kept_ids", NAME, "kljax_check"]
+    assert list(row)[-5:] == ["log_probs", "kept_ids", NAME, "kljax_format", "kljax_check"]
     assert np.shape(row[NAME]) == (len(row["prompt_ids"]) + len(row["completion_ids"]), 2, 3)
 
 

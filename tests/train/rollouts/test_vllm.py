@@ -8,9 +8,12 @@ import copy
 import dataclasses
 import json
 import threading
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.flax import load_file
 
 from tests.goldens.vllm import record, tiny
 from tests.train.rollouts.fake_server import PROBES, Answer, serving
@@ -177,6 +180,39 @@ def test_vllm_refusal_is_reported_with_the_remedy():
             _post(client_of(url), "/v1/load_lora_adapter", {})
         with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
             _post(client_of(url), "/pause", {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ((), np.dtype("float32")),
+        (("model.dtype=bfloat16",), jnp.bfloat16),
+        (("rollout.dtype=bfloat16",), jnp.bfloat16),
+        (("model.dtype=bfloat16", "rollout.dtype=float32"), np.dtype("float32")),
+    ],
+)
+def test_weights_are_sent_in_the_dtype_of_the_sampler(settings, dtype):
+    """Half of the bytes, and the values that a server rounds to."""
+    from train.rollouts.server.weights import make_sync
+
+    sent = []
+
+    def answer(path: str, body: dict) -> Answer:
+        if path == "/collective_rpc":
+            (file,) = Path(body["kwargs"]["weights_path"]).glob("*.safetensors")
+            sent.append({name: np.asarray(array) for name, array in load_file(file).items()})
+        return 200, "{}"
+
+    context = tiny.context_of(tiny.config_of("http://unused", "model.tie_embeddings=false", *settings))
+    policy = tiny.policy_of(context, 0)
+    with serving(answer) as url:
+        sync = make_sync(client_of(url), context)
+        sync.load(policy, 0)
+        sync.close()
+    (arrays,) = sent
+    assert {array.dtype for array in arrays.values()} == {np.dtype(dtype)}
+    expected = np.asarray(policy.params["embed_tokens"]["embedding"].astype(dtype))
+    np.testing.assert_array_equal(arrays["model.embed_tokens.weight"], expected)
 
 
 def test_weights_of_a_tied_head_are_refused():

@@ -10,6 +10,7 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example, Task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
+from train.rollouts.jax_source import make_sampler
 from train.rollouts.sampler import Samples
 from train.run.evaluate import evaluate
 from train.run.loop import Programs, write_evaluation
@@ -21,7 +22,7 @@ EXAMPLES = [Example(f"{digit}+1=", str(digit + 1), str(digit + 1)) for digit in 
 def knows(digits: set[int], seen: list[int]):
     """A sampler that is right about the sums of some digits, and writes "?" for the others."""
 
-    def draw(policy, prompts, prompt_mask, key) -> Samples:
+    def draw(policy, prompts, prompt_mask, key, rows) -> Samples:
         seen.append(prompts.shape[0])
         first = np.asarray(prompts)[:, tiny.PROMPT - 4] - ord("0")
         answers = [ord(str(digit + 1)) if digit in digits else ord("?") for digit in first.tolist()]
@@ -126,3 +127,19 @@ def test_judge_is_asked_once_for_each_example(batch_size):
     result = evaluate(context, knows({0}, []), kljax.Policy({}), jax.random.key(0))
     assert questions == [(example.prompt, "1" if example is EXAMPLES[0] else "?") for example in EXAMPLES]
     assert result.metrics["accuracy"] == 20
+
+
+def test_completions_do_not_depend_on_the_batch_size():
+    """Nor on other examples: the first three of the five have the same completions alone."""
+
+    def completions(batch_size, examples=EXAMPLES):
+        config = tiny.config_of(f"eval.batch_size={batch_size}")
+        context = tiny.context_of(config, task=Task("plus one", EXAMPLES, EXAMPLES, score), held_out=examples)
+        policy = kljax.Policy(jax.device_put(tiny.host_params()))
+        _, samples = evaluate(context, make_sampler(context, name="held_out"), policy, jax.random.key(0))
+        return [(sample["prompt"], sample["completion"], sample["conversation"]) for sample in samples]
+
+    whole = completions(8)
+    assert len({completion for _, completion, _ in whole}) == 5
+    assert completions(2) == completions(5) == whole
+    assert completions(2, EXAMPLES[:3]) == whole[:3]

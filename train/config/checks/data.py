@@ -5,11 +5,11 @@ from pathlib import Path
 
 from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
+from train.config.data import HUB
 from train.config.schema import Config
 from train.config.types import RECORDING
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
-HUB = "datasets:"
 # Fields of `data` that a chat template alone reads.
 TEMPLATE = ("system", "chat_template", "template_arguments")
 _READS = {RECORDING: "has the prompts of rollout.source.path"}

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train.config.data import HUB
 from train.config.errors import UserError
 from train.config.json_text import check_encoding, parse_json
 from train.data.parquet import MAGIC, drop_empty, read_table
-
-HUB = "datasets:"
 
 
 class Record(NamedTuple):

@@ -1,6 +1,5 @@
 """The reward function of the user: found by name, called within a limit of time, and its result checked."""
 
-import os
 import pickle
 
 from train.config.errors import UserError
@@ -38,11 +37,9 @@ class Verifier(UserScore):
         self._function: RewardFunction | None = None
         self._pool: WorkerPool | None = None
         if workers:
-            # A worker that starts later has another working directory if code of the user has left it.
-            source, _, function_name = name.rpartition(":")
             self._pool = WorkerPool(
                 "reward",
-                f"{os.path.abspath(source)}:{function_name}" if source.endswith(".py") else name,
+                name,
                 workers=workers,
                 output=True,
                 environment={"JAX_PLATFORMS": "cpu"},  # an accelerator belongs to the trainer

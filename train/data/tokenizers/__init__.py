@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from train.config.schema import Config
 
 __all__ = [
+    "FOLDER_FILES",
     "UNKNOWN",
     "ByteTokenizer",
     "Tokenizer",
@@ -20,6 +21,17 @@ __all__ = [
     "load_tokenizer",
     "vocabulary_bytes",
 ]
+
+FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a Hugging Face folder that its tokenizer and chat template are read from."""
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:

@@ -41,6 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_folder_exists(folder: Path) -> None:
     """Raises `UserError` unless `folder` is a directory and no PEFT adapter."""
+    # The message, and its command for a download, have the path as it is written.
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:

@@ -9,6 +9,7 @@ from train.config.errors import UserError
 from train.config.json_text import check_encoding, parse_json
 from train.data.parquet import drop_empty, read_table
 from train.rollouts.recorded.row_checks import RowCounter, take_check
+from train.rollouts.recording_format import check_table
 from train.weights.files import read_record, write_record
 
 COUNT = "count.sealed"
@@ -96,6 +97,10 @@ class ParquetFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._table = read_table(path, "rollout.source.path")
+        try:
+            check_table(self._table.schema.metadata)
+        except ValueError as error:
+            raise UserError(f"rollout.source.path: {path}: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         offset = 0
@@ -152,8 +157,8 @@ def file_name(step: int) -> str:
     return f"{step:08d}.jsonl"
 
 
-def open_files(path: Path) -> list[RowFile]:
-    """Opens a file, or the files of a directory in the order of their names.
+def list_files(path: Path) -> list[Path]:
+    """Returns a file, or the files of a directory in the order of their names.
 
     Raises:
       UserError: the file does not exist, its format is not supported, or files of a recording are missing.
@@ -166,4 +171,13 @@ def open_files(path: Path) -> list[RowFile]:
     if not files or files[0].suffix not in SUFFIXES:
         known = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise UserError(f"rollout.source.path: got {str(path)!r}, expected a file, or a directory of files, of {known}")
-    return [ParquetFile(file) if file.suffix == ".parquet" else JsonLinesFile(file) for file in files]
+    return files
+
+
+def open_files(path: Path) -> list[RowFile]:
+    """Opens the files of `list_files`.
+
+    Raises:
+      UserError: as `list_files`, or a Parquet file cannot be read.
+    """
+    return [ParquetFile(file) if file.suffix == ".parquet" else JsonLinesFile(file) for file in list_files(path)]

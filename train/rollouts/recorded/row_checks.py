@@ -1,31 +1,36 @@
-"""The check of a recorded row: its number, the number of rows of its step, and a digest of its other fields."""
+"""Two fields of a recorded row: the format, and a check with its number, that of all rows of its step, and a digest."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kljax.checkpoint import text_hash
+from train.rollouts.recording_format import FORMAT, FORMAT_FIELD, check_format
 
 FIELD = "kljax_check"
 
 
 def with_checks(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, each with its check."""
+    """Yields the rows of a file, each with its format and its check."""
     for number, row in enumerate(rows, start=1):
-        yield {**row, FIELD: f"{number}/{len(rows)} {_digest(row)}"}
+        written = {**row, FORMAT_FIELD: FORMAT}
+        yield {**written, FIELD: f"{number}/{len(rows)} {_digest(written)}"}
 
 
 def take_check(record: dict[str, Any]) -> str | None:
-    """Removes the check of a row that was recorded, and compares it; a row of others has none.
+    """Removes format and check of a row that was recorded, and compares them; a row of others has none.
 
     Returns:
       The number of the row and of all rows, as "3/8", or None.
 
     Raises:
-      ValueError: the row was changed.
+      ValueError: the row was changed, or a later release recorded it.
     """
+    # Before the check, which another format may make in another way.
+    check_format(FORMAT_FIELD, record.get(FORMAT_FIELD, FORMAT))
     check = record.pop(FIELD, None)
     if check is None:
+        record.pop(FORMAT_FIELD, None)
         return None
     numbers, _, digest = str(check).partition(" ")
     if digest != _digest(record):
@@ -33,6 +38,7 @@ def take_check(record: dict[str, Any]) -> str | None:
             f"the row is damaged: it differs from what was recorded; restore it, or delete its field {FIELD!r} if the "
             "change is wanted"
         )
+    record.pop(FORMAT_FIELD, None)
     return numbers
 
 

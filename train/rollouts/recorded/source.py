@@ -89,8 +89,7 @@ class FileSource:
         """
         self._context = context
         self._path = Path(section.path)
-        # Code of the user may leave the working directory.
-        self._files = open_files(self._path.absolute())
+        self._files = open_files(self._path)
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from train.rl.token_fields import TOKEN_FIELDS
+from train.rollouts.recording_format import FORMAT, METADATA
 
 if TYPE_CHECKING:
     import pyarrow
-
-FORMAT = 1
-"""Version of the columns, in the metadata of a file."""
 
 
 class TokenTexts:
@@ -68,7 +66,7 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
     from pyarrow import parquet
 
     table = make_table(rows, texts)
-    table = table.replace_schema_metadata({"kljax": json.dumps({"format": FORMAT, **metadata})})
+    table = table.replace_schema_metadata({METADATA: json.dumps({"format": FORMAT, **metadata})})
     floats = [f"{name}.list.element" for name, column in _values_of(rows.arrays).items() if column.dtype.kind == "f"]
     names = [f"{field.name}.list.element" for field in table.schema]
     partial = path.with_name(f"{path.name}.partial")

@@ -25,8 +25,7 @@ def open_recording(path: str, *, continued: bool) -> Path:
     Raises:
       UserError: the directory is not writable, or has recordings of another run.
     """
-    # Code of the user may leave the working directory.
-    directory = Path(path).absolute()
+    directory = Path(path)
     try:
         check_outside_of_runs(directory, option="rollout.record")
         usable_directory(directory)

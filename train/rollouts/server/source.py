@@ -75,7 +75,7 @@ class Sent:
     ended: float | None = None
 
     def end(self) -> None:
-        """Notes that the last answer is there."""
+        """Marks the request as complete."""
         self.ended = time.perf_counter()
 
 

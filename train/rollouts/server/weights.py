@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import jax.numpy as jnp
 from safetensors import SafetensorError
 
 import kljax
@@ -140,6 +141,8 @@ class LoraSync(_FolderSync):
 class WeightSync(_FolderSync):
     """Writes all weights, merged with any adapter, and makes the server reload them in place.
 
+    They are rounded to the dtype of the sampler, as the server would round them: bfloat16 is half of the bytes.
+
     vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`, and no `--enable-lora`. The server is paused
     during the reload, and its prefix cache is reset, as it belongs to the old weights.
     """
@@ -148,11 +151,13 @@ class WeightSync(_FolderSync):
         """Reloads the weights and returns the name of the base model."""
         from train.weights.huggingface import save_folder
 
-        source = self._context.config.model.path
+        config = self._context.config
+        stored = policy.params["embed_tokens"]["embedding"].dtype
+        dtype = min(jnp.dtype(config.rollout.dtype or config.model.dtype), stored, key=lambda of: of.itemsize)
 
         def write() -> Path:
             with self._folders.new(step) as path:
-                save_folder(path, self._context.model, policy, source=source)
+                save_folder(path, self._context.model, policy, source=config.model.path, dtype=dtype.name)
             return path
 
         path = run_together("weights for the server", write)

@@ -89,13 +89,13 @@ def read_header(path: str | Path) -> Header:
         for _ in range(key_count):
             name = cursor.text("the name of a key", MAX_NAME_BYTES)
             if name in keys:
-                raise cursor.error(f"the key {name!r} is there twice")
+                raise cursor.error(f"duplicate key {name!r}")
             keys[name] = _value(cursor, name)
         entries: dict[str, _Entry] = {}
         for _ in range(tensor_count):
             entry = _entry(cursor)
             if entry.name in entries:
-                raise cursor.error(f"the tensor {entry.name!r} is there twice")
+                raise cursor.error(f"duplicate tensor {entry.name!r}")
             entries[entry.name] = entry
         alignment = keys.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):

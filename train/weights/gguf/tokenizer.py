@@ -109,7 +109,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
     if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
         raise keys.error("tokens", f"got {len(max(tokens, key=len)):,} characters, which is no token")
     if len(set(tokens)) < len(tokens):
-        raise keys.error("tokens", "a token is there twice")
+        raise keys.error("tokens", "duplicate token")
     types = keys.value("token_type", np.ndarray, np.full(len(tokens), TokenType.NORMAL))
     if len(types) != len(tokens):
         raise keys.error("token_type", f"got {len(types)} types of {len(tokens)} tokens")

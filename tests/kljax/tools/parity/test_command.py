@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kljax.__main__ import main
-from kljax.tools.parity.dump import write_dump
 from tests import parity
+from tests.parity import write_dump
 
 CLEAN = [dump for dump in parity.dumps() if not dump["planted"]]
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kljax.tools.parity.dump import DumpError, open_dump, write_dump
+from kljax.tools.parity.dump import DumpError, open_dump
+from tests.parity import write_dump
 
 ROWS, LENGTH = 3, 4
 
@@ -68,15 +69,16 @@ def test_safetensors_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
         ({"hidden": np.zeros((1, 4, 2)), "rows": np.array([0])}, "hidden: needs head"),
         ({"logits": np.zeros((1, 4, 2))}, "logits: logits and hidden states need rows and tokens"),
         ({"rows": np.array([3])}, r"rows: got \[3\], expected rows from 0 to 2"),
-        ({"rewards": np.array([0.0, np.nan, 1.0])}, r"rewards: got nan at row \(1,\), expected a finite number"),
+        ({"rewards": np.array([0.0, np.nan, 1.0])}, "rewards: got nan at row 1, expected a finite number"),
         ({"rewards": np.array([0.0, np.inf, 1.0])}, "rewards: got inf"),
+        ({"divisor": np.array(np.inf)}, "divisor: got inf, expected a finite number"),
         ({"advantages": np.full((3, 4), np.nan)}, r"advantages: got nan at \(row, token\) \(0, 0\)"),
         ({"advantages": np.full(3, np.nan)}, "advantages: got nan at row"),
-        ({"lengths": np.array([4, 5, 4])}, r"lengths: got 5 at \(1,\), expected 0 to 4"),
-        ({"tokens": np.full((3, 4), -1)}, r"tokens: got -1 at \(0, 0\)"),
+        ({"lengths": np.array([4, 5, 4])}, "lengths: got 5 at row 1, expected 0 to 4"),
+        ({"tokens": np.full((3, 4), -1)}, r"tokens: got -1 at \(row, token\) \(0, 0\)"),
         (
             {"tokens": np.full((3, 4), 9), "logits": np.zeros((1, 4, 9)), "rows": np.array([0])},
-            r"tokens: got 9 at \(0, 0\), expected 0 to 8",
+            r"tokens: got 9 at \(row, token\) \(0, 0\), expected 0 to 8",
         ),
         (
             {"tokens": np.zeros((3, 4), int), "logits": np.zeros((1, 4, 0)), "rows": np.array([0])},

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
-from kljax.tools.parity.dump import write_dump
-from kljax.tools.parity.report import as_text
+from kljax.tools.parity.report import ParityReport, as_text
 from tests.kljax.tools.parity.updates import EOS, GROUP, HEADER, ROWS, Plant, mask_of, update
+from tests.parity import write_dump
 
 
 @pytest.fixture(autouse=True)

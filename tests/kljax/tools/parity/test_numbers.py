@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport, Residual
-from kljax.tools.parity.dump import write_dump
+from kljax.tools.parity.comparison import Residual
 from kljax.tools.parity.numbers import is_simple, simplest, solve_between, solve_linear
-from kljax.tools.parity.report import as_text
+from kljax.tools.parity.report import ParityReport, as_text
 from tests import other_seeds
 from tests.kljax.tools.parity.updates import HEADER, Plant, update
+from tests.parity import write_dump
 
 # What a short recorder does not have.
 SHORT = ("token_loss", "kl", "ratio", "weights", "entropy", "tokens", "prompt_lengths", "lengths")
@@ -34,6 +34,7 @@ FULL_CASES: dict[str, dict[str, Any]] = {
     "reduction: rows of equal groups dropped": {"drop_equal": True},
     "mask: rows cut at the limit left out": {"drop_cut": True},
     "reduction: scale 8": {"scale": 8.0},
+    "reduction: eps 0.001": {"scale": 76 / 76.001},  # of the 76 trained tokens
     "gradient: scale 0.125": {"grad_scale": 0.125},
     "mask_rule: prompt tokens": {"mask": "prompt"},
     "mask_rule: rows cut at the limit left out": {"mask": "complete"},

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
-from kljax.tools.parity.dump import write_dump
+from kljax.tools.parity.report import ParityReport
 from tests import other_seeds
+from tests.parity import write_dump
 
 GROUP = 6
 GRPO = {"function": "grpo_advantages", "eps": 1e-6}

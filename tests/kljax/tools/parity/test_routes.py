@@ -7,8 +7,8 @@ import pytest
 
 from kljax.__main__ import main
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
-from kljax.tools.parity.dump import write_dump
+from kljax.tools.parity.report import ParityReport
+from tests.parity import write_dump
 
 ROWS, LENGTH, LAYERS, EXPERTS, ACTIVE = 3, 7, 3, 8, 2
 

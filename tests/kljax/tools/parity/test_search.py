@@ -12,15 +12,16 @@ import pytest
 
 from kljax.__main__ import main
 from kljax.tools.parity import search
-from kljax.tools.parity.choices import causes_of
+from kljax.tools.parity.causes import causes_of
 from kljax.tools.parity.command import compare
-from kljax.tools.parity.comparison import ParityReport
-from kljax.tools.parity.dump import DumpError, open_dump, write_dump
-from kljax.tools.parity.header import make_plan
-from kljax.tools.parity.replay import MissingFields
-from kljax.tools.parity.stages import comparable, make_replay
+from kljax.tools.parity.dump import DumpError, open_dump
+from kljax.tools.parity.recipe import read_recipe
+from kljax.tools.parity.replay import MissingFields, Replay
+from kljax.tools.parity.report import ParityReport
+from kljax.tools.parity.stages import STAGES, recorded_results
 from tests import parity
 from tests.kljax.tools.parity.updates import EOS, PROMPT, Plant, mask_of, update
+from tests.parity import write_dump
 
 TRL = {"system": "trl", "dtype": "float32", "loss": {"name": "dapo"}, "reduction": {"name": "dapo"}}
 
@@ -86,12 +87,13 @@ def test_two_causes_together_raise_nothing(detail: str, tmp_path: pathlib.Path) 
         (dump,) = [dump for dump in parity.dumps() if dump["name"] == name]
         parity.write(dump, tmp_path / "dump.npz", detail=detail)
         opened = open_dump(tmp_path / "dump.npz")
-        replay = make_replay(opened, make_plan(opened))
-        recipe, fields = replay.plan.recipe, comparable(replay)
+        replay = Replay(opened, read_recipe(opened), STAGES)
+        recipe = replay.recipe
+        fields = [name for name, reason in recorded_results(replay).items() if not reason]
         causes = causes_of(replay, recipe)
         pairs = list(itertools.permutations(causes, 2))
         # Another function after which the others are applied, and some of all pairs.
-        chosen = [pair for pair in pairs if "function" in repr(pair[0].settings)] + pairs[::97]
+        chosen = [pair for pair in pairs if "function" in repr(pair[0].changes)] + pairs[::97]
         for first, second in chosen:
             changed = second.apply(first.apply(recipe))
             for field in fields:
@@ -119,8 +121,17 @@ def test_mask_rule_of_the_header_holds(tmp_path: pathlib.Path) -> None:
     ):
         assert keys(report_of(tmp_path, header, fields | {"mask": mask})) == [cause]
     for key, message in (("tool", "header.mask: got 'tool'"), ("shift", "header.mask: got 'shift'")):
-        with pytest.raises(DumpError, match=message):
+        with pytest.raises(ValueError, match=message):
             report_of(tmp_path, header | {"mask": {key: False}}, fields | {"mask": right})
+
+
+def test_mask_of_unknown_cause_is_unknown(tmp_path: pathlib.Path) -> None:
+    arrays = update(Plant())
+    fields = {name: arrays[name] for name in ("log_probs", "tokens", "lengths", "prompt_lengths")}
+    mask = np.random.default_rng(0).random(arrays["mask"].shape) < 0.5
+    (finding,) = report_of(tmp_path, TRL | {"eos_id": EOS}, fields | {"mask": mask}).findings
+    assert not finding.explanations
+    assert "numbers differ" in finding.shape
 
 
 def test_tools_in_the_loss_alone_are_named(tmp_path: pathlib.Path) -> None:

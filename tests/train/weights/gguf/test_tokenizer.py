@@ -151,7 +151,7 @@ def test_fillers_of_the_converter_are_no_tokens():
         ("ggml.model", "t5", r"ggml\.model: got 't5', expected gpt2 or llama"),
         ("ggml.model", 3, r"ggml\.model: got int, expected str"),
         ("ggml.pre", "chatglm-bpe", r"ggml\.pre: got 'chatglm-bpe', expected one of gpt-2, smollm"),
-        ("ggml.tokens", ["a", "a"], r"ggml\.tokens: a token is there twice"),
+        ("ggml.tokens", ["a", "a"], r"ggml\.tokens: duplicate token"),
         ("ggml.tokens", ["a" * 100_000], r"ggml\.tokens: got 100,000 characters, which is no token"),
         ("ggml.token_type", np.array([1]), r"ggml\.token_type: got 1 types of 29 tokens"),
         ("ggml.token_type", np.array([*[1] * 28, 99]), r"ggml\.token_type: got 99, expected types from 0 to 6"),

@@ -1,0 +1,32 @@
+"""The format of recordings, by which a release refuses those of a later one."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+FORMAT = 1
+"""Version of the meaning of fields and columns; rows without one have the first."""
+FORMAT_FIELD = "kljax_format"
+"""Field of a row."""
+METADATA = "kljax"
+"""Key of the metadata of a Parquet file, JSON with `format`."""
+
+
+def check_format(name: str, version: Any) -> None:
+    """Raises ValueError, naming the field, unless this release knows a format."""
+    if not isinstance(version, int | float) or not version <= FORMAT:
+        raise ValueError(
+            f"{name}: got {version!r}, expected at most {FORMAT}: a later release of kljax recorded it; update kljax"
+        )
+
+
+def check_table(metadata: Mapping[bytes, bytes] | None) -> None:
+    """Raises ValueError if the metadata of a file are damaged, or of a later release; files of others have none."""
+    written = (metadata or {}).get(METADATA.encode())
+    if written is None:
+        return
+    try:
+        version = json.loads(written)["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the metadata {METADATA!r} are damaged") from error
+    check_format("format", version)
