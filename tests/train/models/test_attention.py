@@ -134,28 +134,27 @@ def test_visited_blocks_are_the_needed_ones(kind, window):
     assert visited.sum() <= 1.3 * pairs.sum() + 2 * width // block
 
 
-def test_sequence_has_equal_bits_wherever_it_starts_at_a_block():
-    block, width = 16, 128
-    alone = forests.draw("trees", width, np.random.default_rng(3), rows=1, mean=5)
-    length = 2 * block * (-(-int(alone.real.sum()) // (2 * block)))
+@pytest.mark.parametrize("shift", [16, 32, 64])
+def test_sequence_has_equal_bits_wherever_it_starts_at_a_block(shift):
+    block, length, width = 16, 64, 128
+    alone = forests.draw("trees", length, np.random.default_rng(3), rows=1, mean=5).spans()
     form = functools.partial(attend_in_blocks, block=block)
-    operands = inputs(width, rows=1)
-    expected = results(form, operands, alone.spans(), False, None, None)
-    shift = width - length
-    assert shift >= block
+    operands = inputs(length, rows=1)
+    expected = results(form, operands, alone, False, None, None)
 
     def moved(x):
-        return jnp.concatenate([jnp.ones_like(x[:, :shift]), x[:, :length]], axis=1)
+        return jnp.pad(x, ((0, 0), (shift, width - length - shift), (0, 0), (0, 0)), constant_values=1)
 
-    spans = alone.spans()
-    before = jnp.arange(shift, dtype=jnp.int32)[None]
+    slots = jnp.arange(width, dtype=jnp.int32)[None]
+    inside = (shift <= slots) & (slots < shift + length)
+    place = jnp.clip(slots - shift, 0, length - 1)
     later = Spans(
-        jnp.concatenate([before + 1, spans.end[:, :length] + shift], axis=1),
-        jnp.concatenate([before, spans.start[:, :length] + shift], axis=1),
+        jnp.where(inside, jnp.take_along_axis(alone.end, place, axis=1) + shift, slots + 1),
+        jnp.where(inside, jnp.take_along_axis(alone.start, place, axis=1) + shift, slots),
     )
     actual = results(form, [moved(x) for x in operands], later, False, None, None)
     for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(x[:, shift:], y[:, :length])
+        np.testing.assert_array_equal(x[:, shift : shift + length], y)
 
 
 def test_no_array_has_two_axes_of_slots():

@@ -29,6 +29,12 @@ from train.models.sharding import axis_index, axis_size, device_kind, divides, m
 Implementation: TypeAlias = Literal["tpu", "cudnn", "triton", "blocks", "dense"]
 CPU_BLOCK = 128
 """Slots of a block without a kernel; rows of one block are computed densely."""
+_BY_BLOCKS: dict[str, tuple[Callable[..., jax.Array], int]] = {
+    "tpu": (tpu_attention, LANES),
+    "triton": (triton_attention, BLOCK),
+    "blocks": (attend_in_blocks, CPU_BLOCK),
+}
+"""Functions of whole blocks, and the slots of a block."""
 _QUERIES, _KEYS = ("rows", "tokens", "heads", None), ("rows", None, "kv_heads", None)
 
 
@@ -78,10 +84,9 @@ def attend(
     if implementation == "dense":
         return attend_densely(query, key, value, spans.end, start, sinks=options.sinks, **computed)
     if implementation == "cudnn":
-        function = cudnn_groups if spans.lengths is None else cudnn_rows
-        return function(query, key, value, spans, options.sliding, scale=scale)
-    function = {"tpu": tpu_attention, "triton": triton_attention, "blocks": attend_in_blocks}[implementation]
-    block = {"tpu": LANES, "triton": BLOCK, "blocks": CPU_BLOCK}[implementation]
+        rows_or_groups = cudnn_groups if spans.lengths is None else cudnn_rows
+        return rows_or_groups(query, key, value, spans, options.sliding, scale=scale)
+    function, block = _BY_BLOCKS[implementation]
     return _over_mesh(function, query, key, value, spans.end, start, options.sinks, block=block, **computed)
 
 

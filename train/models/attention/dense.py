@@ -23,7 +23,7 @@ def attend_densely(
     mask = dense_mask(end, start, first)
     if softcap is None and sinks is None and query.dtype != jnp.float64:  # its softmax is in float32 whatever the type
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], scale=scale)
-    rows, length, heads, head_dim = query.shape
+    rows, length, _, head_dim = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=wide) * scale

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 class Spans:
     """The keys of each query: slot i attends to slot j if and only if `start[i] <= j <= i < end[j]`.
 
-    A row holds sequences in depth-first order, so that the slots that continue a token are an interval. `end` alone says
-    the causal mask of every tree of sequences. Along a path slots grow with the depth, so a window of w tokens is the
-    bound `start`: the slot of the ancestor w - 1 above. Without a window it is the slot of the root, which lets kernels
-    skip the sequences before.
+    A row holds sequences in depth-first order, so that the slots that continue a token are an interval. `end` alone
+    says the causal mask of every tree of sequences. Along a path slots grow with the depth, so a window of w tokens is
+    the bound `start`: the slot of the ancestor w - 1 above. Without a window it is the slot of the root, which lets
+    kernels skip the sequences before.
 
     Attributes:
       end: [R, W] int32, one past the last slot that continues the token; slot + 1 at padding, which nobody reads.

@@ -1,8 +1,8 @@
 """Attention over slots as a Pallas kernel for TPUs, forward and backward, without a mask in memory.
 
-The grid goes over rows, heads, blocks and steps; a table, which is there before the kernel starts, has the block of each
-step. Steps beyond the needed ones read nothing and compute nothing. Shapes: R rows, T queries, W slots, N query heads,
-K key-value heads, G = N / K, H head width, c slots of a block.
+The grid goes over rows, heads, blocks and steps; a table, which is there before the kernel starts, has the block of
+each step. Steps beyond the needed ones read nothing and compute nothing. Shapes: R rows, T queries, W slots, N query
+heads, K key-value heads, G = N / K, H head width, c slots of a block.
 """
 
 import functools
@@ -192,7 +192,7 @@ def _call(
     scratch: Sequence[tuple[int, int]],
     statics: Statics,
 ) -> Callable[..., Any]:
-    """Makes a kernel whose first arguments are scalars: the table, the counts, the first slot of queries and the sinks."""
+    """Makes a kernel whose first arguments are scalars: table, counts, first slot of queries and sinks."""
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -1,8 +1,8 @@
 """Attention over slots as a Pallas kernel for NVIDIA GPUs, forward and backward, without a mask in memory.
 
 Each program reads from a table which blocks it visits: a block that no query needs costs nothing. Key-value heads are
-not repeated. Shapes: R rows, T queries, W slots, N query heads, K key-value heads, G = N / K, H head width, c slots of a
-block, n blocks of queries, m blocks of keys.
+not repeated. Shapes: R rows, T queries, W slots, N query heads, K key-value heads, G = N / K, H head width, c slots of
+a block, n blocks of queries, m blocks of keys.
 """
 
 import functools
