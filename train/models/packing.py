@@ -175,7 +175,7 @@ def packed_spans(token_mask: jax.Array, packed: PackedRows, prompt: int, window:
         at = jnp.where(in_prompt | (depth < size), first + depth, begins + depth - size)
         return jnp.where(real, at, slots)
 
-    end = jnp.where(in_prompt, of_tokens(lasts), of_tokens(ends))
+    end = jnp.where(in_prompt, jnp.maximum(of_tokens(lasts), last_of_prompt + 1), of_tokens(ends))
     return Spans(
         end=jnp.where(real, end, slots + 1),
         start=ancestors(jnp.zeros_like(positions)),

@@ -15,13 +15,14 @@ from tests.train.models.test_shared import (
     PROMPTS,
     TOKENS,
     WEIGHT,
-    heads,
+    blocks_of,
     hidden_and_gradient,
+    keys_of_rows,
     poisoned,
 )
-from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, attend
-from train.models.packing import PackedRows, packed_mask
+from train.models import Decoder
+from train.models.attention.spans import dense_mask
+from train.models.packing import PackedRows, packed_spans
 
 LENGTHS = np.asarray(MASK)[:, PROMPT:].sum(1)
 SLOTS = 20
@@ -50,11 +51,11 @@ def places(shared: bool) -> PackedRows:
     filled = np.full((len(tokens), SLOTS), -1)
     for at, slots in enumerate(tokens):
         filled[at, : len(slots)] = slots
-    return PackedRows(*(jnp.asarray(x, jnp.int32) for x in (filled, prompts, starts)), shared=shared)
+    return PackedRows(*(jnp.asarray(x, jnp.int32) for x in (filled, prompts, starts)))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
+@pytest.mark.parametrize(("shared", "block"), [(True, None), (False, None), (True, 4)])
+def test_packed_hidden_states_and_gradients_equal_full_rows(shared, block, monkeypatch):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
     model, packed = Decoder(CONFIG), places(shared)
     assert len(packed.tokens) < PROMPTS * GROUP
@@ -67,6 +68,8 @@ def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
         return (hidden * weight).sum(), hidden
 
     full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
+    if block is not None:
+        blocks_of(block, monkeypatch)
     gradient, hidden = jax.device_get(jit(jax.grad(run, has_aux=True))(poisoned(), packed))
     np.testing.assert_allclose(hidden[predicts], full[predicts], rtol=0, atol=5e-6)
     assert not hidden[~predicts].any()
@@ -74,19 +77,16 @@ def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
     chex.assert_trees_all_close(gradient, whole_gradient, rtol=0, atol=5e-6 * scale)
 
 
-def test_splash_attention_takes_packed_rows_without_shared_prompts(monkeypatch):
-    """Segments cannot say that two completions attend to one prompt and not to each other."""
-    called = []
-
-    def splash(query, *others, **options):
-        called.append(query.shape)
-        return query
-
-    monkeypatch.setattr(attention, "splash_attention", splash)
-    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
-    for shared in (True, False):
-        packed = places(shared)
-        query, key, value = heads(*packed.tokens.shape)
-        output = attend(query, key, value, packed_mask(MASK, packed, PROMPT, None), AttentionOptions())
-        assert output.shape == query.shape
-        assert len(called) == (not shared)
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_slot_attends_as_in_its_row(shared, window):
+    packed = places(shared)
+    row, column = np.divmod(np.asarray(packed.tokens), PROMPT + NEW_TOKENS)
+    first, keys = np.asarray(packed.prompts)[row], keys_of_rows(np.asarray(MASK), window)
+    same = (row[:, :, None] == row[:, None]) | ((first[:, :, None] == first[:, None]) & (column < PROMPT)[:, None])
+    expected = same & keys[row[:, :, None], column[:, :, None], column[:, None]]
+    real = np.asarray(packed.tokens) >= 0
+    expected = np.where(real[:, :, None] & real[:, None], expected, np.eye(SLOTS, dtype=bool))
+    spans = packed_spans(MASK, packed, PROMPT, window)
+    mask = dense_mask(spans.end, spans.for_layer(window is not None))
+    np.testing.assert_array_equal(mask, expected)
