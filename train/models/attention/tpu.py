@@ -76,7 +76,7 @@ def _forward(
         return r, n, i, 0
 
     def of_key(r: Any, n: Any, i: Any, s: Any, table: Any, count: Any, *_: Any) -> tuple[Any, ...]:
-        return r, n // group, _step(table, count, r, i, s), 0
+        return r, lax.div(n, jnp.int32(group)), _step(table, count, r, i, s), 0
 
     keys = pl.BlockSpec((None, None, block, head_dim), of_key)
     queries = pl.BlockSpec((None, None, block, head_dim), of_query)
@@ -106,7 +106,7 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
 
     queries = pl.BlockSpec((None, None, block, head_dim), lambda r, n, i, s, *_: (r, n, i, 0))
     keys = pl.BlockSpec(
-        (None, None, block, head_dim), lambda r, n, i, s, t, c, *_: (r, n // group, _step(t, c, r, i, s), 0)
+        (None, None, block, head_dim), lambda r, n, i, s, t, c, *_: (r, lax.div(n, jnp.int32(group)), _step(t, c, r, i, s), 0)
     )
     statistics = pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i))
     d_query = _call(
