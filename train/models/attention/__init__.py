@@ -49,6 +49,7 @@ class AttentionOptions:
       sinks: [N] float, a score of each head that no key has and no value follows: its share of the softmax is lost.
         None: there is none.
       kernels: whether a kernel of the device may compute it.
+      implementation: what computes it, of those that take these devices and rows; None: `choose_implementation` says.
     """
 
     sliding: bool | jax.Array = False
@@ -56,6 +57,7 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: jax.Array | None = None
     kernels: bool = True
+    implementation: Implementation | None = None
 
 
 def attend(
@@ -78,7 +80,7 @@ def attend(
       [R, W, N, H] in the type of the queries; finite but meaningless at padding.
     """
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    implementation = choose_implementation(query, key, spans, options)
+    implementation = options.implementation or choose_implementation(query, key, spans, options)
     start = spans.for_layer(options.sliding)
     computed: dict[str, Any] = {"scale": scale, "softcap": options.softcap}
     if implementation == "dense":

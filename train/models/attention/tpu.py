@@ -106,7 +106,8 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
 
     queries = pl.BlockSpec((None, None, block, head_dim), lambda r, n, i, s, *_: (r, n, i, 0))
     keys = pl.BlockSpec(
-        (None, None, block, head_dim), lambda r, n, i, s, t, c, *_: (r, lax.div(n, jnp.int32(group)), _step(t, c, r, i, s), 0)
+        (None, None, block, head_dim),
+        lambda r, n, i, s, t, c, *_: (r, lax.div(n, jnp.int32(group)), _step(t, c, r, i, s), 0),
     )
     statistics = pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i))
     d_query = _call(
@@ -205,7 +206,7 @@ def _call(
         out_shape=out_shape,
         interpret=statics.interpret,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", *("arbitrary",) * (len(grid) - 3))
+            dimension_semantics=(*[pltpu.PARALLEL] * 3, *[pltpu.ARBITRARY] * (len(grid) - 3))
         ),
     )
 
