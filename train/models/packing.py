@@ -47,56 +47,80 @@ def row_spans(token_mask: jax.Array, window: int | None) -> Spans:
       token_mask: [B, T] bool, True at real tokens.
       window: real tokens that a sliding layer attends to, the query included; None: the model has no such layer.
     """
-    slots = jnp.arange(token_mask.shape[-1], dtype=jnp.int32)
-    last = jnp.max(jnp.where(token_mask, slots, -1), axis=-1, keepdims=True)
-    # The slots of the real tokens, in their order, then those of padding.
-    order = jnp.argsort(~token_mask, axis=-1, stable=True).astype(jnp.int32)
-
-    def ancestors(depth: jax.Array) -> jax.Array:
-        return jnp.where(token_mask, jnp.take_along_axis(order, jnp.maximum(depth, 0), axis=-1), slots)
-
-    positions = token_positions(token_mask)
-    return Spans(
-        end=jnp.where(token_mask, last, slots) + 1,
-        start=ancestors(jnp.zeros_like(positions)),
-        window_start=None if window is None else ancestors(positions - (window - 1)),
-        window=window,
-    )
+    last = jnp.max(_slots_after(token_mask), axis=-1, keepdims=True)
+    return _prompt_spans(token_mask, last, True, size=token_mask.shape[1], prompt=0, completion=0, window=window)
 
 
 def group_spans(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> Spans:
     """Builds the spans of prompts with their completions, [prompt | completion | ... | completion].
 
     Args:
-      token_mask: [R, P + G C] bool, True at real tokens; of each prompt the last ones, of each completion the first.
+      token_mask: [R, P + G C] bool, True at real tokens; padding may be anywhere.
       prompt: P.
       group: G.
       window: as in `row_spans`.
     """
     rows, width = token_mask.shape
     length = (width - prompt) // group
-    slots = jnp.arange(width, dtype=jnp.int32)
-    prompts = jnp.sum(token_mask[:, :prompt], axis=-1, keepdims=True, dtype=jnp.int32)
-    completions = jnp.sum(token_mask[:, prompt:].reshape(rows, group, length), axis=-1, dtype=jnp.int32)
-    ends = prompt + jnp.arange(group, dtype=jnp.int32) * length + completions
-    last = jnp.max(jnp.where(completions > 0, ends, prompt), axis=-1, keepdims=True)
-    begins = jnp.where(slots < prompt, prompt, slots - (slots - prompt) % length)  # of the completion of each slot
-    first = prompt - prompts
-    # A token's depth counts its prompt and the tokens before it in its completion.
-    depth = jnp.where(slots < prompt, slots - first, prompts + slots - begins)
+    after, in_prompt = _slots_after(token_mask), jnp.arange(width) < prompt
+    ends = jnp.max(after[:, prompt:].reshape(rows, group, length), axis=-1)
+    last = jnp.broadcast_to(jnp.max(after, axis=-1, keepdims=True), (rows, prompt))
+    counts = jnp.sum(token_mask[:, prompt:].reshape(rows, group, length), axis=-1, dtype=jnp.int32)
+    size = jnp.sum(token_mask[:, :prompt], axis=-1, keepdims=True, dtype=jnp.int32)
+    before = jnp.repeat(size + jnp.cumsum(counts, axis=-1) - counts, length, axis=-1)
+    spans = _prompt_spans(
+        token_mask,
+        jnp.concatenate([last, jnp.repeat(ends, length, axis=-1)], axis=-1),
+        in_prompt,
+        size=size,
+        prompt=0,
+        completion=jnp.pad(before, ((0, 0), (prompt, 0))),
+        window=window,
+    )
+    return dataclasses.replace(spans, group=(prompt, length))
+
+
+def _slots_after(real: jax.Array) -> jax.Array:
+    """Returns slot + 1 of real tokens, 0 elsewhere, [R, W] int32."""
+    return jnp.where(real, jnp.arange(1, real.shape[1] + 1, dtype=jnp.int32), 0)
+
+
+def _prompt_spans(
+    real: jax.Array,
+    end: jax.Array,
+    in_prompt: bool | jax.Array,
+    *,
+    size: int | jax.Array,
+    prompt: int | jax.Array,
+    completion: int | jax.Array,
+    window: int | None,
+) -> Spans:
+    """Builds the spans of rows of prompts and completions. All arrays broadcast to the slots, [R, W].
+
+    Args:
+      real: the slots with a token.
+      end: of these.
+      in_prompt: whether a slot is in a prompt.
+      size: real tokens of the prompt of each slot.
+      prompt: real tokens of the row before the prompt of each slot.
+      completion: real tokens of the row before the completion of each slot.
+      window: as in `row_spans`.
+    """
+    slots, ranks = jnp.arange(real.shape[1], dtype=jnp.int32), token_positions(real)
+    # The slots of the real tokens, in their order, then those of padding.
+    order = jnp.argsort(~real, axis=-1, stable=True).astype(jnp.int32)
+    depths = jnp.where(in_prompt, ranks - prompt, size + ranks - completion)
 
     def ancestors(depth: jax.Array) -> jax.Array:
         depth = jnp.maximum(depth, 0)
-        at = jnp.where((slots >= prompt) & (depth >= prompts), begins + depth - prompts, first + depth)
-        return jnp.where(token_mask, at, slots)
+        rank = jnp.where(depth < size, prompt + depth, completion + depth - size)
+        return jnp.where(real, jnp.take_along_axis(order, rank, axis=-1, mode="clip"), slots)
 
-    end = jnp.concatenate([jnp.broadcast_to(last, (rows, prompt)), jnp.repeat(ends, length, axis=-1)], axis=-1)
     return Spans(
-        end=jnp.where(token_mask, end, slots + 1),
-        start=ancestors(jnp.zeros_like(depth)),
-        window_start=None if window is None else ancestors(depth - (window - 1)),
+        end=jnp.where(real, end, slots + 1),
+        start=ancestors(jnp.zeros_like(depths)),
+        window_start=None if window is None else ancestors(depths - (window - 1)),
         window=window,
-        group=(prompt, length),
     )
 
 
@@ -151,35 +175,28 @@ def packed_spans(token_mask: jax.Array, packed: PackedRows, prompt: int, window:
       window: tokens that a sliding layer attends to; None: the model has no such layer.
     """
     parts, length, width = axis_size("rows"), token_mask.shape[1], packed.tokens.shape[1]
-    real, slots = pack_rows(token_mask, packed), jnp.arange(width, dtype=jnp.int32)
-    tokens = packed.tokens.reshape(parts, -1)
+    real, tokens = pack_rows(token_mask, packed), packed.tokens.reshape(parts, -1)
     starts = packed.starts.reshape(parts, -1, 2) % width
-    counts = jnp.sum(token_mask[:, prompt:], axis=-1, dtype=jnp.int32).reshape(parts, -1)
+    lengths = jnp.max(_slots_after(token_mask[:, prompt:]), axis=-1).reshape(parts, -1)
+    ends = jnp.where(lengths > 0, starts[..., 1] + lengths, 0)
     prompts = packed.prompts.reshape(parts, -1)
-    ends = jnp.where(counts > 0, starts[..., 1] + counts, 0)
     lasts = jax.vmap(lambda x, ids: jax.ops.segment_max(x, ids, len(x)))(ends, prompts)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         """Gives each slot the number of its padded row."""
         return _take(x, tokens // length).reshape(packed.tokens.shape)
 
-    in_prompt = packed.tokens % length < prompt
     last_of_prompt, begins = of_tokens(starts[..., 0]), of_tokens(starts[..., 1])
-    positions = packed_positions(token_mask, packed)
-    # The prompt stands right before its last slot; the positions of a completion count it.
-    size = jnp.where(in_prompt, positions + last_of_prompt - slots + 1, positions - (slots - begins))
-    first = last_of_prompt + 1 - size
-
-    def ancestors(depth: jax.Array) -> jax.Array:
-        depth = jnp.maximum(depth, 0)
-        at = jnp.where(in_prompt | (depth < size), first + depth, begins + depth - size)
-        return jnp.where(real, at, slots)
-
-    end = jnp.where(in_prompt, jnp.maximum(of_tokens(lasts), last_of_prompt + 1), of_tokens(ends))
-    return Spans(
-        end=jnp.where(real, end, slots + 1),
-        start=ancestors(jnp.zeros_like(positions)),
-        window_start=None if window is None else ancestors(positions - (window - 1)),
+    in_prompt = packed.tokens % length < prompt
+    size = of_tokens(jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32).reshape(parts, -1))
+    counts = jnp.cumsum(real, axis=-1, dtype=jnp.int32)
+    return _prompt_spans(
+        real,
+        jnp.where(in_prompt, jnp.maximum(of_tokens(lasts), last_of_prompt + 1), of_tokens(ends)),
+        in_prompt,
+        size=size,
+        prompt=jnp.take_along_axis(counts, last_of_prompt, axis=-1) - size,
+        completion=jnp.take_along_axis(counts - real, begins, axis=-1),
         window=window,
     )
 

@@ -24,16 +24,17 @@ from train.models import Decoder
 from train.models.attention.spans import dense_mask
 from train.models.packing import PackedRows, packed_spans
 
-LENGTHS = np.asarray(MASK)[:, PROMPT:].sum(1)
 SLOTS = 20
 
 
-def places(shared: bool) -> PackedRows:
+def places(shared: bool, mask=np.asarray(MASK)) -> PackedRows:
     """One completion after another, with its prompt where the packed row has none yet; rows of `SLOTS`."""
-    mask = np.asarray(MASK)
+    # As the trainer measures them: a prompt from its first token on, a completion up to its last.
+    begun, follows = np.logical_or.accumulate(mask, axis=1), np.logical_or.accumulate(mask[:, ::-1], axis=1)[:, ::-1]
+    mask = np.where(np.arange(mask.shape[1]) < PROMPT, begun, follows)
     tokens, prompts, starts = [[]], np.arange(len(mask)), np.zeros((len(mask), 2), int)
     home: dict[int, tuple[int, int, int]] = {}
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(mask[:, PROMPT:].sum(1)):
         group = row // GROUP if shared else row
         at, source, last = home.get(group, (-1, row, 0))
         columns = [row * (PROMPT + NEW_TOKENS) + column for column in np.flatnonzero(mask[row])]
@@ -79,14 +80,19 @@ def test_packed_hidden_states_and_gradients_equal_full_rows(shared, block, monke
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("shared", [True, False])
-def test_every_slot_attends_as_in_its_row(shared, window):
-    packed = places(shared)
+@pytest.mark.parametrize("holes", [True, False])
+def test_every_slot_attends_as_in_its_row(shared, window, holes):
+    mask = np.asarray(MASK)
+    if holes:
+        drawn = np.random.default_rng(1).random(mask.shape) < 0.8
+        drawn[:, :PROMPT] = drawn[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+        mask = mask & drawn
+    packed = places(shared, mask)
     row, column = np.divmod(np.asarray(packed.tokens), PROMPT + NEW_TOKENS)
-    first, keys = np.asarray(packed.prompts)[row], keys_of_rows(np.asarray(MASK), window)
+    first, keys = np.asarray(packed.prompts)[row], keys_of_rows(mask, window)
     same = (row[:, :, None] == row[:, None]) | ((first[:, :, None] == first[:, None]) & (column < PROMPT)[:, None])
     expected = same & keys[row[:, :, None], column[:, :, None], column[:, None]]
-    real = np.asarray(packed.tokens) >= 0
+    real = (np.asarray(packed.tokens) >= 0) & mask[row, column]
     expected = np.where(real[:, :, None] & real[:, None], expected, np.eye(SLOTS, dtype=bool))
-    spans = packed_spans(MASK, packed, PROMPT, window)
-    mask = dense_mask(spans.end, spans.for_layer(window is not None))
-    np.testing.assert_array_equal(mask, expected)
+    spans = packed_spans(jnp.asarray(mask), packed, PROMPT, window)
+    np.testing.assert_array_equal(dense_mask(spans.end, spans.for_layer(window is not None)), expected)

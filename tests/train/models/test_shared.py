@@ -155,14 +155,21 @@ def test_rectangles_of_groups_have_equal_gradients(window, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 1, WINDOW, 9])
 def test_every_query_attends_as_in_a_full_row(window):
-    """A completion in its group, and each row with its padding, wherever it is."""
+    """A completion in its group, and each row, with padding anywhere."""
     anywhere = np.random.default_rng(4).random((5, PROMPT + NEW_TOKENS)) < 0.6
     for mask in (np.asarray(MASK), anywhere):
         spans = row_spans(jnp.asarray(mask), window)
         keys = dense_mask(spans.end, spans.for_layer(window is not None))
         np.testing.assert_array_equal(keys, keys_of_rows(mask, window))
-    spans = group_spans(pack(MASK, PROMPT, GROUP), PROMPT, GROUP, window)
-    keys, rows = dense_mask(spans.end, spans.for_layer(window is not None)), keys_of_rows(np.asarray(MASK), window)
+    with_holes = np.random.default_rng(5).random(MASK.shape) < 0.6
+    with_holes[:, :PROMPT] = with_holes[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+    for mask in (np.asarray(MASK), with_holes):
+        assert_groups_attend_as_rows(mask, window)
+
+
+def assert_groups_attend_as_rows(mask, window):
+    spans = group_spans(pack(jnp.asarray(mask), PROMPT, GROUP), PROMPT, GROUP, window)
+    keys, rows = dense_mask(spans.end, spans.for_layer(window is not None)), keys_of_rows(mask, window)
     np.testing.assert_array_equal(keys[:, :PROMPT, :PROMPT], rows[::GROUP, :PROMPT, :PROMPT])
     assert not keys[:, :PROMPT, PROMPT:].any()
     for number in range(GROUP):
