@@ -27,7 +27,7 @@ from train.models.packing import PackedRows, packed_spans
 SLOTS = 20
 
 
-def places(shared: bool, mask=np.asarray(MASK)) -> PackedRows:
+def places(shared: bool, mask: np.ndarray) -> PackedRows:
     """One completion after another, with its prompt where the packed row has none yet; rows of `SLOTS`."""
     # As the trainer measures them: a prompt from its first token on, a completion up to its last.
     begun, follows = np.logical_or.accumulate(mask, axis=1), np.logical_or.accumulate(mask[:, ::-1], axis=1)[:, ::-1]
@@ -58,7 +58,7 @@ def places(shared: bool, mask=np.asarray(MASK)) -> PackedRows:
 @pytest.mark.parametrize(("shared", "block"), [(True, None), (False, None), (True, 4)])
 def test_packed_hidden_states_and_gradients_equal_full_rows(shared, block, monkeypatch):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
-    model, packed = Decoder(CONFIG), places(shared)
+    model, packed = Decoder(CONFIG), places(shared, np.asarray(MASK))
     assert len(packed.tokens) < PROMPTS * GROUP
     predicts = np.roll(np.asarray(MASK), -1, axis=1)
     predicts[:, : PROMPT - 1] = predicts[:, -1] = False

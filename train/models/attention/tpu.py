@@ -81,7 +81,8 @@ def _forward(
     keys = pl.BlockSpec((None, None, block, head_dim), of_key)
     queries = pl.BlockSpec((None, None, block, head_dim), of_query)
     output, logsums = _call(
-        functools.partial(_forward_kernel, statics=statics),
+        _forward_kernel,
+        2,
         (rows, heads, length // block, table.shape[2]),
         [
             *(queries, keys, keys),
@@ -92,7 +93,8 @@ def _forward(
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, 1, length), jnp.float32)],
         [(block, LANES), (block, LANES), (block, head_dim)],
         statics,
-    )(table, count, first, sinks, query, key, value, _across_lanes(end), _across_sublanes(start))
+        *(table, count, first, sinks, query, key, value, _across_lanes(end), _across_sublanes(start)),
+    )
     return output, (query, key, value, sinks, spans, output, logsums)
 
 
@@ -111,7 +113,8 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
     )
     statistics = pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i))
     d_query = _call(
-        functools.partial(_query_kernel, statics=statics),
+        _query_kernel,
+        3,
         (rows, heads, length // block, table.shape[2]),
         [
             *(queries, keys, keys),
@@ -123,19 +126,8 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         [(block, head_dim)],
         statics,
-    )(
-        table,
-        count,
-        first,
-        sinks,
-        query,
-        key,
-        value,
-        _across_lanes(end),
-        _across_sublanes(start),
-        cotangent,
-        logsums,
-        delta,
+        *(table, count, first, sinks, query, key, value, _across_lanes(end), _across_sublanes(start)),
+        *(cotangent, logsums, delta),
     )
 
     queries = pl.BlockSpec(
@@ -146,7 +138,8 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
         (None, None, 1, block), lambda r, k, j, g, s, t, c, *_: (r, k * group + g, 0, _step(t, c, r, j, s))
     )
     d_key, d_value = _call(
-        functools.partial(_key_kernel, statics=statics),
+        _key_kernel,
+        4,
         (rows, kv_heads, width // block, group, key_table.shape[2]),
         [
             *(queries, keys, keys),
@@ -158,7 +151,6 @@ def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tupl
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
         [(block, head_dim), (block, head_dim)],
         statics,
-    )(
         *(key_table, key_count, first, sinks, query, key, value, _across_sublanes(end), _across_lanes(start)),
         *(cotangent, logsums, delta),
     )
@@ -186,16 +178,24 @@ def _step(table: Any, count: Any, row: Any, block: Any, step: Any) -> Any:
 
 def _call(
     kernel: Callable[..., None],
+    products: int,
     grid: tuple[int, ...],
     in_specs: Sequence[Any],
     out_specs: Any,
     out_shape: Any,
     scratch: Sequence[tuple[int, int]],
     statics: Statics,
-) -> Callable[..., Any]:
-    """Makes a kernel whose first arguments are scalars: table, counts, first slot of queries and sinks."""
-    return pl.pallas_call(
-        kernel,
+    *operands: Array,
+) -> Any:
+    """Runs a kernel whose first operands are scalars, table, counts, first slot of queries and sinks; then q, k and v.
+
+    The compiler is told of `products` of each query with all keys up to it, as if a row were one sequence.
+    """
+    (rows, heads, queries, head_dim), keys = operands[4].shape, operands[5].shape[2]
+    pairs = rows * heads * (queries * (keys - queries) + queries * (queries + 1) // 2)
+    moved = sum(x.size * x.dtype.itemsize for x in (*operands, *jax.tree.leaves(out_shape)))
+    run = pl.pallas_call(
+        functools.partial(kernel, statics=statics),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=grid,
@@ -208,7 +208,12 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(*[pltpu.PARALLEL] * 3, *[pltpu.ARBITRARY] * (len(grid) - 3))
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved
+        ),
+        name=f"slots{kernel.__name__}",
     )
+    return run(*operands)
 
 
 def _seen(i: Any, j: Any, first: Any, end: Array, start: Array, shape: tuple[int, int], queries: int) -> Array:

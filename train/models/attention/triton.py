@@ -139,7 +139,7 @@ class _Specs:
 
 
 def _call(
-    kernel: Callable[..., None],
+    kernel: functools.partial[None],
     grid: tuple[int, ...],
     in_specs: Sequence[Any],
     out_specs: Any,
@@ -154,7 +154,7 @@ def _call(
         out_shape=out_shape,
         interpret=statics.interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        name=f"slots{kernel.func.__name__}" if isinstance(kernel, functools.partial) else None,
+        name=f"slots{kernel.func.__name__}",
     )
 
 

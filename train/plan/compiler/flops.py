@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from train.plan.compiler.hlo import HloModule, Instruction, array_sizes, executions
 
 Sizes = tuple[int, ...]
-# Matmuls of the kernels of splash attention, which skip the keys after a query.
-_SPLASH = {"splash_mha_fwd": 2, "splash_mqa_fwd": 2, "splash_mha_dq": 3, "splash_mqa_dq": 3, "splash_mha_dkv": 4,
-           "splash_mqa_dkv": 4}  # fmt: skip
+_SLOTS = {"slots_forward_kernel": 2, "slots_query_kernel": 3, "slots_key_kernel": 4}
+"""Products of the kernels of `train.models.attention.triton`, which skip the keys after a query."""
 _FLOPS = re.compile(r'"flops":"?(\d+)')
 _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 
@@ -22,7 +21,8 @@ _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
-    Splash attention counts the products of each query with the keys up to it, cuDNN products with all keys.
+    The kernels of slots count the products of each query with the keys up to it, as if a row were one sequence; cuDNN
+    counts products with all keys.
 
     Args:
       module: the program.
@@ -91,9 +91,9 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, grouped products.
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and of Triton, grouped products.
 
-    Others report themselves. A grouped product counts all rows, also of no group.
+    Others, such as attention on TPUs, report themselves. A grouped product counts all rows, also of no group.
     """
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
@@ -107,10 +107,11 @@ def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) ->
     if name.startswith("mosaic_gpu"):
         left = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
         return 2.0 * math.prod(left) * _only(instruction.shape)[-1]
-    kernel = next((count for start, count in _SPLASH.items() if instruction.name.startswith(start)), 0)
-    if kernel:
-        (*outer, queries, width), (*_, keys, _) = [sizes for kind, sizes in operands if kind in ("f32", "bf16")][:2]
-        pairs = queries * (keys - queries) + queries * (queries + 1) // 2
-        return 2.0 * kernel * math.prod(outer) * pairs * width
+    if name == "__gpu$xla.gpu.triton":
+        products = next((count for kernel, count in _SLOTS.items() if kernel in instruction.op_name), 0)
+        if products:
+            (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
+            pairs = queries * (keys - queries) + queries * (queries + 1) // 2
+            return 2.0 * products * rows * heads * pairs * width
     said = _FLOPS.search(instruction.line)
     return float(said[1]) if said else 0.0

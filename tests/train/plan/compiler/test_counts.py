@@ -44,14 +44,12 @@ def test_kernels_of_attention():
         '%c = (bf16[2,4,6,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaMaskSoftmax"'
     )
     assert flops_of(*operands, call) == 2 * 2 * 2 * 4 * 6 * 10 * 8
-    heads = [
-        f"%{name} = {kind}{{2,1,0}} parameter(0)"
-        for name, kind in (("i", "s8[1,1,1]"), ("h", "bf16[4,6,8]"), ("g", "bf16[2,10,8]"))
-    ]
     # Of 10 keys, the 6 queries attend to 5, 6, 7, 8, 9 and 10.
-    for kernel, matmuls in (("fwd_no_residuals", 2), ("dq", 3), ("dkv", 4)):
-        call = f"%splash_mha_{kernel}.1 = (f32[4,6,8]{{2,1,0}}) custom-call(%i, %h, %g, %g)"
-        assert flops_of(*heads, f'{call}, custom_call_target="tpu_custom_call"') == 2 * matmuls * 4 * 45 * 8
+    for kernel, matmuls in (("forward", 2), ("query", 3), ("key", 4)):
+        call = '%pallas_call.1 = (f32[2,4,6]{2,1,0}) custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton"'
+        name = f'metadata={{op_name="jit(f)/transpose(jvp(slots_{kernel}_kernel))/pallas_call"}}'
+        assert flops_of(*operands, f"{call}, {name}") == 2 * matmuls * 2 * 4 * 45 * 8
+    assert flops_of(*operands, f'{call}, metadata={{op_name="jit(f)/pallas_call"}}') == 0
     options = 'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1234"}}'
     assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
 
