@@ -14,6 +14,7 @@ from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
+from train.models.attention.blocks import expected_visits
 from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import choose_implementation, expected_trips
@@ -196,7 +197,7 @@ class AbstractRun:
         steps = config.data.max_completion_length * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
         parts = {"KV cache": self._sampler_cache(prompts, samples)}
-        loops |= self._expert_tiles(math.ceil(slots / layout.row_parts))
+        loops |= self._expert_tiles(math.ceil(slots / layout.row_parts)) | expected_visits(length)
         return LoweredProgram(name, lowered, self.beside(arguments), parts, 1, loops)
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
@@ -238,7 +239,8 @@ class AbstractRun:
         size = tile(config.log_probs) or default_tile(mesh.devices.flat[0].device_kind)
         length = config.data.max_prompt_length + config.data.max_completion_length
         experts = self._expert_tiles(config.rows_per_micro_batch() * length // config.mesh.context)
-        return {"token_tiles": math.ceil(tokens / size.tokens), **experts}
+        width = config.data.max_prompt_length + self.context.plan.layout.group * config.data.max_completion_length
+        return {"token_tiles": math.ceil(tokens / size.tokens), **expected_visits(width), **experts}
 
     def _expert_tiles(self, tokens: int) -> dict[str, float]:
         """Counts the tiles of the experts of a device for so many tokens, if all experts get as many."""

@@ -15,11 +15,18 @@ from jax import lax
 from train.models.attention.spans import is_key, needed_blocks, visits
 
 Array = jax.Array
+LOOP = "key_blocks"
+"""Scope of the loops whose length depends on the spans."""
 
 
 class _Statics(NamedTuple):
     block: int
     softcap: float | None
+
+
+def expected_visits(width: int, block: int = 128) -> dict[str, float]:
+    """Counts the blocks of keys that a block of queries visits on average, if each row of W slots is one sequence."""
+    return {LOOP: (-(-width // block) + 1) / 2}
 
 
 def attend_in_blocks(
@@ -164,7 +171,8 @@ def _over_queries(
                 seen = is_key(slots, j * block + jnp.arange(block), ends, starts)
                 return step(row * keys + j, jnp.tile(seen, (group, 1)), state)
 
-            return lax.fori_loop(jnp.int32(0), count[row, i], visit, state)
+            with jax.named_scope(LOOP):
+                return lax.fori_loop(jnp.int32(0), count[row, i], visit, state)
 
         return of_query(number, loop, results)
 

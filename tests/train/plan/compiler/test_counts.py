@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from train.models.attention import attend
+from train.models.attention.blocks import expected_visits
 from train.models.devices import DEVICES
+from train.models.packing import row_spans
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
 from train.plan.compiler.roofline import Work
@@ -52,6 +55,20 @@ def test_kernels_of_attention():
     assert flops_of(*operands, f'{call}, metadata={{op_name="jit(f)/pallas_call"}}') == 0
     options = 'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1234"}}'
     assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
+
+
+def test_attention_in_blocks_of_this_machine():
+    """Three blocks of queries visit one, two and three blocks of keys: two products forward, five backward."""
+    rows, width, heads, head_dim = 2, 300, 4, 16
+    spans = row_spans(jnp.ones((rows, width), bool), None)
+
+    def run(query, key, value):
+        output, pull = jax.vjp(lambda *x: attend(*x, spans), query, key, value)
+        return output, *pull(output)
+
+    arrays = [jax.ShapeDtypeStruct((rows, width, count, head_dim), jnp.float32) for count in (heads, 2, 2)]
+    text = jax.jit(run).lower(*arrays).compile({"xla_backend_optimization_level": 0}).as_text()
+    assert count_flops(parse(text), expected_visits(width)) == 2 * 7 * rows * heads * head_dim * 6 * 128**2
 
 
 def test_a_grouped_product():
