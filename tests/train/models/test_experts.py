@@ -196,7 +196,7 @@ def test_shared_and_packed_rows_use_their_routes():
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
     places = jnp.where(mask, jnp.arange(32).reshape(4, 8), -1)
     starts = jnp.stack([jnp.arange(4) * 8 + 3, jnp.arange(4) * 8 + 4], 1)
-    packed = PackedRows(places, jnp.arange(4), starts, shared=False)
+    packed = PackedRows(places, jnp.arange(4), starts)
     rows, used = run_packed(packed, same)
     rounding.assert_close_by_norm(rows[:, 3:7], expected[:, 3:7], roundings=BOUND)
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))

@@ -26,7 +26,7 @@ NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 """The axes of a product, and of one with the second matrix transposed."""
 
 
-class Statics(NamedTuple):
+class TpuStatics(NamedTuple):
     """What a program is compiled for."""
 
     softcap: float | None
@@ -57,16 +57,18 @@ def tpu_attention(
     spans = end, start, jnp.full((1,), first, jnp.int32), *visits(needed), *visits(needed.swapaxes(1, 2))
     scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, key, value))
-    return _attend(Statics(softcap, block, interpret), *heads_first, sinks.astype(jnp.float32), spans).swapaxes(1, 2)
+    return _attend(TpuStatics(softcap, block, interpret), *heads_first, sinks.astype(jnp.float32), spans).swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(statics: Statics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]) -> Array:
+def _attend(
+    statics: TpuStatics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
+) -> Array:
     return _forward(statics, query, key, value, sinks, spans)[0]
 
 
 def _forward(
-    statics: Statics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
+    statics: TpuStatics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
 ) -> tuple[Array, tuple[Any, ...]]:
     rows, heads, length, head_dim = query.shape
     end, start, first, table, count, *_ = spans
@@ -98,7 +100,7 @@ def _forward(
     return output, (query, key, value, sinks, spans, output, logsums)
 
 
-def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(statics: TpuStatics, kept: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, sinks, spans, output, logsums = kept
     end, start, first, table, count, key_table, key_count = spans
     rows, heads, length, head_dim = query.shape
@@ -184,7 +186,7 @@ def _call(
     out_specs: Any,
     out_shape: Any,
     scratch: Sequence[tuple[int, int]],
-    statics: Statics,
+    statics: TpuStatics,
     *operands: Array,
 ) -> Any:
     """Runs a kernel whose first operands are scalars, table, counts, first slot of queries and sinks; then q, k and v.
@@ -227,7 +229,7 @@ def _tiled(x: Array, columns: int) -> Array:
     return jnp.tile(x, (1, -(-columns // LANES)))[:, :columns]
 
 
-def _capped(scores: Array, statics: Statics) -> tuple[Array, Array | None]:
+def _capped(scores: Array, statics: TpuStatics) -> tuple[Array, Array | None]:
     """Caps the scores, and returns the slope of the cap."""
     if statics.softcap is None:
         return scores, None
@@ -255,7 +257,7 @@ def _forward_kernel(
     norm_ref: Any,
     total_ref: Any,
     *,
-    statics: Statics,
+    statics: TpuStatics,
 ) -> None:
     r, n, i, s = (pl.program_id(axis) for axis in range(4))
     block = statics.block
@@ -303,7 +305,7 @@ def _query_kernel(
     d_query_ref: Any,
     total_ref: Any,
     *,
-    statics: Statics,
+    statics: TpuStatics,
 ) -> None:
     r, i, s = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     block = statics.block
@@ -345,7 +347,7 @@ def _key_kernel(
     key_total_ref: Any,
     value_total_ref: Any,
     *,
-    statics: Statics,
+    statics: TpuStatics,
 ) -> None:
     r, j, g, s = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     block = statics.block

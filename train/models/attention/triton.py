@@ -23,7 +23,7 @@ BLOCK = 64
 LOWEST = -1e30
 
 
-class Statics(NamedTuple):
+class TritonStatics(NamedTuple):
     """What a program is compiled for."""
 
     scale: float
@@ -52,16 +52,18 @@ def triton_attention(
     needed = needed_blocks(end, start, block, first)
     slots = jnp.full((1,), first, jnp.int32)
     spans = end, start, slots, *visits(needed), *visits(needed.swapaxes(1, 2))
-    return _attend(Statics(scale, softcap, block, interpret), query, key, value, sinks.astype(jnp.float32), spans)
+    return _attend(TritonStatics(scale, softcap, block, interpret), query, key, value, sinks.astype(jnp.float32), spans)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(statics: Statics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]) -> Array:
+def _attend(
+    statics: TritonStatics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
+) -> Array:
     return _forward(statics, query, key, value, sinks, spans)[0]
 
 
 def _forward(
-    statics: Statics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
+    statics: TritonStatics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
 ) -> tuple[Array, tuple[Any, ...]]:
     rows, length, heads, _ = query.shape
     end, start, first, table, count, *_ = spans
@@ -77,7 +79,7 @@ def _forward(
     return output, (query, key, value, sinks, spans, output, logsums)
 
 
-def _backward(statics: Statics, kept: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(statics: TritonStatics, kept: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, sinks, spans, output, logsums = kept
     end, start, first, table, count, key_table, key_count = spans
     rows, length, heads, head_dim = query.shape
@@ -144,7 +146,7 @@ def _call(
     in_specs: Sequence[Any],
     out_specs: Any,
     out_shape: Any,
-    statics: Statics,
+    statics: TritonStatics,
 ) -> Callable[..., Any]:
     return pl.pallas_call(
         kernel,
@@ -162,7 +164,7 @@ def _dot(first: Array, second: Array) -> Array:
     return triton.dot(first, second) if hasattr(triton, "dot") else pl.dot(first, second)
 
 
-def _scores(query: Array, key: Array, statics: Statics) -> tuple[Array, Array | None]:
+def _scores(query: Array, key: Array, statics: TritonStatics) -> tuple[Array, Array | None]:
     """Computes the scores [c, c], and the slope of the cap."""
     scores = _dot(query, key.T) * statics.scale
     if statics.softcap is None:
@@ -191,7 +193,7 @@ def _forward_kernel(
     output_ref: Any,
     logsum_ref: Any,
     *,
-    statics: Statics,
+    statics: TritonStatics,
 ) -> None:
     i, block = pl.program_id(0), statics.block
     query, start, first, sink = q_ref[...], start_ref[...], first_ref[0], sink_ref[0]
@@ -229,7 +231,7 @@ def _query_kernel(
     delta_ref: Any,
     d_query_ref: Any,
     *,
-    statics: Statics,
+    statics: TritonStatics,
 ) -> None:
     i, block = pl.program_id(0), statics.block
     query, start, first = q_ref[...], start_ref[...], first_ref[0]
@@ -265,7 +267,7 @@ def _key_kernel(
     d_key_ref: Any,
     d_value_ref: Any,
     *,
-    statics: Statics,
+    statics: TritonStatics,
     group: int,
 ) -> None:
     j, block = pl.program_id(0), statics.block
