@@ -13,6 +13,7 @@ from kljax.checkpoint import _digests as digests
 from kljax.checkpoint import read_metadata, restore
 from kljax.checkpoint._lanes import ROWS_OF_CPU, device_lanes, host_lanes
 from tests.kljax import word_changes
+from tests.kljax.flipped_bits import count_outcomes
 
 ARRAYS = {
     "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
@@ -37,6 +38,13 @@ def test_every_flipped_bit_changes_the_digest(array):
         flipped = np.frombuffer(bytes(raw), array.dtype).reshape(array.shape)
         assert digests.array_digest(flipped) != before, f"bit {bit}"
         raw[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_bit_that_orbax_overlooks_is_refused(tmp_path):
+    """Where orbax begins to notice, the digests of arrays can go."""
+    outcomes = count_outcomes(tmp_path, flips=5)
+    assert outcomes["orbax"]["silent"] > 0
+    assert outcomes["digests"]["silent"] == 0
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 2, ROWS_OF_CPU])

@@ -2,10 +2,11 @@
 
     python -m tests.mutants [--only NUMBER ...] [--results FILE] [--rows]
 
-The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it; then all
-of `make test`, then what `make test-all` has besides. With `--results` a file of earlier results is continued; with
-`--rows` the tests of the row are all, and what they overlook is left for a call without it. A fault that the tests of
-`make test` overlook, but not those of `make test-all`, stands for a statement that has lost its test.
+The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it, with those
+of all public functions if it is of the library; then all of `make test`, then what `make test-all` has besides. With
+`--results` a file of earlier results is continued; with `--rows` the tests of the row are all, and what they overlook
+is left for a call without it. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
+for a statement that has lost its test.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MUTANTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("mutants.json").read_text())
+# What sees every public function of the library.
+PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "systems")
+SWEEPS = [f"tests/kljax/test_{name}.py" for name in PROPERTIES]
 QUICK, MORE = "not thorough and not more", "more and not thorough"
 ELSEWHERE = re.findall(r"[\w/]+_(?:aot_)?plans(?:_aot)?\.py", (ROOT / "Makefile").read_text())
 
@@ -56,6 +60,7 @@ def plant(root: Path, mutant: dict[str, str], *, only_row: bool) -> dict[str, An
     file.write_text(text.replace(mutant["old"], mutant["new"]))
     try:
         row = [path for path in tests_of(mutant["file"]) if (root / path).exists()]
+        row += SWEEPS if mutant["file"].startswith("kljax/") else []
         for name, marks, paths in (
             ("test", QUICK, row),
             ("test", QUICK, []),

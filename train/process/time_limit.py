@@ -53,15 +53,19 @@ def _interrupted_at(deadline: float) -> Iterator[None]:
     take it, and switch off the alarm of others.
     """
     running = True
+    next_ring = deadline
     over = threading.Event()
     main = threading.get_ident()
 
     def ring(*_: Any) -> None:
-        remaining = deadline - time.monotonic()
+        nonlocal next_ring
+        remaining = next_ring - time.monotonic()
         if running:
             # The CPU time is that of all threads, so it may have rung too early.
             signal.setitimer(signal.ITIMER_PROF, AGAIN_SECONDS if remaining <= 0 else max(remaining, SHORTEST_SECONDS))
             if remaining <= 0:
+                # Timer and thread may ring at once: the block is left to handle the first.
+                next_ring = time.monotonic() + AGAIN_SECONDS / 2
                 raise _Ring
 
     def watch() -> None:

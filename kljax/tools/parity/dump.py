@@ -232,7 +232,7 @@ class Dump:
         for name in self:
             field = field_of(name)
             values = self.stored(name).part(...) if field.axes in ("BT", "B") or name == "divisor" else np.zeros(0)
-            used = {2: trained, 1: trained.any(-1), 0: True}[values.ndim]
+            used: Any = {2: trained, 1: trained.any(-1), 0: True}[values.ndim]
             if name in limits:
                 _refuse(name, values, used & ((values < 0) | (values > limits[name])), f"0 to {limits[name]}")
             elif values.size and not field.whole_numbers:

@@ -71,6 +71,24 @@ def _alarm_unchanged():
     assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
 
 
+def test_an_interrupt_is_not_interrupted_itself():
+    """Timer and thread may both ring at once; the second would leave files open that the first was closing."""
+    handled = []
+
+    @time_limit(0.1)
+    def late() -> None:
+        try:
+            time.sleep(LONG)
+        except BaseException:
+            signal.raise_signal(signal.SIGPROF)
+            handled.append(True)
+            raise
+
+    with pytest.raises(TookTooLongError):
+        late()
+    assert handled
+
+
 @pytest.mark.parametrize(
     ("name", "workers"), [*((name, 0) for name in SLOW), *((name, 1) for name in SLOW if name in IN_A_WORKER)]
 )

@@ -29,17 +29,14 @@ def take_check(record: dict[str, Any]) -> str | None:
     # Before the check, which another format may make in another way.
     check_format(FORMAT_FIELD, record.get(FORMAT_FIELD, FORMAT))
     check = record.pop(FIELD, None)
-    if check is None:
-        record.pop(FORMAT_FIELD, None)
-        return None
     numbers, _, digest = str(check).partition(" ")
-    if digest != _digest(record):
+    if check is not None and digest != _digest(record):
         raise ValueError(
             f"the row is damaged: it differs from what was recorded; restore it, or delete its field {FIELD!r} if the "
             "change is wanted"
         )
     record.pop(FORMAT_FIELD, None)
-    return numbers
+    return None if check is None else numbers
 
 
 class RowCounter:

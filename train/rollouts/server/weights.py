@@ -151,13 +151,13 @@ class WeightSync(_FolderSync):
         """Reloads the weights and returns the name of the base model."""
         from train.weights.huggingface import save_folder
 
-        config = self._context.config
+        source = self._context.config.model.path
         stored = policy.params["embed_tokens"]["embedding"].dtype
-        dtype = min(jnp.dtype(config.rollout.dtype or config.model.dtype), stored, key=lambda of: of.itemsize)
+        dtype = min(jnp.dtype(self._context.layout.model.config.dtype), stored, key=lambda of: of.itemsize)
 
         def write() -> Path:
             with self._folders.new(step) as path:
-                save_folder(path, self._context.model, policy, source=config.model.path, dtype=dtype.name)
+                save_folder(path, self._context.model, policy, source=source, dtype=dtype.name)
             return path
 
         path = run_together("weights for the server", write)
