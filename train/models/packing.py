@@ -51,6 +51,30 @@ def row_spans(token_mask: jax.Array, window: int | None) -> Spans:
     return _prompt_spans(token_mask, last, True, size=token_mask.shape[1], prompt=0, completion=0, window=window)
 
 
+def left_aligned(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the order [B, T] int32 of the columns of each row that puts its real tokens first, and its inverse."""
+    order = jnp.argsort(~token_mask, axis=-1, stable=True).astype(jnp.int32)
+    return order, jnp.argsort(order, axis=-1).astype(jnp.int32)
+
+
+def left_aligned_spans(token_mask: jax.Array, window: int | None) -> Spans:
+    """Builds `row_spans` of rows whose real tokens come first: their lengths say all; a row without any has one."""
+    spans = row_spans(token_mask, window)
+    return dataclasses.replace(spans, lengths=jnp.maximum(jnp.sum(token_mask, axis=-1, dtype=jnp.int32), 1))
+
+
+@jax.custom_vjp
+def reorder(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Takes the columns of [B, T, ...] in an order [B, T]; the gradient takes them in its inverse, no scatter."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1, mode="promise_in_bounds")
+
+
+reorder.defvjp(
+    lambda x, order, inverse: (reorder(x, order, inverse), (order, inverse)),
+    lambda orders, cotangent: (reorder(cotangent, *orders[::-1]), None, None),
+)
+
+
 def group_spans(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> Spans:
     """Builds the spans of prompts with their completions, [prompt | completion | ... | completion].
 

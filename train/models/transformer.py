@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train.models.attention import prefers_lengths
 from train.models.attention.spans import Spans
 from train.models.blocks import DecoderLayer, LayerStack, check_rows_may_join, layer_segments, layer_stacks
 from train.models.cache import DecoderState, PromptState, cache_mask
@@ -23,10 +24,13 @@ from train.models.layers import Embed, InitKey, Linear, in_pieces, norm, nth_lay
 from train.models.packing import (
     PackedRows,
     group_spans,
+    left_aligned,
+    left_aligned_spans,
     pack,
     pack_rows,
     packed_positions,
     packed_spans,
+    reorder,
     row_spans,
     token_positions,
     unpack,
@@ -34,7 +38,7 @@ from train.models.packing import (
 )
 from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
-from train.models.sharding import split_tokens
+from train.models.sharding import constrain, split_tokens
 
 LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
@@ -261,10 +265,19 @@ class Transformer(nnx.Module):
         keep: bool = False,
         routes: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
-        spans = row_spans(token_mask, self.config.sliding_window)
+        window = self.config.sliding_window
         if positions is None:
             positions = token_positions(token_mask)
-        return self._run(tokens, token_mask, positions, spans, keep=keep, routes=routes)
+        if keep or self.config.attention == "xla" or not prefers_lengths():
+            return self._run(tokens, token_mask, positions, row_spans(token_mask, window), keep=keep, routes=routes)
+        order, inverse = left_aligned(token_mask)
+        tokens, token_mask, positions, routes = jax.tree.map(
+            lambda x: reorder(x, order, inverse), (tokens, token_mask, positions, routes)
+        )
+        spans = left_aligned_spans(token_mask, window)
+        hidden, new, routed = self._run(tokens, token_mask, positions, spans, routes=routes)
+        hidden, routed = jax.tree.map(lambda x: reorder(x, inverse, order), (hidden, routed))
+        return constrain(hidden, "rows", None, None), new, routed
 
     def _run(
         self,

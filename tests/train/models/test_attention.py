@@ -199,6 +199,8 @@ def test_implementation_follows_devices_and_rows(kind, dtype, softcap, expected,
 
 def test_long_rows_without_a_kernel_go_in_blocks():
     query, key, *_ = inputs(192)
+    assert choose_implementation(query, key, OTHER) == "dense"
+    query, key, *_ = inputs(200)
     assert choose_implementation(query, key, OTHER) == "blocks"
     with jax.set_mesh(make_mesh(2, 1, 2)):
         assert choose_implementation(query, key, OTHER) == "blocks"

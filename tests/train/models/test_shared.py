@@ -56,8 +56,8 @@ def keys_of_rows(mask, window):
 
 
 def blocks_of(size, monkeypatch):
-    """Has rows of more than a block go through blocks of `size` slots."""
-    monkeypatch.setattr(attention, "CPU_BLOCK", size)
+    """Has rows of more than `size` slots go through blocks of `size` slots."""
+    monkeypatch.setattr(attention, "DENSE_WIDTH", size)
     monkeypatch.setitem(attention._BY_BLOCKS, "blocks", (functools.partial(attend_in_blocks, block=size), size))
 
 
@@ -92,6 +92,34 @@ def test_shared_hidden_states_and_gradients_equal_full_rows():
     chex.assert_trees_all_close(shared[real], full[real], atol=5e-6)
     chex.assert_tree_all_finite((shared, gradient))
     relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), gradient, whole_gradient)
+    assert max(jax.tree.leaves(relative)) < 5e-6
+
+
+def test_rows_of_a_gpu_are_aligned_to_the_left(monkeypatch):
+    """By lengths alone, with the window of a kernel, rows with padding anywhere are what their masks say."""
+    config, params = dataclasses.replace(CONFIG, attention_softcap=None), poisoned()
+    mask = MASK.at[0, PROMPT + 1].set(False)
+
+    def run(params):
+        hidden = Decoder(config).bind(params)(TOKENS, mask)
+        return jnp.where(mask[..., None], hidden * WEIGHT, 0).sum(), hidden
+
+    gradient, full = jax.jit(jax.grad(run, has_aux=True))(params)
+    of_jax, windows = jax.nn.dot_product_attention, set()
+
+    def by_lengths(*operands, implementation, local_window_size, **options):
+        assert implementation == "cudnn"
+        windows.add(local_window_size)
+        return of_jax(*operands, implementation="xla", local_window_size=local_window_size, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_lengths)
+    monkeypatch.setattr(attention, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_: "cudnn")
+    of_aligned, aligned = jax.jit(jax.grad(run, has_aux=True))(params)
+    assert windows == {None, (CONFIG.sliding_window - 1, 0)}
+    chex.assert_tree_all_finite((aligned, of_aligned))
+    chex.assert_trees_all_close(aligned[mask], full[mask], atol=5e-6)
+    relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), of_aligned, gradient)
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 

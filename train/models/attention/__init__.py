@@ -6,7 +6,7 @@
 | `cudnn` | NVIDIA GPUs | one sequence a row; prompts that a fixed number of completions share |
 | `triton` | NVIDIA GPUs | all others |
 | `blocks` | all | all |
-| `dense` | all | of one block, where loops cost more than they save |
+| `dense` | all | short, where loops cost more than they leave out |
 
 Shapes: R rows, W slots, N query heads, K key-value heads, H head width.
 """
@@ -28,7 +28,9 @@ from train.models.sharding import axis_index, axis_size, device_kind, divides, m
 
 Implementation: TypeAlias = Literal["tpu", "cudnn", "triton", "blocks", "dense"]
 CPU_BLOCK = 128
-"""Slots of a block without a kernel; rows of one block are computed densely."""
+"""Slots of a block without a kernel."""
+DENSE_WIDTH = 192
+"""Slots of a row, at most, that is computed densely without a kernel: two blocks cost more than they leave out."""
 _BY_BLOCKS: dict[str, tuple[Callable[..., jax.Array], int]] = {
     "tpu": (tpu_attention, LANES),
     "triton": (triton_attention, BLOCK),
@@ -92,6 +94,11 @@ def attend(
     return _over_mesh(function, query, key, value, spans.end, start, options.sinks, block=block, **computed)
 
 
+def prefers_lengths() -> bool:
+    """Whether the devices of this mesh have a kernel for rows of one sequence that begin at slot 0, by their lengths."""
+    return device_kind().startswith("NVIDIA") and axis_size("tokens") == 1
+
+
 def choose_implementation(
     query: jax.Array, key: jax.Array, spans: Spans, options: AttentionOptions = AttentionOptions()
 ) -> Implementation:
@@ -110,7 +117,7 @@ def choose_implementation(
             return "cudnn"
         if 16 <= head_dim <= 256 and head_dim.bit_count() == 1:
             return "triton"
-    return "dense" if width <= CPU_BLOCK else "blocks"
+    return "dense" if width <= DENSE_WIDTH else "blocks"
 
 
 def _over_mesh(

@@ -47,6 +47,13 @@ def test_kernels_of_attention():
         '%c = (bf16[2,4,6,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaMaskSoftmax"'
     )
     assert flops_of(*operands, call) == 2 * 2 * 2 * 4 * 6 * 10 * 8
+    for window, pairs in ((0, 1 + 2 + 3 + 4 + 5 + 6), (3, 1 + 2 + 3 + 3 + 3 + 3)):
+        mask = f'"mask_type":"PADDING_CAUSAL","sliding_window_length":{window}'
+        config = f'backend_config={{"cudnn_fmha_backend_config":{{{mask}}}}}'
+        causal = call.replace("fmhaMaskSoftmax", "fmhaSoftmax").replace("%k, %k", "%q, %q")
+        assert flops_of(*operands, f"{causal}, {config}") == 2 * 2 * 2 * 4 * pairs * 8
+        backward = causal.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
+        assert flops_of(*operands, f"{backward}, {config}") == 2 * 5 * 2 * 4 * pairs * 8
     # Of 10 keys, the 6 queries attend to 5, 6, 7, 8, 9 and 10.
     for kernel, matmuls in (("forward", 2), ("query", 3), ("key", 4)):
         call = '%pallas_call.1 = (f32[2,4,6]{2,1,0}) custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton"'
