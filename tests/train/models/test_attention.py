@@ -25,6 +25,7 @@ HEADS, KV_HEADS, HEAD_DIM, WINDOW = 4, 2, 16, 5
 SINKS = np.array([-1.0, 0.5, 8.0, 2.0])
 FORMS = {
     "dense": (96, attend_densely),
+    "dense, split": (150, functools.partial(attend_densely, split=True)),
     "blocks": (96, functools.partial(attend_in_blocks, block=16)),
     "triton": (96, functools.partial(triton_attention, block=16, interpret=True)),
     "tpu": (256, functools.partial(tpu_attention, block=128, interpret=True)),

@@ -86,7 +86,9 @@ def attend(
     start = spans.for_layer(options.sliding)
     computed: dict[str, Any] = {"scale": scale, "softcap": options.softcap}
     if implementation == "dense":
-        return attend_densely(query, key, value, spans.end, start, sinks=options.sinks, **computed)
+        # Slices would gather a split axis of tokens.
+        computed |= {"sinks": options.sinks, "split": axis_size("tokens") == 1}
+        return attend_densely(query, key, value, spans.end, start, **computed)
     if implementation == "cudnn":
         rows_or_groups = cudnn_groups if spans.lengths is None else cudnn_rows
         return rows_or_groups(query, key, value, spans, options.sliding, scale=scale)
@@ -95,7 +97,7 @@ def attend(
 
 
 def prefers_lengths() -> bool:
-    """Whether the devices of this mesh have a kernel for rows of one sequence that begin at slot 0, by their lengths."""
+    """Whether the devices have a kernel that goes by the lengths of rows of one sequence, if these begin at slot 0."""
     return device_kind().startswith("NVIDIA") and axis_size("tokens") == 1
 
 
