@@ -15,8 +15,8 @@ Sizes = tuple[int, ...]
 _SLOTS = {"slots_forward_kernel": 2, "slots_query_kernel": 3, "slots_key_kernel": 4}
 """Products of the kernels of `train.models.attention.triton`, which skip the keys after a query."""
 _FLOPS = re.compile(r'"flops":"?(\d+)')
-_CAUSAL = re.compile(r'"mask_type":"(?:PADDING_)?CAUSAL"')
-_SLIDING = re.compile(r'"sliding_window_length":"?([1-9]\d*)')
+_CAUSAL = re.compile(r'"mask_type": ?"(?:PADDING_)?CAUSAL"')
+_SLIDING = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 
 

@@ -48,8 +48,8 @@ def test_kernels_of_attention():
     )
     assert flops_of(*operands, call) == 2 * 2 * 2 * 4 * 6 * 10 * 8
     for window, pairs in ((0, 1 + 2 + 3 + 4 + 5 + 6), (3, 1 + 2 + 3 + 3 + 3 + 3)):
-        mask = f'"mask_type":"PADDING_CAUSAL","sliding_window_length":{window}'
-        config = f'backend_config={{"cudnn_fmha_backend_config":{{{mask}}}}}'
+        mask = f'"mask_type": "PADDING_CAUSAL", "sliding_window_length": "{window}"'
+        config = f'backend_config={{"cudnn_fmha_backend_config": {{{mask}}}}}'
         causal = call.replace("fmhaMaskSoftmax", "fmhaSoftmax").replace("%k, %k", "%q, %q")
         assert flops_of(*operands, f"{causal}, {config}") == 2 * 2 * 2 * 4 * pairs * 8
         backward = causal.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
@@ -173,13 +173,28 @@ KERNELS = """
   ROOT %u = f32[6,100]{1,0} dynamic-update-slice(%p.1, %x, %i.1, %i.1)
 }
 
+%gather_kernel (p: f32[6,100], rows: s32[2,1]) -> bf16[2,100] {
+  %p.3 = f32[6,100]{1,0} parameter(0)
+  %rows = s32[2,1]{1,0} parameter(1)
+  %narrow = bf16[6,100]{1,0} convert(%p.3)
+  ROOT %taken = bf16[2,100]{1,0} gather(%narrow, %rows), offset_dims={1}, slice_sizes={1,100}
+}
+
+%mean_kernel (p: f32[6,100], i: s32[]) -> f32[1] {
+  %p.4 = f32[6,100]{1,0} parameter(0)
+  %i.4 = s32[] parameter(1)
+  %sums = f32[6]{0} reduce(%p.4, %i.4), dimensions={1}
+  ROOT %one = f32[1]{0} dynamic-slice(%sums, %i.4), dynamic_slice_sizes={1}
+}
+
 %outer (p: f32[6,100], i: s32[]) -> f32[100] {
   %p.2 = f32[6,100]{1,0} parameter(0)
   %i.2 = s32[] parameter(1)
   ROOT %inner = f32[100]{0} fusion(%p.2, %i.2), kind=kLoop, calls=%slice_kernel
 }
 """
-ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x = f32[1,100]{1,0} parameter(2)")
+ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x = f32[1,100]{1,0} parameter(2)",
+             "%y = s32[2,1]{1,0} parameter(3)")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -192,6 +207,14 @@ ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x
         ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%slice_kernel", 400 + 4 + 400),
         ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%outer", 400 + 4 + 400),
         ("%r = f32[6,100]{1,0} fusion(%a, %x, %i), kind=kLoop, calls=%update_kernel", 400 + 4 + 400),
+        ("%r = bf16[2,100]{1,0} fusion(%a, %y), kind=kLoop, calls=%gather_kernel", 800 + 8 + 400),
+        ("%r = f32[1]{0} fusion(%a, %i), kind=kInput, calls=%mean_kernel", 2400 + 4 + 4),
+        (
+            "%r = ((f32[6,100]{1,0}, s32[2,1]{1,0}), bf16[2,100]{1,0}) fusion-start(%a, %y), kind=kLoop, "
+            "calls=%gather_kernel",
+            800 + 8 + 400,
+        ),
+        ("%r = bf16[2,100]{1,0} fusion-done(%a)", 0),
         ("%r = (f32[6,100]{1,0}, s32[]) tuple(%a, %i)", 0),
         ("%r = (f32[6,100]{1,0:S(1)}, f32[6,100]{1,0}, u32[]{:S(2)}) copy-start(%a)", 2400),
         ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),
