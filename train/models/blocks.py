@@ -35,7 +35,7 @@ class Mixer(Protocol):
     """A kind of attention, or of another layer through which a token depends on earlier tokens.
 
     Attributes:
-      rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed
+      rows_may_join: whether `LayerContext.keys` alone says which tokens a token depends on, so that rows can be packed
         and share prompts.
     """
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from train.models.attention import AttentionMask, AttentionOptions, attend
-from train.models.packing import SharedPromptMask, attend_shared
+from train.models.attention import AttentionOptions, attend
+from train.models.attention.spans import Spans
+from train.models.packing import token_positions
 from train.models.sharding import constrain, split_by_hand
 
 STACK_AXES = ("layers", "rows", "kv_heads", None, None)
@@ -52,8 +53,52 @@ class LayerCache(Protocol):
     def write(self, new: "KeyValues", column: jax.Array) -> Self:
         """Returns this cache with `new` [B, s, K, H] written from a column on."""
 
-    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
+    def attend(self, query: jax.Array, mask: "CacheMask", options: AttentionOptions) -> jax.Array:
         """Computes the attention of one query per row, [B, 1, N, H], to these keys."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheMask:
+    """The columns of a cache that the query of each row attends to.
+
+    Attributes:
+      full: [B, S] bool, in full layers.
+      sliding: [B, S] bool, in sliding layers; None if the model has none.
+    """
+
+    full: jax.Array
+    sliding: jax.Array | None = None
+
+    def for_layer(self, sliding: bool | jax.Array) -> jax.Array:
+        """Selects the mask of a sliding or a full layer, [B, 1, 1, S]; `sliding` may be traced."""
+        mask = self.full
+        if sliding is not False:
+            assert self.sliding is not None
+            mask = self.sliding if sliding is True else jnp.where(sliding, self.sliding, self.full)
+        return mask[:, None, None]
+
+
+def cache_mask(
+    token_mask: jax.Array,
+    window: int | None,
+    positions: jax.Array | None = None,
+    key_positions: jax.Array | None = None,
+) -> CacheMask:
+    """Builds the mask of one query per row over the columns of a KV cache.
+
+    Args:
+      token_mask: [B, S] bool, the columns that the query attends to, its own included.
+      window: tokens of these that a sliding layer attends to; None: the model has no such layer.
+      positions: [B] int32, positions of the queries; None: each query is the last real token.
+      key_positions: [B, S] int32, positions of the columns; None: columns are in order.
+    """
+    sliding = None
+    if window is not None:
+        ranks = token_positions(token_mask) if key_positions is None else key_positions
+        query = ranks[:, -1] if positions is None or key_positions is None else positions
+        sliding = token_mask & (query[:, None] - ranks < window)
+    return CacheMask(token_mask, sliding)
 
 
 @jax.tree_util.register_dataclass
@@ -117,11 +162,9 @@ class KeyValues:
         rows = prompts.value.shape[-4] * group
         return jax.tree.map(_split, GroupCache(prompts, SlotCache.zeros(prompts, rows, columns)))
 
-    def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
+    def attend(self, query: jax.Array, spans: Spans, options: AttentionOptions) -> jax.Array:
         """Computes the attention of queries [B, T, N, H] to one layer's keys, [B, T, N, H]."""
-        if isinstance(mask, SharedPromptMask):
-            return attend_shared(query, self.key, self.value, mask, options)
-        return attend(query, self.key, self.value, mask, options)
+        return attend(query, self.key, self.value, spans, options)
 
 
 @jax.tree_util.register_dataclass
@@ -232,7 +275,7 @@ class GroupCache:
         column = column - self.prompts.columns
         return GroupCache(self.prompts, self.completions.write(new, column=column))
 
-    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
+    def attend(self, query: jax.Array, mask: CacheMask, options: AttentionOptions) -> jax.Array:
         """Computes the attention of one query per row, [B, 1, N, H]; the formula of `train.models.attention.attend`.
 
         One softmax over two arrays of scores: both are shifted by the larger of their maxima, and their sums of
@@ -288,7 +331,7 @@ class StackedLayer:
         completions = self.stack.completions.write_layer(new, self.layer, column)
         return StackedLayer(GroupCache(self.stack.prompts, completions), self.layer)
 
-    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
+    def attend(self, query: jax.Array, mask: CacheMask, options: AttentionOptions) -> jax.Array:
         """Computes the attention of one query per row, [B, 1, N, H], as `GroupCache.attend`."""
         cache = GroupCache(self.stack.prompts.layer(self.layer), self.stack.completions.layer(self.layer))
         return cache.attend(query, mask, options)

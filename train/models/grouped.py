@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kljax._narrow import narrow_on_cpu, read_with
-from train.models.kernels import device_kind
+from train.models.sharding import device_kind
 
 Implementation: TypeAlias = Literal["loop", "ragged", "megablox", "mosaic"]
 MANY_ROWS, FEW_ROWS = (256, 32), (24, 4)

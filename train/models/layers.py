@@ -22,8 +22,7 @@ from jax.typing import DTypeLike
 from kljax._narrow import narrow_on_cpu, read_with
 from train.models.config import DecoderConfig, LoraConfig
 from train.models.int8 import quantise
-from train.models.kernels import device_kind
-from train.models.sharding import axis_size, constrain
+from train.models.sharding import axis_size, constrain, device_kind
 
 Tree = TypeVar("Tree")
 EMBEDDING_STD = 0.02

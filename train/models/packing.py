@@ -1,4 +1,4 @@
-"""Rows that share prompts, and rows without padding. Shapes as in `attention`.
+"""Rows that share prompts, and rows without padding.
 
 Completions that share a prompt go through the layers as packed rows, `[prompt | completion | ... | completion]`, with
 the prompt once; completions do not attend to each other. B rows of P + C tokens with G completions per prompt become
@@ -14,22 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask, token_positions
+from train.models.attention.spans import Spans
 from train.models.sharding import axis_size, constrain
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SharedPromptMask:
-    """The attention masks of packed rows.
-
-    Attributes:
-      prompt: R rows of P queries and P keys.
-      completion: B rows of C queries and P + C keys.
-    """
-
-    prompt: AttentionMask
-    completion: AttentionMask
 
 
 @jax.tree_util.register_dataclass
@@ -42,27 +28,123 @@ class PackedRows:
       prompts: [B] int32, the padded row from which the prompt of each completion was taken; itself if it shares none.
       starts: [B, 2] int32, the slots `packed row * W + column` of the last token of the prompt and of the first of the
         completion; any slot for an empty completion.
-      shared: whether completions share prompts. Splash attention cannot express that.
     """
 
     tokens: jax.Array
     prompts: jax.Array
     starts: jax.Array
-    shared: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
-def shared_prompt_mask(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> SharedPromptMask:
-    """Builds the masks of packed rows.
+def token_positions(token_mask: jax.Array) -> jax.Array:
+    """Counts the real tokens of the row before each one, [B, T] int32."""
+    return jnp.maximum(jnp.cumsum(token_mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def row_spans(token_mask: jax.Array, window: int | None) -> Spans:
+    """Builds the spans of rows of one sequence each, whose padding may be anywhere.
 
     Args:
-      token_mask: [B, P + C] bool of the rows before packing, True at real tokens.
+      token_mask: [B, T] bool, True at real tokens.
+      window: real tokens that a sliding layer attends to, the query included; None: the model has no such layer.
+    """
+    last = jnp.max(_slots_after(token_mask), axis=-1, keepdims=True)
+    return _prompt_spans(token_mask, last, True, size=token_mask.shape[1], prompt=0, completion=0, window=window)
+
+
+def left_aligned(token_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the order [B, T] int32 of the columns of each row that puts its real tokens first, and its inverse."""
+    order = jnp.argsort(~token_mask, axis=-1, stable=True).astype(jnp.int32)
+    return order, jnp.argsort(order, axis=-1).astype(jnp.int32)
+
+
+def left_aligned_spans(token_mask: jax.Array, window: int | None) -> Spans:
+    """Builds `row_spans` of rows whose real tokens come first: their lengths say all; a row without any has one."""
+    spans = row_spans(token_mask, window)
+    return dataclasses.replace(spans, lengths=jnp.maximum(jnp.sum(token_mask, axis=-1, dtype=jnp.int32), 1))
+
+
+@jax.custom_vjp
+def reorder(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Takes the columns of [B, T, ...] in an order [B, T]; the gradient takes them in its inverse, no scatter."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1, mode="promise_in_bounds")
+
+
+reorder.defvjp(
+    lambda x, order, inverse: (reorder(x, order, inverse), (order, inverse)),
+    lambda orders, cotangent: (reorder(cotangent, *orders[::-1]), None, None),
+)
+
+
+def group_spans(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> Spans:
+    """Builds the spans of prompts with their completions, [prompt | completion | ... | completion].
+
+    Args:
+      token_mask: [R, P + G C] bool, True at real tokens; padding may be anywhere.
       prompt: P.
       group: G.
-      window: tokens that a sliding layer attends to; None: the model has no such layer.
+      window: as in `row_spans`.
     """
-    return SharedPromptMask(
-        causal_mask(token_mask[::group, :prompt], window),
-        causal_mask(token_mask, window, first=prompt),
+    rows, width = token_mask.shape
+    length = (width - prompt) // group
+    after, in_prompt = _slots_after(token_mask), jnp.arange(width) < prompt
+    ends = jnp.max(after[:, prompt:].reshape(rows, group, length), axis=-1)
+    last = jnp.broadcast_to(jnp.max(after, axis=-1, keepdims=True), (rows, prompt))
+    counts = jnp.sum(token_mask[:, prompt:].reshape(rows, group, length), axis=-1, dtype=jnp.int32)
+    size = jnp.sum(token_mask[:, :prompt], axis=-1, keepdims=True, dtype=jnp.int32)
+    before = jnp.repeat(size + jnp.cumsum(counts, axis=-1) - counts, length, axis=-1)
+    spans = _prompt_spans(
+        token_mask,
+        jnp.concatenate([last, jnp.repeat(ends, length, axis=-1)], axis=-1),
+        in_prompt,
+        size=size,
+        prompt=0,
+        completion=jnp.pad(before, ((0, 0), (prompt, 0))),
+        window=window,
+    )
+    return dataclasses.replace(spans, group=(prompt, length))
+
+
+def _slots_after(real: jax.Array) -> jax.Array:
+    """Returns slot + 1 of real tokens, 0 elsewhere, [R, W] int32."""
+    return jnp.where(real, jnp.arange(1, real.shape[1] + 1, dtype=jnp.int32), 0)
+
+
+def _prompt_spans(
+    real: jax.Array,
+    end: jax.Array,
+    in_prompt: bool | jax.Array,
+    *,
+    size: int | jax.Array,
+    prompt: int | jax.Array,
+    completion: int | jax.Array,
+    window: int | None,
+) -> Spans:
+    """Builds the spans of rows of prompts and completions. All arrays broadcast to the slots, [R, W].
+
+    Args:
+      real: the slots with a token.
+      end: of these.
+      in_prompt: whether a slot is in a prompt.
+      size: real tokens of the prompt of each slot.
+      prompt: real tokens of the row before the prompt of each slot.
+      completion: real tokens of the row before the completion of each slot.
+      window: as in `row_spans`.
+    """
+    slots, ranks = jnp.arange(real.shape[1], dtype=jnp.int32), token_positions(real)
+    # The slots of the real tokens, in their order, then those of padding.
+    order = jnp.argsort(~real, axis=-1, stable=True).astype(jnp.int32)
+    depths = jnp.where(in_prompt, ranks - prompt, size + ranks - completion)
+
+    def ancestors(depth: jax.Array) -> jax.Array:
+        depth = jnp.maximum(depth, 0)
+        rank = jnp.where(depth < size, prompt + depth, completion + depth - size)
+        return jnp.where(real, jnp.take_along_axis(order, rank, axis=-1, mode="clip"), slots)
+
+    return Spans(
+        end=jnp.where(real, end, slots + 1),
+        start=ancestors(jnp.zeros_like(depths)),
+        window_start=None if window is None else ancestors(depths - (window - 1)),
+        window=window,
     )
 
 
@@ -76,21 +158,6 @@ def pack(x: jax.Array, prompt: int, group: int) -> jax.Array:
 def unpack(x: jax.Array, prompt: int, group: int) -> jax.Array:
     """Unpacks [R, L, ...] to [B, P + C, ...]; every row of a group gets the values of its prompt."""
     return jnp.concatenate([_repeat_rows(x[:, :prompt], group), _completions(x, prompt, group)], axis=1)
-
-
-def attend_shared(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: SharedPromptMask, options: AttentionOptions
-) -> jax.Array:
-    """Computes `attend` of packed rows: [R, L, N, H] from queries [R, L, N, H], keys and values [R, L, K, H]."""
-    rows = len(query)
-    prompt = mask.prompt.full.shape[-1]
-    group = len(mask.completion.full) // len(query)
-    first = attend(query[:, :prompt], key[:, :prompt], value[:, :prompt], mask.prompt, options)
-    queries = _completions(query, prompt, group)
-    keys = unpack(key, prompt, group)
-    values = unpack(value, prompt, group)
-    later = attend(queries, keys, values, mask.completion, options)
-    return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
 
 
 def pack_rows(x: jax.Array, packed: PackedRows, fill: float = 0) -> jax.Array:
@@ -122,10 +189,8 @@ def packed_positions(token_mask: jax.Array, packed: PackedRows) -> jax.Array:
     return pack_rows(token_positions(token_mask), packed)
 
 
-def packed_mask(token_mask: jax.Array, packed: PackedRows, prompt: int, window: int | None) -> AttentionMask:
-    """Builds the attention mask of packed rows.
-
-    A token attends to the tokens up to itself of its own completion and of its prompt.
+def packed_spans(token_mask: jax.Array, packed: PackedRows, prompt: int, window: int | None) -> Spans:
+    """Builds the spans of packed rows: a token attends to its own completion and to its prompt, up to itself.
 
     Args:
       token_mask: [B, T] bool of the padded rows, True at real tokens.
@@ -133,23 +198,31 @@ def packed_mask(token_mask: jax.Array, packed: PackedRows, prompt: int, window: 
       prompt: P.
       window: tokens that a sliding layer attends to; None: the model has no such layer.
     """
-    length = token_mask.shape[-1]
-    width = packed.tokens.shape[-1]
-    rows = packed.tokens // length
-    real = pack_rows(token_mask, packed)
+    parts, length, width = axis_size("rows"), token_mask.shape[1], packed.tokens.shape[1]
+    real, tokens = pack_rows(token_mask, packed), packed.tokens.reshape(parts, -1)
+    starts = packed.starts.reshape(parts, -1, 2) % width
+    lengths = jnp.max(_slots_after(token_mask[:, prompt:]), axis=-1).reshape(parts, -1)
+    ends = jnp.where(lengths > 0, starts[..., 1] + lengths, 0)
+    prompts = packed.prompts.reshape(parts, -1)
+    lasts = jax.vmap(lambda x, ids: jax.ops.segment_max(x, ids, len(x)))(ends, prompts)
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        """Gives each slot the number of its padded row."""
+        return _take(x, tokens // length).reshape(packed.tokens.shape)
+
+    last_of_prompt, begins = of_tokens(starts[..., 0]), of_tokens(starts[..., 1])
     in_prompt = packed.tokens % length < prompt
-    parts = axis_size("rows")
-    prompts = _take(packed.prompts.reshape(parts, -1), rows.reshape(parts, -1)).reshape(rows.shape)
-    columns = jnp.arange(width)
-    full = (columns <= columns[:, None]) & real[:, :, None] & real[:, None, :]
-    full &= prompts[:, :, None] == prompts[:, None, :]
-    full &= in_prompt[:, None, :] | (rows[:, :, None] == rows[:, None, :])
-    sliding = None
-    if window is not None:
-        positions = packed_positions(token_mask, packed)
-        sliding = (full & (positions[:, :, None] - positions[:, None, :] < window))[:, None]
-    segments = jnp.where(real, prompts + 1, 0)
-    return AttentionMask(full[:, None], sliding, segments, window, by_segments=not packed.shared)
+    size = of_tokens(jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32).reshape(parts, -1))
+    counts = jnp.cumsum(real, axis=-1, dtype=jnp.int32)
+    return _prompt_spans(
+        real,
+        jnp.where(in_prompt, jnp.maximum(of_tokens(lasts), last_of_prompt + 1), of_tokens(ends)),
+        in_prompt,
+        size=size,
+        prompt=jnp.take_along_axis(counts, last_of_prompt, axis=-1) - size,
+        completion=jnp.take_along_axis(counts - real, begins, axis=-1),
+        window=window,
+    )
 
 
 def unpack_states(states: jax.Array, token_mask: jax.Array, packed: PackedRows, prompt: int) -> jax.Array:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.models.attention import AttentionMask, AttentionOptions
-from train.models.cache import KeyValues, LayerCache
+from train.models.attention import AttentionOptions
+from train.models.attention.spans import Spans
+from train.models.cache import CacheMask, KeyValues, LayerCache
 from train.models.config import DecoderConfig
 from train.models.layers import InitKey, norm, param, projection, residual_scale
-from train.models.packing import SharedPromptMask
 from train.models.rope import RopeTables, apply_rope
 from train.models.sharding import whole_sequences
 
@@ -25,14 +25,14 @@ class LayerContext:
     """Inputs that all layers share.
 
     Attributes:
-      mask: the keys that each query attends to.
+      keys: the keys that each token attends to: spans of whole rows, or the columns of a cache.
       real: [B, T] bool, the tokens that are no padding.
       rope: cosines and sines of the queries' positions.
       column: the queries' cache column, a scalar.
       routes: [B, T, k] int, the experts of each token in this layer; -1: the router chooses. None: it does everywhere.
     """
 
-    mask: AttentionMask | SharedPromptMask
+    keys: Spans | CacheMask
     real: jax.Array
     rope: RopeTables
     column: int | jax.Array = 0
@@ -43,7 +43,7 @@ class SelfAttention(nnx.Module):
     """Grouped-query self-attention.
 
     Attributes:
-      rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed
+      rows_may_join: whether `LayerContext.keys` alone says which tokens a token depends on, so that rows can be packed
         and share prompts.
     """
 
@@ -102,6 +102,7 @@ class SelfAttention(nnx.Module):
             new = jax.tree.map(whole_sequences, new)
         keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
         sinks = self.sinks[...] if config.sinks else None
-        options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap, sinks)
-        output = keys.attend(query, context.mask, options)
+        scale, softcap = config.attention_scale, config.attention_softcap
+        options = AttentionOptions(sliding, scale, softcap, sinks, kernels=config.attention != "xla")
+        output = keys.attend(query, context.keys, options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), keys

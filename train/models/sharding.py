@@ -250,3 +250,14 @@ def axis_parts(axis: str, mesh: Mesh | None = None) -> Parts:
 def axis_size(axis: str, mesh: Mesh | None = None) -> int:
     """The number of `axis_parts`."""
     return axis_parts(axis, mesh).count
+
+
+def axis_index(axis: str) -> jax.Array:
+    """The number of this device along a logical axis, inside of `shard_map` over the mesh which is set."""
+    return jax.lax.axis_index(mesh_axes(axis))
+
+
+def device_kind() -> str:
+    """The kind of the devices of the mesh, which may differ from those of this process, or of the default device."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return str(jax.devices()[0].device_kind if abstract is None else abstract.device_kind)

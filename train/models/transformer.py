@@ -14,26 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.models.attention import AttentionMask, cache_mask, causal_mask, token_positions
+from train.models.attention import prefers_lengths
+from train.models.attention.spans import Spans
 from train.models.blocks import DecoderLayer, LayerStack, check_rows_may_join, layer_segments, layer_stacks
-from train.models.cache import DecoderState, PromptState
+from train.models.cache import DecoderState, PromptState, cache_mask
 from train.models.config import DecoderConfig
 from train.models.experts import NO_EXPERT, Routed
 from train.models.layers import Embed, InitKey, Linear, in_pieces, norm, nth_layer, scanned_layers
 from train.models.packing import (
     PackedRows,
-    SharedPromptMask,
+    group_spans,
+    left_aligned,
+    left_aligned_spans,
     pack,
     pack_rows,
-    packed_mask,
     packed_positions,
-    shared_prompt_mask,
+    packed_spans,
+    reorder,
+    row_spans,
+    token_positions,
     unpack,
     unpack_states,
 )
 from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
-from train.models.sharding import split_tokens
+from train.models.sharding import constrain, split_tokens
 
 LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
@@ -128,12 +133,11 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Routed | None]:
         """Computes `grouped` with routes as `routed` takes and returns them; a prompt has its first row's."""
         check_rows_may_join(self.config, "optim.share_prompts")
-        mask = shared_prompt_mask(token_mask, prompt, group, self.config.sliding_window)
-        mask = SharedPromptMask(self._for_kernels(mask.prompt), self._for_kernels(mask.completion))
         inputs = (tokens, token_mask, token_positions(token_mask))
         packed_tokens, real, positions = (pack(x, prompt, group) for x in inputs)
+        spans = group_spans(real, prompt, group, self.config.sliding_window)
         routes = None if routes is None else pack(routes, prompt, group)
-        states, _, routed = self._run(packed_tokens, real, positions, mask, routes=routes)
+        states, _, routed = self._run(packed_tokens, real, positions, spans, routes=routes)
         return jax.tree.map(lambda x: unpack(x, prompt, group), (states, routed))
 
     def packed(self, tokens: jax.Array, token_mask: jax.Array, packed: PackedRows, *, prompt: int) -> jax.Array:
@@ -165,10 +169,10 @@ class Transformer(nnx.Module):
         `Routed` has arrays [R, W, L, ...] of the packed rows.
         """
         check_rows_may_join(self.config, "optim.packing")
-        mask = self._for_kernels(packed_mask(token_mask, packed, prompt, self.config.sliding_window))
+        spans = packed_spans(token_mask, packed, prompt, self.config.sliding_window)
         real, positions = pack_rows(token_mask, packed), packed_positions(token_mask, packed)
         routes = None if routes is None else pack_rows(routes, packed, NO_EXPERT)
-        states, _, routed = self._run(pack_rows(tokens, packed), real, positions, mask, routes=routes)
+        states, _, routed = self._run(pack_rows(tokens, packed), real, positions, spans, routes=routes)
         return unpack_states(states, token_mask, packed, prompt), routed
 
     def prefill(
@@ -261,21 +265,26 @@ class Transformer(nnx.Module):
         keep: bool = False,
         routes: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
-        mask = self._for_kernels(causal_mask(token_mask, self.config.sliding_window))
+        window = self.config.sliding_window
         if positions is None:
             positions = token_positions(token_mask)
-        return self._run(tokens, token_mask, positions, mask, keep=keep, routes=routes)
-
-    def _for_kernels(self, mask: AttentionMask) -> AttentionMask:
-        """Drops the segments that kernels read if the config wants no kernel."""
-        return dataclasses.replace(mask, segments=None) if self.config.attention == "xla" else mask
+        if keep or self.config.attention == "xla" or not prefers_lengths():
+            return self._run(tokens, token_mask, positions, row_spans(token_mask, window), keep=keep, routes=routes)
+        order, inverse = left_aligned(token_mask)
+        tokens, token_mask, positions, routes = jax.tree.map(
+            lambda x: reorder(x, order, inverse), (tokens, token_mask, positions, routes)
+        )
+        spans = left_aligned_spans(token_mask, window)
+        hidden, new, routed = self._run(tokens, token_mask, positions, spans, routes=routes)
+        hidden, routed = jax.tree.map(lambda x: reorder(x, inverse, order), (hidden, routed))
+        return constrain(hidden, "rows", None, None), new, routed
 
     def _run(
         self,
         tokens: jax.Array,
         real: jax.Array,
         positions: jax.Array,
-        mask: AttentionMask | SharedPromptMask,
+        spans: Spans,
         *,
         keep: bool = False,
         routes: jax.Array | None = None,
@@ -285,7 +294,7 @@ class Transformer(nnx.Module):
         Routes [B, T, L, k] go in, and `Routed` with arrays [B, T, L, ...] comes out.
         """
         x = self._embed(tokens, real)
-        context = LayerContext(mask, real, rope_tables(self.config, positions, x.dtype))
+        context = LayerContext(spans, real, rope_tables(self.config, positions, x.dtype))
         x, new, routed = self._scan(x, context, keep, None if routes is None else jnp.moveaxis(routes, 2, 0))
         return self.norm(x), new, routed
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import kljax
-from kljax.log_probs._head import default_tile
+from kljax.log_probs._head import default_tile, default_token_chunk
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
+from train.models.attention.blocks import expected_visits
 from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import choose_implementation, expected_trips
@@ -119,12 +120,12 @@ class AbstractRun:
         An evaluation is lowered if its KV cache is larger, or if rollouts come from elsewhere.
         """
         with jax.set_mesh(self.context.mesh):
-            policy, tiles = self.policy(), self._tiles()
+            policy = self.policy()
             if not self.context.layout.in_place:
                 yield from self._lay_out(policy)
             yield from self._samplers()
             batch = self._rollout_batch()
-            batch, programs = self._score(batch, tiles)
+            batch, programs = self._score(batch)
             yield from programs
             rows = batch_sharding(self.context.mesh)
             # Rewards come while the devices score.
@@ -134,7 +135,7 @@ class AbstractRun:
             scored = (with_sharding(batch, rows), self.state.controllers)
             (batch, *_), program = self._traced("prepare", prepare, scored, {}, {})
             yield program
-            yield self._update(with_sharding(batch, rows), tiles)
+            yield self._update(with_sharding(batch, rows))
 
     def policy(self) -> kljax.Policy:
         """Returns the weights that sample: the weights of the state, or the oldest of a lagged policy."""
@@ -196,7 +197,7 @@ class AbstractRun:
         steps = config.data.max_completion_length * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
         parts = {"KV cache": self._sampler_cache(prompts, samples)}
-        loops |= self._expert_tiles(math.ceil(slots / layout.row_parts))
+        loops |= self._expert_tiles(math.ceil(slots / layout.row_parts)) | expected_visits(length)
         return LoweredProgram(name, lowered, self.beside(arguments), parts, 1, loops)
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
@@ -231,14 +232,21 @@ class AbstractRun:
             fields={name: array(x.dtype, length, *x.shape[1:]) for name, x in fields.items()},
         )
 
-    def _tiles(self) -> dict[str, float]:
-        """Counts the tiles of tokens that the LM head scores in a micro-batch of a device, if all tokens are real."""
-        config, mesh = self.context.config, self.context.mesh
-        tokens = config.rows_per_micro_batch() * config.data.max_completion_length
-        size = tile(config.log_probs) or default_tile(mesh.devices.flat[0].device_kind)
-        length = config.data.max_prompt_length + config.data.max_completion_length
-        experts = self._expert_tiles(config.rows_per_micro_batch() * length // config.mesh.context)
-        return {"token_tiles": math.ceil(tokens / size.tokens), **experts}
+    def _row_loops(self, *, fused: bool = False) -> dict[str, float]:
+        """Counts the iterations of loops over the rows of a micro-batch of a device, if all tokens are real.
+
+        The LM head takes a tile of tokens at a time; `fused`: a chunk, as with the loss behind it.
+        """
+        config, kind = self.context.config, self.context.mesh.devices.flat[0].device_kind
+        rows, completion = config.rows_per_micro_batch(), config.data.max_completion_length
+        if fused:
+            tokens = config.log_probs.token_chunk or default_token_chunk(kind)
+        else:
+            tokens = (tile(config.log_probs) or default_tile(kind)).tokens
+        prompt = config.data.max_prompt_length
+        experts = self._expert_tiles(rows * (prompt + completion) // config.mesh.context)
+        visits = expected_visits(prompt + self.context.plan.layout.group * completion)
+        return {"token_tiles": math.ceil(rows * completion / tokens), **visits, **experts}
 
     def _expert_tiles(self, tokens: int) -> dict[str, float]:
         """Counts the tiles of the experts of a device for so many tokens, if all experts get as many."""
@@ -256,27 +264,27 @@ class AbstractRun:
         blocks = 1.0 if loops else rows / sizes.block_rows
         return {ROW_BLOCKS: blocks, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
-    def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
+    def _score(self, batch: Batch) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
         plan, model, mesh = self.context.plan, self.context.model, self.context.mesh
-        reference = self.reference
+        reference, loops = self.reference, self._row_loops()
         programs = []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:
             arguments: tuple[Any, ...] = (self.base, reference, batch)
             score_reference = make_reference_score(plan, model, mesh)
             (scored["ref_log_probs"], _), program = self._traced(
-                "score reference", score_reference, arguments, {}, tiles
+                "score reference", score_reference, arguments, {}, loops
             )
             programs.append(program)
             reference = None
         if plan.scores_policy or not plan.keeps_ref_log_probs:
             arguments = (self.state.trainable, self.base, reference, batch)
-            batch, program = self._traced("score", make_score(plan, model, mesh), arguments, {}, tiles)
+            batch, program = self._traced("score", make_score(plan, model, mesh), arguments, {}, loops)
             programs.append(program)
         return dataclasses.replace(batch, **scored), programs
 
-    def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
+    def _update(self, batch: Batch) -> LoweredProgram:
         config = self.context.config
         plan = self.context.plan
         context = self.context
@@ -292,5 +300,6 @@ class AbstractRun:
         head = reference_head(plan, self.reference)
         # The sum over the micro-batches, and that of the current one.
         parts = {"gradients": 2 * device_bytes(state.trainable)}
-        _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)
+        loops = self._row_loops(fused=plan.treats_tokens_alone)
+        _, program = self._traced("update", update, arguments, parts, loops, ref_head=head)
         return dataclasses.replace(program, runs=len(numbers))

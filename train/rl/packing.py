@@ -18,8 +18,6 @@ from jax.sharding import Mesh
 
 from train.config.plan import Plan
 from train.distributed.global_arrays import to_host
-from train.models import Decoder
-from train.models.kernels import device_kind
 from train.models.packing import PackedRows
 from train.models.sharding import axis_size, replicated
 from train.rl.batch import Batch
@@ -120,7 +118,7 @@ class Cells:
         return groups.swapaxes(0, 1).reshape(micro_batches, self.shards, -1)
 
 
-def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
+def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
     Only lengths come to the host, lengths of all rows in every process, so that all choose the same places.
@@ -130,9 +128,6 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
         return None
     prompt = config.data.max_prompt_length
     scores = plan.scores_policy or plan.reference
-    # Splash attention has segments, but no keys that several of them share.
-    splash = model.config.attention != "xla" and device_kind().startswith("TPU")
-    shared = config.optim.share_prompts and not splash
     width = prompt + config.data.max_completion_length
     shards = axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
@@ -147,7 +142,8 @@ def make_packer(plan: Plan, model: Decoder, mesh: Mesh) -> Packer | None:
             return rows // layout.group * (prompt + layout.group * (width - prompt))
 
         def pack_rows(rows: np.ndarray, parts: int, moves: bool) -> Packing | None:
-            cells = Cells(prompt, width, shards, padded_tokens(len(rows) // (parts * shards)), shared, layout.group)
+            padded = padded_tokens(len(rows) // (parts * shards))
+            cells = Cells(prompt, width, shards, padded, config.optim.share_prompts, layout.group)
             return choose_packing(cells, lengths, rows, parts, together, moves=moves)
 
         parts = config.optim.micro_batches
@@ -310,4 +306,4 @@ def _write_places(
                     column += length
     # The arrays stay on the host until a program takes them.
     places: Any = tokens.reshape(count, shards * size, -1), prompts.reshape(count, -1), starts.reshape(count, -1, 2)
-    return PackedRows(places[0], places[1], places[2], shared=cells.shared)
+    return PackedRows(places[0], places[1], places[2])

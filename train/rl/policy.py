@@ -16,7 +16,6 @@ from train.config.plan import ROWS, Layout
 from train.config.routing import Replay
 from train.models import Decoder, Transformer, ValueHead
 from train.models.experts import NO_EXPERT, Routed
-from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
 from train.models.packing import PackedRows, pack_rows, packed_counts
 from train.models.sharding import (
@@ -24,6 +23,7 @@ from train.models.sharding import (
     Rules,
     axis_size,
     constrain,
+    device_kind,
     divides,
     mesh_is_set,
     param_shardings,

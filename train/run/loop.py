@@ -91,7 +91,7 @@ class Programs:
             follow=None if moving is None else make_follow(context.config, moving),
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
-            pack=make_packer(plan, model, mesh),
+            pack=make_packer(plan, mesh),
             store=make_reference_store(plan, model, mesh, recorded),
         )
 

@@ -14,8 +14,10 @@ from flax import nnx
 
 from tests import other_seeds, rounding
 from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope
-from train.models.attention import attend, causal_mask, token_positions
+from train.models.attention import attend
+from train.models.attention.spans import dense_mask
 from train.models.layers import RMSNorm, matmul
+from train.models.packing import row_spans, token_positions
 from train.models.rope import apply_rope, rope_cos_sin
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
@@ -70,31 +72,33 @@ def test_rope_is_the_half_rotation_of_llama_checkpoints():
 def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query, (key, value) = drawn(*shape, 6, 4), drawn(2, *shape, 2, 4, seed=1)
-    attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None)
-    actual = jax.jit(attend)(query, key, value, attention_mask)
-    mask = np.asarray(attention_mask.full)
+    spans = row_spans(jnp.array([[True] * 5, [False, False, True, True, True]]), None)
+    actual = jax.jit(attend)(query, key, value, spans)
+    mask = np.asarray(dense_mask(spans.end, spans.start))[:, None]
     wide_key, wide_value = (np.repeat(np.asarray(x, np.float64), 3, axis=2) for x in (key, value))
     exps = np.where(mask, np.exp(np.einsum("bqnh,bknh->bnqk", query, wide_key) / 2), 0)
-    weights = exps / np.maximum(exps.sum(-1, keepdims=True), 1e-30)
+    weights = exps / exps.sum(-1, keepdims=True)
     np.testing.assert_allclose(actual, np.einsum("bnqk,bknh->bqnh", weights, wide_value), rtol=0, atol=1e-6)
 
 
-def test_query_without_keys_gives_zero_and_no_gradient():
-    mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]), None)
+def test_padding_attends_to_itself_and_passes_no_gradient_to_tokens():
+    real = jnp.array([[False] * 3, [False, True, True], [True, False, True]])
+    spans = row_spans(real, None)
 
     @jax.jit
-    def output_and_gradients(*qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        output, pull = jax.vjp(lambda *qkv: attend(*qkv, mask), *qkv)
-        return output, pull(jnp.ones_like(output))
+    def output_and_gradients(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+        output, pull = jax.vjp(lambda *qkv: attend(*qkv, spans), *qkv)
+        of_padding, of_tokens = (jnp.where(there[..., None, None], 1.0, 0.0) for there in (~real, real))
+        return output, pull(of_padding + jnp.zeros_like(output)), pull(of_tokens + jnp.zeros_like(output))
 
-    output, grads = jax.device_get(output_and_gradients(*drawn(3, 2, 3, 2, 4)))
-    assert not output[0].any()
-    assert not output[1, 0].any()
-    assert output[1, 1:].any()
-    for grad in grads:
-        assert np.isfinite(grad).all()
-        assert not grad[0].any()
-        assert not grad[1, 0].any()
+    query, key, value = drawn(3, 3, 3, 2, 4)
+    output, of_padding, of_tokens = jax.device_get(output_and_gradients(query, key, value))
+    np.testing.assert_allclose(output[~real], value[~real], rtol=1e-6)
+    for padding, tokens in zip(of_padding, of_tokens, strict=True):
+        assert np.isfinite(padding).all()
+        assert not padding[real].any()
+        assert not tokens[~real].any()
+    assert of_tokens[2][real].all()
 
 
 def test_positions_start_at_the_first_real_token():

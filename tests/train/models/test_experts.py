@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 from tests import rounding, tiny
-from train.models import ClampedSwiglu, Decoder, DecoderConfig, DecoderState, ExpertsConfig, LayerKind, LoraConfig, Rope
+from train.models import (
+    ClampedSwiglu,
+    Decoder,
+    DecoderConfig,
+    DecoderState,
+    ExpertsConfig,
+    LayerKind,
+    LoraConfig,
+    Rope,
+    transformer,
+)
 from train.models.experts import Routed, route
 from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
@@ -52,6 +62,17 @@ def routed_rows() -> tuple[jax.Array, Routed]:
     """Hidden states and routes of `TOKENS`, in whole rows."""
     model, params = draw()
     return jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
+
+
+def test_routes_of_aligned_rows_keep_their_columns(monkeypatch):
+    hidden, routed = routed_rows()
+    monkeypatch.setattr(transformer, "prefers_lengths", lambda: True)
+    model, params = draw()
+    for routes in (None, routed.chosen):
+        states, used = jax.jit(lambda routes: model.bind(params).routed(TOKENS, MASK, routes=routes))(routes)
+        rounding.assert_close_by_norm(states[MASK], hidden[MASK], roundings=BOUND)
+        np.testing.assert_array_equal(used.routes[MASK], routed.routes[MASK])
+        rounding.assert_close_by_norm(used.logits[MASK], routed.logits[MASK], roundings=BOUND)
 
 
 def test_router_takes_the_lower_of_equal_experts():
@@ -196,7 +217,7 @@ def test_shared_and_packed_rows_use_their_routes():
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
     places = jnp.where(mask, jnp.arange(32).reshape(4, 8), -1)
     starts = jnp.stack([jnp.arange(4) * 8 + 3, jnp.arange(4) * 8 + 4], 1)
-    packed = PackedRows(places, jnp.arange(4), starts, shared=False)
+    packed = PackedRows(places, jnp.arange(4), starts)
     rows, used = run_packed(packed, same)
     rounding.assert_close_by_norm(rows[:, 3:7], expected[:, 3:7], roundings=BOUND)
     np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))

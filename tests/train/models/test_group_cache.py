@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from train.models import KeyValues
-from train.models.attention import AttentionOptions, cache_mask
+from train.models.attention import AttentionOptions
+from train.models.cache import cache_mask
 
 PROMPTS, GROUP, WIDTH, NEW_TOKENS, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
 ROWS = PROMPTS * GROUP

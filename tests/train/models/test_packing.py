@@ -15,24 +15,26 @@ from tests.train.models.test_shared import (
     PROMPTS,
     TOKENS,
     WEIGHT,
-    heads,
+    blocks_of,
     hidden_and_gradient,
+    keys_of_rows,
     poisoned,
 )
-from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, attend
-from train.models.packing import PackedRows, packed_mask
+from train.models import Decoder
+from train.models.attention.spans import dense_mask
+from train.models.packing import PackedRows, packed_spans
 
-LENGTHS = np.asarray(MASK)[:, PROMPT:].sum(1)
 SLOTS = 20
 
 
-def places(shared: bool) -> PackedRows:
+def places(shared: bool, mask: np.ndarray) -> PackedRows:
     """One completion after another, with its prompt where the packed row has none yet; rows of `SLOTS`."""
-    mask = np.asarray(MASK)
+    # As the trainer measures them: a prompt from its first token on, a completion up to its last.
+    begun, follows = np.logical_or.accumulate(mask, axis=1), np.logical_or.accumulate(mask[:, ::-1], axis=1)[:, ::-1]
+    mask = np.where(np.arange(mask.shape[1]) < PROMPT, begun, follows)
     tokens, prompts, starts = [[]], np.arange(len(mask)), np.zeros((len(mask), 2), int)
     home: dict[int, tuple[int, int, int]] = {}
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(mask[:, PROMPT:].sum(1)):
         group = row // GROUP if shared else row
         at, source, last = home.get(group, (-1, row, 0))
         columns = [row * (PROMPT + NEW_TOKENS) + column for column in np.flatnonzero(mask[row])]
@@ -50,13 +52,13 @@ def places(shared: bool) -> PackedRows:
     filled = np.full((len(tokens), SLOTS), -1)
     for at, slots in enumerate(tokens):
         filled[at, : len(slots)] = slots
-    return PackedRows(*(jnp.asarray(x, jnp.int32) for x in (filled, prompts, starts)), shared=shared)
+    return PackedRows(*(jnp.asarray(x, jnp.int32) for x in (filled, prompts, starts)))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
+@pytest.mark.parametrize(("shared", "block"), [(True, None), (False, None), (True, 4)])
+def test_packed_hidden_states_and_gradients_equal_full_rows(shared, block, monkeypatch):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
-    model, packed = Decoder(CONFIG), places(shared)
+    model, packed = Decoder(CONFIG), places(shared, np.asarray(MASK))
     assert len(packed.tokens) < PROMPTS * GROUP
     predicts = np.roll(np.asarray(MASK), -1, axis=1)
     predicts[:, : PROMPT - 1] = predicts[:, -1] = False
@@ -67,6 +69,8 @@ def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
         return (hidden * weight).sum(), hidden
 
     full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
+    if block is not None:
+        blocks_of(block, monkeypatch)
     gradient, hidden = jax.device_get(jit(jax.grad(run, has_aux=True))(poisoned(), packed))
     np.testing.assert_allclose(hidden[predicts], full[predicts], rtol=0, atol=5e-6)
     assert not hidden[~predicts].any()
@@ -74,19 +78,21 @@ def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
     chex.assert_trees_all_close(gradient, whole_gradient, rtol=0, atol=5e-6 * scale)
 
 
-def test_splash_attention_takes_packed_rows_without_shared_prompts(monkeypatch):
-    """Segments cannot say that two completions attend to one prompt and not to each other."""
-    called = []
-
-    def splash(query, *others, **options):
-        called.append(query.shape)
-        return query
-
-    monkeypatch.setattr(attention, "splash_attention", splash)
-    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
-    for shared in (True, False):
-        packed = places(shared)
-        query, key, value = heads(*packed.tokens.shape)
-        output = attend(query, key, value, packed_mask(MASK, packed, PROMPT, None), AttentionOptions())
-        assert output.shape == query.shape
-        assert len(called) == (not shared)
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("holes", [True, False])
+def test_every_slot_attends_as_in_its_row(shared, window, holes):
+    mask = np.asarray(MASK)
+    if holes:
+        drawn = np.random.default_rng(1).random(mask.shape) < 0.8
+        drawn[:, :PROMPT] = drawn[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+        mask = mask & drawn
+    packed = places(shared, mask)
+    row, column = np.divmod(np.asarray(packed.tokens), PROMPT + NEW_TOKENS)
+    first, keys = np.asarray(packed.prompts)[row], keys_of_rows(mask, window)
+    same = (row[:, :, None] == row[:, None]) | ((first[:, :, None] == first[:, None]) & (column < PROMPT)[:, None])
+    expected = same & keys[row[:, :, None], column[:, :, None], column[:, None]]
+    real = (np.asarray(packed.tokens) >= 0) & mask[row, column]
+    expected = np.where(real[:, :, None] & real[:, None], expected, np.eye(SLOTS, dtype=bool))
+    spans = packed_spans(jnp.asarray(mask), packed, PROMPT, window)
+    np.testing.assert_array_equal(dense_mask(spans.end, spans.for_layer(window is not None)), expected)

@@ -1,7 +1,7 @@
 """A prompt that goes through the layers once gives its completions what each row alone gives them."""
 
+import dataclasses
 import functools
-import re
 
 import chex
 import jax
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.train.models.test_padding import CONFIG, PAD, jit, weights
-from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, attend, causal_mask
-from train.models.kernels import choose_kernel, splash_attention
-from train.models.packing import attend_shared, pack, shared_prompt_mask, unpack
-from train.models.sharding import make_mesh
+from train.models import Decoder, attention
+from train.models.attention import AttentionOptions, attend, choose_implementation
+from train.models.attention.blocks import attend_in_blocks
+from train.models.attention.spans import Spans, dense_mask
+from train.models.packing import group_spans, pack, row_spans, unpack
 
 PROMPTS, GROUP, PROMPT, NEW_TOKENS = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
@@ -44,6 +44,21 @@ def poisoned():
 def heads(rows, length, counts=(HEADS, KV_HEADS, KV_HEADS)):
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, (rows, length, count, WIDTH)) for key, count in zip(keys, counts, strict=True)]
+
+
+def keys_of_rows(mask, window):
+    """The keys [B, T, T] of rows by their definition: the last `window` real tokens; of padding itself."""
+    keys = np.zeros((*mask.shape, mask.shape[1]), bool)
+    for row, at in np.ndindex(*mask.shape):
+        seen = np.flatnonzero(mask[row, : at + 1]) if mask[row, at] else np.array([at])
+        keys[row, at, seen if window is None else seen[-window:]] = True
+    return keys
+
+
+def blocks_of(size, monkeypatch):
+    """Has rows of more than `size` slots go through blocks of `size` slots."""
+    monkeypatch.setattr(attention, "DENSE_WIDTH", size)
+    monkeypatch.setitem(attention._BY_BLOCKS, "blocks", (functools.partial(attend_in_blocks, block=size), size))
 
 
 def test_packing_keeps_one_prompt_and_every_completion():
@@ -80,6 +95,34 @@ def test_shared_hidden_states_and_gradients_equal_full_rows():
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 
+def test_rows_of_a_gpu_are_aligned_to_the_left(monkeypatch):
+    """By lengths alone, with the window of a kernel, rows with padding anywhere are what their masks say."""
+    config, params = dataclasses.replace(CONFIG, attention_softcap=None), poisoned()
+    mask = MASK.at[0, PROMPT + 1].set(False)
+
+    def run(params):
+        hidden = Decoder(config).bind(params)(TOKENS, mask)
+        return jnp.where(mask[..., None], hidden * WEIGHT, 0).sum(), hidden
+
+    gradient, full = jax.jit(jax.grad(run, has_aux=True))(params)
+    of_jax, windows = jax.nn.dot_product_attention, set()
+
+    def by_lengths(*operands, implementation, local_window_size, **options):
+        assert implementation == "cudnn"
+        windows.add(local_window_size)
+        return of_jax(*operands, implementation="xla", local_window_size=local_window_size, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_lengths)
+    monkeypatch.setattr(attention, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_: "cudnn")
+    of_aligned, aligned = jax.jit(jax.grad(run, has_aux=True))(params)
+    assert windows == {None, (CONFIG.sliding_window - 1, 0)}
+    chex.assert_tree_all_finite((aligned, of_aligned))
+    chex.assert_trees_all_close(aligned[mask], full[mask], atol=5e-6)
+    relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), of_aligned, gradient)
+    assert max(jax.tree.leaves(relative)) < 5e-6
+
+
 def test_completion_attends_to_itself_and_its_prompt():
     model, params = Decoder(CONFIG), poisoned()
     run = jit(lambda tokens: model.bind(params).grouped(tokens, MASK, prompt=PROMPT, group=GROUP))
@@ -91,83 +134,102 @@ def test_completion_attends_to_itself_and_its_prompt():
     assert not changed[0, : PROMPT + 2].any()
 
 
+def real_results(operands, spans, options, real):
+    """The outputs of real slots, and the gradients of their weighted sum."""
+    weight = np.random.default_rng(3).normal(size=(*real.shape, 1, 1))
+
+    @jax.jit
+    def run(*operands):
+        output, pull = jax.vjp(lambda *operands: attend(*operands, spans, options), *operands)
+        there = real[..., None, None]
+        return jnp.where(there, output, 0), *pull(jnp.where(there, weight, 0).astype(output.dtype) + 0 * output)
+
+    return run(*operands)
+
+
 @pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
-def test_splash_attention_of_last_columns_has_equal_gradient(sliding, softcap, monkeypatch):
-    """Interpreted: what the kernel computes, not how fast. Lengths that pad queries and keys by different amounts.
-
-    Gradients with everything, the plain one forward.
-    """
-
-    def interpreted(*args, **options):
-        return splash_attention(*args, **options, interpret=True)
-
-    rows, prompt, max_new_tokens = 2, 110, 20
-    column = jnp.arange(prompt + 2 * max_new_tokens)
-    mask = jnp.stack([column[: prompt + max_new_tokens] >= 7, column[: prompt + max_new_tokens] < 124])
-    both = jnp.concatenate([mask, mask.at[1, prompt:].set(False)])[jnp.array([0, 2, 1, 3])]
-    both = both.at[:, :prompt].set(both[::2, :prompt].repeat(2, axis=0))
-    mask = shared_prompt_mask(both, prompt, 2, WINDOW)
-
-    def computed():
-        run = functools.partial(attend_shared, mask=mask, options=AttentionOptions(sliding, 0.7, softcap))
-
-        def results():
-            operands = heads(rows, prompt + 2 * max_new_tokens, (2, 1, 1))
-            if not sliding:
-                return (run(*operands),)
-            output, pull = jax.vjp(run, *operands)
-            return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
-
-        return jax.jit(lambda: results()).lower().compile({"xla_backend_optimization_level": 0})()  # noqa: PLW0108
-
-    expected = computed()
-    monkeypatch.setattr(attention, "splash_attention", interpreted)
-    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
-    chex.assert_trees_all_close(computed(), expected, atol=1e-5)
+@pytest.mark.parametrize("kernel", ["tpu", "triton"])
+def test_kernels_of_groups_have_equal_gradients(kernel, sliding, softcap, monkeypatch):
+    """Interpreted: what a kernel computes, not how fast. Rows whose width is no multiple of its block."""
+    prompt, length = 110, 20
+    column = np.arange(prompt + 2 * length)
+    real = np.stack([(column >= 7) & (column < 145), (column < 124) | (column >= 130)])
+    spans, options = group_spans(jnp.asarray(real), prompt, 2, WINDOW), AttentionOptions(sliding, 0.7, softcap)
+    operands = heads(2, len(column), (2, 1, 1))
+    expected = real_results(operands, spans, dataclasses.replace(options, kernels=False), real)
+    function, block = attention._BY_BLOCKS[kernel]
+    monkeypatch.setitem(attention._BY_BLOCKS, kernel, (functools.partial(function, interpret=True), block))
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_: kernel)
+    chex.assert_trees_all_close(real_results(operands, spans, options, real), expected, atol=1e-5)
 
 
-def test_every_query_attends_as_in_a_full_row():
-    full, last = (causal_mask(MASK, WINDOW, first=first) for first in (0, PROMPT))
-    assert last.sliding is not None
-    np.testing.assert_array_equal(last.full, full.full[:, :, PROMPT:])
-    np.testing.assert_array_equal(last.sliding, full.sliding[:, :, PROMPT:])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_rectangles_of_groups_have_equal_gradients(window, monkeypatch):
+    """The two calls of cuDNN, computed by XLA."""
+    real = np.asarray(pack(MASK, PROMPT, GROUP))
+    spans, options = group_spans(jnp.asarray(real), PROMPT, GROUP, window), AttentionOptions(window is not None)
+    operands = heads(*real.shape)
+    expected = real_results(operands, spans, options, real)
+    products = jax.nn.dot_product_attention
+
+    def by_xla(*operands, implementation, **options):
+        assert implementation == "cudnn"
+        return products(*operands, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_: "cudnn")
+    chex.assert_trees_all_close(real_results(operands, spans, options, real), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, WINDOW, 9])
+def test_every_query_attends_as_in_a_full_row(window):
+    """A completion in its group, and each row, with padding anywhere."""
+    anywhere = np.random.default_rng(4).random((5, PROMPT + NEW_TOKENS)) < 0.6
+    for mask in (np.asarray(MASK), anywhere):
+        spans = row_spans(jnp.asarray(mask), window)
+        keys = dense_mask(spans.end, spans.for_layer(window is not None))
+        np.testing.assert_array_equal(keys, keys_of_rows(mask, window))
+    with_holes = np.random.default_rng(5).random(MASK.shape) < 0.6
+    with_holes[:, :PROMPT] = with_holes[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+    for mask in (np.asarray(MASK), with_holes):
+        assert_groups_attend_as_rows(mask, window)
+
+
+def assert_groups_attend_as_rows(mask, window):
+    spans = group_spans(pack(jnp.asarray(mask), PROMPT, GROUP), PROMPT, GROUP, window)
+    keys, rows = dense_mask(spans.end, spans.for_layer(window is not None)), keys_of_rows(mask, window)
+    np.testing.assert_array_equal(keys[:, :PROMPT, :PROMPT], rows[::GROUP, :PROMPT, :PROMPT])
+    assert not keys[:, :PROMPT, PROMPT:].any()
+    for number in range(GROUP):
+        own = slice(PROMPT + number * NEW_TOKENS, PROMPT + (number + 1) * NEW_TOKENS)
+        np.testing.assert_array_equal(keys[:, own, :PROMPT], rows[number::GROUP, PROMPT:, :PROMPT])
+        np.testing.assert_array_equal(keys[:, own, own], rows[number::GROUP, PROMPT:, PROMPT:])
+        others = np.setdiff1d(np.arange(PROMPT, keys.shape[2]), np.arange(own.start, own.stop))
+        assert not keys[:, own][:, :, others].any()
 
 
 def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
-    monkeypatch.setattr(kernels, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    query, key = (jnp.zeros((2, length, 4, 64), jnp.bfloat16) for length in (6, 11))
-    assert choose_kernel(query, key, None) is None
-    assert choose_kernel(query, key[:, 1:], None) == "cudnn"
-
-
-@pytest.mark.parametrize(("kind", "platform", "call"), [("TPU v5 lite", "tpu", "@tpu_custom_call")])
-def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
-    monkeypatch.setattr(kernels, "device_kind", lambda: kind)
-    mask = shared_prompt_mask(jnp.ones((4, 40), bool), 24, 2, None)
-
-    def loss(*operands):
-        return attend_shared(*operands, mask, AttentionOptions(scale=1.0)).astype(jnp.float32).sum()
-
-    operands = [x.astype(jnp.bfloat16) for x in heads(2, 24 + 2 * 16)]
-    with jax.set_mesh(make_mesh(2, 1, 2)):
-        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-    # Forward, and dq, dkv in the backward pass, of prompts and of completions.
-    assert len(re.findall(call, text)) == 6
+    monkeypatch.setattr(attention, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    ones = jnp.ones((2, 40), jnp.int32)
+    query, key = (jnp.zeros((2, 40, count, 64), jnp.bfloat16) for count in (4, 2))
+    for group, expected in (((24, 8), "cudnn"), ((25, 5), "triton"), ((24, 16), "cudnn"), ((35, 5), "triton")):
+        assert choose_implementation(query, key, Spans(ones, ones, group=group)) == expected
+    rows = Spans(ones, ones, lengths=ones[:, 0])
+    assert choose_implementation(query, key, rows) == "cudnn"
+    assert choose_implementation(query[:, 1:], key[:, 1:], rows) == "triton"
 
 
 @pytest.mark.thorough
 def test_attention_without_a_shared_prompt_is_untouched():
     """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
-    full = causal_mask(MASK, None)
     query, key, value = heads(PROMPTS, PROMPT + GROUP * NEW_TOKENS)
 
     def separate(key, value):
         rows = (unpack(x, PROMPT, GROUP) for x in (query, key, value))
-        return jnp.where(MASK[..., None, None], attend(*rows, full), 0)[:, PROMPT:].sum()
+        return jnp.where(MASK[..., None, None], attend(*rows, row_spans(MASK, None)), 0)[:, PROMPT:].sum()
 
     def shared(key, value):
-        mask = shared_prompt_mask(MASK, PROMPT, GROUP, None)
-        output = attend_shared(query, key, value, mask, AttentionOptions())
+        output = attend(query, key, value, group_spans(pack(MASK, PROMPT, GROUP), PROMPT, GROUP, None))
         return jnp.where(MASK[..., None, None], unpack(output, PROMPT, GROUP), 0)[:, PROMPT:].sum()
 
     actual, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))

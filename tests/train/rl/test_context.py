@@ -13,9 +13,9 @@ import kljax
 from tests import tiny
 from train.config.errors import ConfigError
 from train.config.plan import Plan
-from train.models import attention, kernels
-from train.models.attention import AttentionOptions, attend, causal_mask
-from train.models.kernels import splash_attention
+from train.models import attention
+from train.models.attention import AttentionOptions, attend
+from train.models.packing import row_spans
 from train.models.sharding import make_mesh
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
@@ -103,23 +103,24 @@ def test_tokens_are_split_and_scored_on_their_device():
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_splash_attention_of_split_queries_is_unchanged(window, monkeypatch):
-    """Interpreted: what the kernel computes, not how fast. Gradients with a window, the plain one forward."""
+def test_kernel_of_split_queries_is_unchanged(window, monkeypatch):
+    """Interpreted: what the kernel of TPUs computes, not how fast. Gradients with a window, the plain one forward."""
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value, slope = (jax.random.normal(k, (2, 256, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True))
     real = jnp.arange(256) >= jnp.array([[0], [37]])
-    mask, options = causal_mask(real, window), AttentionOptions(window is not None)
+    spans, options = row_spans(real, window), AttentionOptions(window is not None)
 
     def results(query, key, value):
         if window is None:
-            return (attend(query, key, value, mask, options),)
-        output, pull = jax.vjp(lambda *qkv: attend(*qkv, mask, options), query, key, value)
+            return (attend(query, key, value, spans, options),)
+        output, pull = jax.vjp(lambda *qkv: attend(*qkv, spans, options), query, key, value)
         return output, *pull(slope)
 
     run = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     expected = run(functools.partial(results))(query, key, value)
-    monkeypatch.setattr(attention, "splash_attention", functools.partial(splash_attention, interpret=True))
-    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
+    function, lanes = attention._BY_BLOCKS["tpu"]
+    monkeypatch.setitem(attention._BY_BLOCKS, "tpu", (functools.partial(function, interpret=True), lanes))
+    monkeypatch.setattr(attention, "device_kind", lambda: "TPU v5 lite")
     with jax.set_mesh(make_mesh(context=2, tensor=2)):
         actual = run(functools.partial(results))(query, key, value)
     chex.assert_trees_all_close(actual, expected, atol=1e-5)

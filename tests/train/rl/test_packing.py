@@ -178,7 +178,7 @@ def gradient_of(options: tuple[str, ...]):
 def placed(config, batch: Batch, **changes) -> PackedRows:
     """The places of all rows in one cell."""
     optim = config.optim.model_copy(update={"packing": True, **changes})
-    packer = make_packer(Plan.of(config.model_copy(update={"optim": optim})), tiny.model_of(config), tiny.mesh_of())
+    packer = make_packer(Plan.of(config.model_copy(update={"optim": optim})), tiny.mesh_of())
     ((_, packed),) = packer(batch, [np.arange(tiny.ROWS)]).updates
     return jax.tree.map(lambda x: x[0], packed)
 
@@ -214,7 +214,8 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
         for share in shares:
             packed = placed(config, batch, share_prompts=share)
             assert packed.tokens.shape[0] < tiny.ROWS / 2
-            assert packed.shared == share
+            prompts = np.asarray(packed.prompts)
+            assert (prompts != np.arange(len(prompts))).any() == share
             (packed_loss, packed_metrics), packed_gradient = run(state, None, batch, coefs, packed=packed)
             np.testing.assert_allclose(packed_loss, loss, rtol=1e-12)
             chex.assert_trees_all_close(packed_metrics, metrics, rtol=1e-12, atol=1e-12)
@@ -251,7 +252,7 @@ def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool
         batch = jax.device_put(rollout_batch(TWICE_LENGTHS), batch_sharding(mesh))
         # A draw whose two updates need one number of packed rows, and so one program.
         updates = update_rows(config, purpose_key(6, "rows", 0))
-        packer = make_packer(Plan.of(config), model, mesh)
+        packer = make_packer(Plan.of(config), mesh)
         places = StepPacking.off(updates) if packer is None else packer(batch, updates)
         update = make_update(Plan.of(config), model, tiny.keep_gradient(), first, mesh)
         batch = make_score(Plan.of(config), model, mesh)(first.trainable, base, reference, batch, **places.score)
@@ -315,7 +316,7 @@ def test_batches_of_many_lengths_need_few_programs():
     """The program is traced for a number of packed rows, or for padded rows, and never twice for one."""
     config = config_of("optim.packing=true", "optim.updates_per_batch=2", "optim.micro_batches=4",
                        "rollout={prompts_per_step: 32, samples_per_prompt: 4}")  # fmt: skip
-    packer, rng = make_packer(Plan.of(config), tiny.model_of(config), tiny.mesh_of()), np.random.default_rng(0)
+    packer, rng = make_packer(Plan.of(config), tiny.mesh_of()), np.random.default_rng(0)
     updates, traced = [np.arange(64), np.arange(64, 128)], []
 
     @jax.jit

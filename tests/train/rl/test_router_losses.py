@@ -99,7 +99,7 @@ def update_of(*options: str, **shape: int) -> tuple[TrainState, dict]:
         state, batch = tiny.wide(state), tiny.wide(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)))
         # Padding, so that packed rows pay.
         batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width - tiny.NEW_TOKENS))) if x.ndim == 2 else x, batch)
-        rows, packer = [np.arange(tiny.ROWS)], make_packer(plan, model, mesh)
+        rows, packer = [np.arange(tiny.ROWS)], make_packer(plan, mesh)
         packing = StepPacking.off(rows) if packer is None else packer(batch, rows)
         chosen, packed = packing.updates[0]
         assert (packed is not None) == config.optim.packing

@@ -197,7 +197,7 @@ def test_update_uses_recorded_routes_in_every_layout(name, recording):
         routes = other_experts(batch.fields[ROUTES], batch.token_mask)
         routes = jax.device_put(routes, batch.fields[ROUTES].sharding)
         batch = dataclasses.replace(batch, fields={**batch.fields, ROUTES: routes})
-        updates, packer = update_rows(context.config, purpose_key(0, "rows", 0)), make_packer(plan, model, mesh)
+        updates, packer = update_rows(context.config, purpose_key(0, "rows", 0)), make_packer(plan, mesh)
         packing = StepPacking.off(updates) if packer is None else packer(batch, updates)
         batch = make_score(plan, model, mesh)(state.trainable, None, None, batch, **packing.score)
         batch, _, _ = make_prepare(plan, mesh)(batch, state.controllers)

@@ -151,7 +151,7 @@ def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
         state = tiny.first_state(Plan.of(config), model, mesh, params, tiny.keep_gradient())
         batch = collect(context, open_source(context), 0).batch
         check_values(batch)
-        updates, packer = update_rows(config, purpose_key(0, "rows", 0)), make_packer(Plan.of(config), model, mesh)
+        updates, packer = update_rows(config, purpose_key(0, "rows", 0)), make_packer(Plan.of(config), mesh)
         packing = StepPacking.off(updates) if packer is None else packer(batch, updates)
         batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, None, batch, **packing.score)
         batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)

@@ -207,7 +207,7 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
         follow=None,
         held_out=None,
         greedy=None,
-        pack=make_packer(Plan.of(config), model, mesh),
+        pack=make_packer(Plan.of(config), mesh),
     )
 
 

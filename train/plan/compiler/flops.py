@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from train.plan.compiler.hlo import HloModule, Instruction, array_sizes, executions
 
 Sizes = tuple[int, ...]
-# Matmuls of the kernels of splash attention, which skip the keys after a query.
-_SPLASH = {"splash_mha_fwd": 2, "splash_mqa_fwd": 2, "splash_mha_dq": 3, "splash_mqa_dq": 3, "splash_mha_dkv": 4,
-           "splash_mqa_dkv": 4}  # fmt: skip
+_SLOTS = {"slots_forward_kernel": 2, "slots_query_kernel": 3, "slots_key_kernel": 4}
+"""Products of the kernels of `train.models.attention.triton`, which skip the keys after a query."""
 _FLOPS = re.compile(r'"flops":"?(\d+)')
+_CAUSAL = re.compile(r'"mask_type": ?"(?:PADDING_)?CAUSAL"')
+_SLIDING = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 
 
 def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
-    Splash attention counts the products of each query with the keys up to it, cuDNN products with all keys.
+    Kernels of attention count the products of each query with the keys that their mask leaves if every row is one
+    sequence without padding; under a mask in memory all keys.
 
     Args:
       module: the program.
@@ -91,9 +93,9 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, grouped products.
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and of Triton, grouped products.
 
-    Others report themselves. A grouped product counts all rows, also of no group.
+    Others, such as attention on TPUs, report themselves. A grouped product counts all rows, also of no group.
     """
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
@@ -103,14 +105,26 @@ def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) ->
         return 2 * math.prod(_only(instruction.shape)) * math.prod(operands[0][1][int(axis)] for axis in axes)
     if name.startswith("__cudnn$fmha") and len(operands) >= 2:
         (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
-        return 2.0 * (5 if "Backward" in name else 2) * rows * heads * queries * keys * width
+        pairs = queries * keys
+        if _CAUSAL.search(instruction.line):
+            window = _SLIDING.search(instruction.line)
+            # Its query i attends to the keys up to key i, however many keys there are.
+            pairs = _causal_pairs(queries, window=int(window[1]) if window else None)
+        return 2.0 * (5 if "Backward" in name else 2) * rows * heads * pairs * width
     if name.startswith("mosaic_gpu"):
         left = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
         return 2.0 * math.prod(left) * _only(instruction.shape)[-1]
-    kernel = next((count for start, count in _SPLASH.items() if instruction.name.startswith(start)), 0)
-    if kernel:
-        (*outer, queries, width), (*_, keys, _) = [sizes for kind, sizes in operands if kind in ("f32", "bf16")][:2]
-        pairs = queries * (keys - queries) + queries * (queries + 1) // 2
-        return 2.0 * kernel * math.prod(outer) * pairs * width
+    if name == "__gpu$xla.gpu.triton":
+        products = next((count for kernel, count in _SLOTS.items() if kernel in instruction.op_name), 0)
+        if products:
+            (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
+            return 2.0 * products * rows * heads * _causal_pairs(queries, keys - queries) * width
     said = _FLOPS.search(instruction.line)
     return float(said[1]) if said else 0.0
+
+
+@functools.cache
+def _causal_pairs(queries: int, before: int = 0, window: int | None = None) -> int:
+    """Counts the keys of queries that follow `before` tokens of a row, in a window of tokens."""
+    seen = range(before + 1, before + queries + 1)
+    return sum(seen) if window is None else sum(min(keys, window) for keys in seen)

@@ -5,19 +5,25 @@ reads or writes only these, as a loop over stacked layers does.
 """
 
 import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from train.plan.compiler.hlo import CONTROL, HloModule, Instruction, array_bytes, executions
+from train.plan.compiler.hlo import CONTROL, HloModule, Instruction, array_bytes, array_sizes, executions
 
 _FREE = CONTROL | {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "send", "recv",
 }  # fmt: skip
 _NO_KERNEL = re.compile(r'custom_call_target="(?:AllocateBuffer|AssumeGatherIndicesInBound|Sharding)"')
+_FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Kernels that write in place, with the operand that they write."""
+_WHOLE = {
+    "dot", "convolution", "custom-call", "reduce", "reduce-window", "scatter", "sort", "while", "call", "conditional",
+}  # fmt: skip
+"""Operations that read their operands whole, however little of their result is read."""
 # Space 0, the default, is the main memory. Others are on the chip, or in the host.
 _ELSEWHERE = re.compile(r"\w+\[[\d,]*\]\{[^{}]*S\([1-9]\d*\)[^{}]*\}")
 
@@ -49,6 +55,7 @@ class _Kernels:
     def __init__(self, module: HloModule) -> None:
         self._module = module
         self.read, self.written = functools.cache(self._read), functools.cache(self._written)
+        self.shares = functools.cache(self._shares)
 
     def moved(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Counts the bytes of one execution of an instruction outside kernels."""
@@ -63,52 +70,49 @@ class _Kernels:
         if opcode == "copy-start":
             return memory_bytes(shape)
         called = instruction.called("calls")
-        if opcode == "fusion" and called in self._module.computations:
-            read = [(memory_bytes(operand), self.read(called, number)) for number, operand in enumerate(operands)]
-            total = sum(size if part is None else min(size, part) for size, part in read)
-            return total + min(memory_bytes(shape), self.written(called))
+        if opcode in _FUSIONS and called in self._module.computations:
+            read = sum(memory_bytes(x) * self.read(called, number) for number, x in enumerate(operands))
+            return round(read) + min(memory_bytes(shape), self.written(called))
         return sum(map(memory_bytes, operands)) + memory_bytes(shape)
 
-    def _read(self, computation: str, number: int) -> int | None:
-        """Counts the bytes that a kernel reads of a parameter; None: all of it."""
+    def _read(self, computation: str, number: int) -> float:
+        """Returns the share of a parameter that a kernel reads."""
+        for instruction in self._module.computations[computation]:
+            if instruction.opcode == "parameter" and f"parameter({number})" in instruction.line:
+                return self.shares(computation)[instruction.name]
+        return 0.0
+
+    def _shares(self, computation: str) -> Mapping[str, float]:
+        """Returns the share of the elements of each value of a kernel that its results need.
+
+        A value that is computed element by element needs as many as are needed of it, so that a gather of a converted
+        table reads the rows that it takes.
+        """
         instructions = self._module.computations[computation]
-        names = {
-            instruction.name
-            for instruction in instructions
-            if instruction.opcode == "parameter" and f"parameter({number})" in instruction.line
-        }
-        total = 0
-        for instruction in instructions:
-            places = [position for position, name in enumerate(instruction.operands) if name in names]
-            if not places or instruction.opcode == "parameter":
-                continue
-            if instruction.opcode == "bitcast":
-                names.add(instruction.name)
-            elif instruction.opcode in _SLICES and places == [0]:
-                total += sum(array_bytes(instruction.shape))
-            elif instruction.opcode in _UPDATES and places == [0]:
-                continue
-            elif instruction.opcode == "fusion" and instruction.called("calls") in self._module.computations:
-                inner = [self.read(instruction.called("calls"), position) for position in places]
-                if None in inner:
-                    return None
-                total += sum(size for size in inner if size is not None)
-            else:
-                return None
-        return total
+        counts = {x.name: sum(math.prod(sizes) for _, sizes in array_sizes(x.shape)) for x in instructions}
+        shares = dict.fromkeys(counts, 0.0) | {_root(instructions).name: 1.0}
+        for instruction in reversed(instructions):
+            elements = shares[instruction.name] * counts[instruction.name]
+            called = instruction.called("calls")
+            for place, operand in enumerate(instruction.operands):
+                if not elements or not counts.get(operand) or (instruction.opcode in _UPDATES and place == 0):
+                    continue
+                if instruction.opcode in _FUSIONS and called in self._module.computations:
+                    share = self.read(called, place)
+                else:
+                    share = 1.0 if instruction.opcode in _WHOLE else elements / counts[operand]
+                shares[operand] = min(1.0, shares[operand] + share)
+        return shares
 
     def _written(self, computation: str) -> int:
         """Counts the bytes that a kernel writes: its results, or the part of them that it updates."""
         instructions = self._module.computations[computation]
         by_name = {instruction.name: instruction for instruction in instructions}
-        root = next(
-            instruction for instruction in reversed(instructions) if instruction.line.lstrip().startswith("ROOT")
-        )
 
         def source(result: Instruction) -> Instruction:
             return source(by_name[result.operands[0]]) if result.opcode == "bitcast" else result
 
-        root = source(root)
+        root = source(_root(instructions))
         total = 0
         for instruction in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:
             if instruction.opcode in _UPDATES:
@@ -118,3 +122,7 @@ class _Kernels:
             known = called in self._module.computations
             total += self.written(called) if known else sum(array_bytes(instruction.shape))
         return total
+
+
+def _root(instructions: Sequence[Instruction]) -> Instruction:
+    return next(x for x in reversed(instructions) if x.line.lstrip().startswith("ROOT"))

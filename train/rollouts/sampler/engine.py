@@ -17,9 +17,8 @@ import kljax
 from train.models import Decoder, RopeTables, Transformer, rope_tables
 from train.models.cache import PromptState
 from train.models.experts import NO_EXPERT
-from train.models.kernels import device_kind
 from train.models.layers import copies_layers
-from train.models.sharding import axis_parts, axis_size, batch_sharding, replicated
+from train.models.sharding import axis_parts, axis_size, batch_sharding, device_kind, replicated
 from train.rl.policy import bind, make_logits
 from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from train.models.attention import attend
+from train.models.attention.blocks import expected_visits
 from train.models.devices import DEVICES
+from train.models.packing import row_spans
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
 from train.plan.compiler.roofline import Work
@@ -44,16 +47,35 @@ def test_kernels_of_attention():
         '%c = (bf16[2,4,6,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaMaskSoftmax"'
     )
     assert flops_of(*operands, call) == 2 * 2 * 2 * 4 * 6 * 10 * 8
-    heads = [
-        f"%{name} = {kind}{{2,1,0}} parameter(0)"
-        for name, kind in (("i", "s8[1,1,1]"), ("h", "bf16[4,6,8]"), ("g", "bf16[2,10,8]"))
-    ]
+    for window, pairs in ((0, 1 + 2 + 3 + 4 + 5 + 6), (3, 1 + 2 + 3 + 3 + 3 + 3)):
+        mask = f'"mask_type": "PADDING_CAUSAL", "sliding_window_length": "{window}"'
+        config = f'backend_config={{"cudnn_fmha_backend_config": {{{mask}}}}}'
+        causal = call.replace("fmhaMaskSoftmax", "fmhaSoftmax").replace("%k, %k", "%q, %q")
+        assert flops_of(*operands, f"{causal}, {config}") == 2 * 2 * 2 * 4 * pairs * 8
+        backward = causal.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
+        assert flops_of(*operands, f"{backward}, {config}") == 2 * 5 * 2 * 4 * pairs * 8
     # Of 10 keys, the 6 queries attend to 5, 6, 7, 8, 9 and 10.
-    for kernel, matmuls in (("fwd_no_residuals", 2), ("dq", 3), ("dkv", 4)):
-        call = f"%splash_mha_{kernel}.1 = (f32[4,6,8]{{2,1,0}}) custom-call(%i, %h, %g, %g)"
-        assert flops_of(*heads, f'{call}, custom_call_target="tpu_custom_call"') == 2 * matmuls * 4 * 45 * 8
+    for kernel, matmuls in (("forward", 2), ("query", 3), ("key", 4)):
+        call = '%pallas_call.1 = (f32[2,4,6]{2,1,0}) custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton"'
+        name = f'metadata={{op_name="jit(f)/transpose(jvp(slots_{kernel}_kernel))/pallas_call"}}'
+        assert flops_of(*operands, f"{call}, {name}") == 2 * matmuls * 2 * 4 * 45 * 8
+    assert flops_of(*operands, f'{call}, metadata={{op_name="jit(f)/pallas_call"}}') == 0
     options = 'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1234"}}'
     assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
+
+
+def test_attention_in_blocks_of_this_machine():
+    """Three blocks of queries visit one, two and three blocks of keys: two products forward, five backward."""
+    rows, width, heads, head_dim = 2, 300, 4, 16
+    spans = row_spans(jnp.ones((rows, width), bool), None)
+
+    def run(query, key, value):
+        output, pull = jax.vjp(lambda *x: attend(*x, spans), query, key, value)
+        return output, *pull(output)
+
+    arrays = [jax.ShapeDtypeStruct((rows, width, count, head_dim), jnp.float32) for count in (heads, 2, 2)]
+    text = jax.jit(run).lower(*arrays).compile({"xla_backend_optimization_level": 0}).as_text()
+    assert count_flops(parse(text), expected_visits(width)) == 2 * 7 * rows * heads * head_dim * 6 * 128**2
 
 
 def test_a_grouped_product():
@@ -151,13 +173,28 @@ KERNELS = """
   ROOT %u = f32[6,100]{1,0} dynamic-update-slice(%p.1, %x, %i.1, %i.1)
 }
 
+%gather_kernel (p: f32[6,100], rows: s32[2,1]) -> bf16[2,100] {
+  %p.3 = f32[6,100]{1,0} parameter(0)
+  %rows = s32[2,1]{1,0} parameter(1)
+  %narrow = bf16[6,100]{1,0} convert(%p.3)
+  ROOT %taken = bf16[2,100]{1,0} gather(%narrow, %rows), offset_dims={1}, slice_sizes={1,100}
+}
+
+%mean_kernel (p: f32[6,100], i: s32[]) -> f32[1] {
+  %p.4 = f32[6,100]{1,0} parameter(0)
+  %i.4 = s32[] parameter(1)
+  %sums = f32[6]{0} reduce(%p.4, %i.4), dimensions={1}
+  ROOT %one = f32[1]{0} dynamic-slice(%sums, %i.4), dynamic_slice_sizes={1}
+}
+
 %outer (p: f32[6,100], i: s32[]) -> f32[100] {
   %p.2 = f32[6,100]{1,0} parameter(0)
   %i.2 = s32[] parameter(1)
   ROOT %inner = f32[100]{0} fusion(%p.2, %i.2), kind=kLoop, calls=%slice_kernel
 }
 """
-ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x = f32[1,100]{1,0} parameter(2)")
+ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x = f32[1,100]{1,0} parameter(2)",
+             "%y = s32[2,1]{1,0} parameter(3)")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -170,6 +207,14 @@ ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x
         ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%slice_kernel", 400 + 4 + 400),
         ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%outer", 400 + 4 + 400),
         ("%r = f32[6,100]{1,0} fusion(%a, %x, %i), kind=kLoop, calls=%update_kernel", 400 + 4 + 400),
+        ("%r = bf16[2,100]{1,0} fusion(%a, %y), kind=kLoop, calls=%gather_kernel", 800 + 8 + 400),
+        ("%r = f32[1]{0} fusion(%a, %i), kind=kInput, calls=%mean_kernel", 2400 + 4 + 4),
+        (
+            "%r = ((f32[6,100]{1,0}, s32[2,1]{1,0}), bf16[2,100]{1,0}) fusion-start(%a, %y), kind=kLoop, "
+            "calls=%gather_kernel",
+            800 + 8 + 400,
+        ),
+        ("%r = bf16[2,100]{1,0} fusion-done(%a)", 0),
         ("%r = (f32[6,100]{1,0}, s32[]) tuple(%a, %i)", 0),
         ("%r = (f32[6,100]{1,0:S(1)}, f32[6,100]{1,0}, u32[]{:S(2)}) copy-start(%a)", 2400),
         ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),

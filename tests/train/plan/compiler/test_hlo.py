@@ -28,7 +28,7 @@ def test_computations_and_instructions():
 
 
 def test_metadata_of_several_lines_ends_no_computation():
-    """As kernels of splash attention have them: a loop after the kernel counts, and so does what the kernel says."""
+    """As kernels of TPUs have them: a loop after the kernel counts, and so does what the kernel says."""
     lines = '%k = f32[2] custom-call(%b.1), frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}'
     kernel = f'{lines}, metadata={{op_name="jit(f)/kernel"}}, backend_config={{"estimated_cycles":"20"}}'
     module = parse(TPU.replace("  %scatter = ", f"  {kernel}\n  %scatter = "))
