@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from train.config.plan import Plan
 from train.models import Decoder
-from train.plan.compiler.roofline import Work
+from train.plan.compiler.work import Work
 
 SIZE = 2048
 """Rows and columns of the product that is timed."""

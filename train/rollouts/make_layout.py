@@ -100,7 +100,7 @@ def device_memory(mesh: Mesh) -> int | None:
     The backend says how many; for devices without memory, of a topology that is compiled for, a table does.
     """
     known = find_device(mesh.devices.flat[0].device_kind)
-    memory = None if known is None else known.memory
+    memory = None if known is None else known.usable
     if mesh.local_devices:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", memory)

@@ -5,7 +5,7 @@ import pytest
 from train.config.load import load
 from train.config.plan import Plan
 from train.data.tokenizers import load_tokenizer
-from train.plan.compiler.roofline import Work
+from train.plan.compiler.work import Work
 from train.plan.local import Rates, StepTokens, step_work
 from train.weights.model import make_model
 

@@ -10,11 +10,10 @@ import jax
 import pytest
 
 from tests.tiny import config_of, mesh_of
-from train.models.devices import DEVICES
 from train.plan.__main__ import main
 from train.plan.compiler.buffers import Buffer
 from train.plan.compiler.lowering import compile_program
-from train.plan.compiler.roofline import Work
+from train.plan.compiler.schedule import Seconds
 from train.plan.compiler.topology import parse_topology
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, ProgramReport, markdown, report, summary, tables
@@ -110,14 +109,16 @@ def test_programs_within_and_beyond_memory_are_reported():
     assert "does not fit: update needs 16.0 GiB of 15.8" in "\n".join(summary(make(small, large)))
 
 
-def test_a_step_takes_the_sum_of_its_bounds():
-    device = DEVICES["v5e"]
-    busy = program(work=Work(flops=3 * device.flops, memory=device.bandwidth))
-    actual = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
+def test_a_step_takes_the_sum_of_its_programs():
+    actual = make(program(seconds=Seconds(2, 1)), program("score", seconds=Seconds(1.5, 0.5)))
     assert math.isclose(actual.seconds, 5)
     plain = json.loads(json.dumps(actual.to_json()))
     assert plain["least_seconds"] == pytest.approx(5)
-    assert [program["bound"] for program in plain["programs"]] == ["matrix units", "memory"]
+    assert [program["seconds"] for program in plain["programs"]] == [
+        {"kernels": 2, "exposed": 1},
+        {"kernels": 1.5, "exposed": 0.5},
+    ]
+    assert [program["least_seconds"] for program in plain["programs"]] == [3, 2]
     assert plain["peak"] == {"program": "update", "bytes": 5 * GIB}
     assert plain["devices"] == 32
 

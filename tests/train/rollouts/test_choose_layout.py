@@ -1,10 +1,14 @@
 """The choice of the layout for sampling: from bytes, devices and divisibility alone."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from train.config.load import parse
 from train.config.plan import Plan
 from train.models import Decoder, DecoderConfig
+from train.models.devices import DEVICES
 from train.models.layers import copies_layers
 from train.models.sharding import make_mesh
 from train.rl.algorithms import make_optimizer
@@ -103,6 +107,13 @@ def test_device_bytes_equal_its_arrays():
     mesh = make_mesh(1, 8, 1)
     stored = device_bytes(abstract_params(Decoder(SHAPE), mesh))
     assert stored == 4 * (2 * (32 * 32 * 4 + 3 * 32 * 40) + 2 * 64 * 32) // 8 + 4 * (2 * 2 * 32 + 32)
+
+
+def test_a_gpu_that_is_not_here_has_what_jax_allocates(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    mesh = SimpleNamespace(devices=np.array([device]), local_devices=[])
+    assert device_memory(mesh) == pytest.approx(0.75 * DEVICES["h100"].memory)
 
 
 def test_cpu_reports_no_memory():

@@ -17,6 +17,8 @@ _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\S*mesh\[[^\]]*\][^{]*\{[^}]*\}|\{\{.*?\}\}|\{\}|\S+?)(?:,? |,?$)"
 )
 _MESH = re.compile(r"\S*mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>.*)\))? \{(?P<axes>[^}]*)\}")
+ASYNCHRONOUS_STEP = "async_collective_fusion"
+"""Part of the name of a TPU's computation that does a step of a collective beside other work."""
 BETWEEN_SLICES = "slices "
 """Start of the kinds that go from slice to slice of TPUs, whose compiler writes them as transfers by the hosts."""
 _SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -68,24 +70,36 @@ def collectives(module: HloModule, expected: Mapping[str, float] | None = None) 
     sites = dict[object, Collective]()
     for name, instructions in module.computations.items():
         for instruction in instructions:
-            between = _SLICES.search(instruction.line) if instruction.opcode == "send" else None
-            kind = BETWEEN_SLICES + between[1].lower() if between else instruction.opcode.removesuffix("-start")
-            if not (kind in _KINDS or between) or not counts.get(name):
+            collective = read_collective(instruction, counts.get(name, 0))
+            if collective is None or not collective.executions:
                 continue
-            shape = re.sub(r"\{[^{}]*\}", "", instruction.shape)
-            groups = _GROUPS.search(instruction.line)
-            payload = _payload(kind, instruction)
-            written = groups[1] if groups else ""
-            collective = Collective(kind, shape, payload, counts[name], written, instruction.op_name)
-            channel = re.search(r"channel_id=(\d+)", instruction.line)
             # The steps of one asynchronous collective are printed in several fusions.
-            fused = "async_collective_fusion" in name
-            sites[(kind, shape, channel and channel[1]) if fused else (name, instruction.name)] = collective
+            fused = ASYNCHRONOUS_STEP in name
+            site = (collective.kind, collective.shape, channel(instruction)) if fused else (name, instruction.name)
+            sites[site] = collective
     merged: Counter[Collective] = Counter()
     for collective in sites.values():
         merged[dataclasses.replace(collective, executions=0)] += collective.executions  # type: ignore[assignment]
     scaled = (dataclasses.replace(collective, executions=times) for collective, times in merged.items())
     return sorted(scaled, key=lambda operation: -operation.total)
+
+
+def read_collective(instruction: Instruction, executions: float = 1) -> Collective | None:
+    """Returns the collective that an instruction is or starts; None if it is none."""
+    between = _SLICES.search(instruction.line) if instruction.opcode == "send" else None
+    kind = BETWEEN_SLICES + between[1].lower() if between else instruction.opcode.removesuffix("-start")
+    if kind not in _KINDS and not between:
+        return None
+    shape = re.sub(r"\{[^{}]*\}", "", instruction.shape)
+    groups = _GROUPS.search(instruction.line)
+    payload = _payload(kind, instruction)
+    return Collective(kind, shape, payload, executions, groups[1] if groups else "", instruction.op_name)
+
+
+def channel(instruction: Instruction) -> str:
+    """Returns the number that the parts of one collective have in common; empty without one."""
+    found = re.search(r"channel_id=(\d+)", instruction.line)
+    return found[1] if found else ""
 
 
 def bytes_by_kind(operations: Sequence[Collective]) -> dict[str, tuple[float, float]]:

@@ -38,6 +38,22 @@ def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) 
     return total
 
 
+def kernel_flops(module: HloModule, instruction: Instruction, shapes: Mapping[str, str]) -> float:
+    """Counts the operations of one execution of a kernel, with those of the computations that it is made of.
+
+    Args:
+      module: the program.
+      instruction: outside kernels.
+      shapes: of the values of its computation, by name.
+    """
+    total = _flops(instruction, shapes)
+    for _, name in instruction.computations:
+        inner = module.computations.get(name, ())
+        inner_shapes = {part.name: part.shape for part in inner}
+        total += sum(kernel_flops(module, part, inner_shapes) for part in inner)
+    return total
+
+
 def _flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0

@@ -54,6 +54,12 @@ class Instruction(NamedTuple):
         match = _OP_NAME.search(self.line)
         return match[1] if match else ""
 
+    @property
+    def computations(self) -> list[tuple[str, str]]:
+        """Returns the computations that it calls, each with the attribute that names it."""
+        found = _CALLED.findall(self.line)
+        return [(attribute, name) for attribute, names in found for name in re.findall(r"[\w.\-]+", names)]
+
     def called(self, attribute: str) -> str:
         """Returns the name of the computation that an attribute such as `calls` names; empty without one."""
         return dict(_CALLED.findall(self.line)).get(attribute, "").lstrip("%")
@@ -136,10 +142,9 @@ def executions(
             if not kernels and instruction.opcode not in CONTROL:
                 continue
             trips = trip_count(module, instruction, expected) if instruction.opcode == "while" else 1
-            for attribute, names in _CALLED.findall(instruction.line):
-                for name in re.findall(r"[\w.\-]+", names):
-                    if name in module.computations:
-                        visit(name, times * trips if attribute in _LOOP else times)
+            for attribute, name in instruction.computations:
+                if name in module.computations:
+                    visit(name, times * trips if attribute in _LOOP else times)
 
     visit(module.entry, 1)
     return counts

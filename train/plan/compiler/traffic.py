@@ -35,7 +35,7 @@ def count_traffic(module: HloModule, expected: Mapping[str, float] | None = None
       module: the program.
       expected: iterations of loops that depend on data, see `hlo.trip_count`.
     """
-    kernels = _Kernels(module)
+    kernels = Kernels(module)
     total = 0.0
     for name, times in executions(module, kernels=False, expected=expected).items():
         if times:
@@ -49,7 +49,7 @@ def memory_bytes(shape: str) -> int:
     return sum(array_bytes(_ELSEWHERE.sub("", shape)))
 
 
-class _Kernels:
+class Kernels:
     """The kernels of a program; what a fusion reads and writes is found once."""
 
     def __init__(self, module: HloModule) -> None:

@@ -1,7 +1,6 @@
 """Operations and bytes of compiled programs, on texts counted by hand and on programs whose counts are known."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,9 @@ import pytest
 
 from train.models.attention import attend
 from train.models.attention.blocks import expected_visits
-from train.models.devices import DEVICES
 from train.models.packing import row_spans
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
-from train.plan.compiler.roofline import Work
 from train.plan.compiler.traffic import count_traffic, memory_bytes
 
 
@@ -237,12 +234,3 @@ def test_bytes_of_a_loop():
 
 def test_memory_on_the_chip_is_not_main_memory():
     assert memory_bytes("(bf16[8,2]{1,0:T(8,128)(2,1)S(1)}, f32[3]{0}, f32[4]{0:S(0)}, s32[]{:S(5)})") == 12 + 16
-
-
-def test_a_roofline():
-    device = DEVICES["v5e"]
-    work = Work(flops=197e12, memory=819e9 / 2, links=0, network=3.125e9)
-    assert work.seconds(device) == {"matrix units": 1, "memory": 0.5, "links": 0, "network": 1}
-    assert (work + work).bound(device) == ("matrix units", 2)
-    assert (work * 3).memory == 3 * work.memory
-    assert math.isclose(Work(memory=1).bound(device)[1], 1 / 819e9)
