@@ -26,6 +26,7 @@ SMALL = (
     "model.layers=1",
     "warm_start.steps=0",
     "mesh={}",
+    "rollout.mesh=null",
     "steps=1",
     "data.max_prompt_length=40",
     "data.max_completion_length=8",

@@ -28,10 +28,12 @@ def needed(config, shape):
     weights = parameter_count(shape) * param_bytes / parts
     if config.lora is None:
         weights += parameter_count(shape) * (16 + (param_bytes if config.reference.source == "step" else 0)) / parts
-    token = shape.layers * shape.kv_heads * shape.head_dim * 2 * computed / mesh.tensor
+    sampling = config.rollout.mesh or mesh
+    token = shape.layers * shape.kv_heads * shape.head_dim * 2 * computed / sampling.tensor
     prompt, max_new_tokens = config.data.max_prompt_length, config.data.max_completion_length
     prompts = max(config.rollout.prompts_per_step, config.eval.batch_size) * prompt
-    cache = (config.rollout.slots * (prompt + max_new_tokens) + prompts) / rows * token
+    sampled = rows * mesh.tensor / sampling.tensor
+    cache = (config.rollout.slots * (prompt + max_new_tokens) + prompts) / sampled * token
     micro = config.rows_per_batch() / config.optim.updates_per_batch / config.optim.micro_batches / rows
     inputs = micro * (prompt + max_new_tokens) * shape.width * shape.layers * computed
     return {"weights": weights, "cache": cache, "inputs": inputs}
@@ -42,7 +44,7 @@ def test_a_recipe_fits_its_devices(name):
     model, device = DEVICES[name]
     shape = decoder_config(json.loads((PUBLIC / f"{model}.json").read_text()))
     config = load(ROOT / "configs" / f"{name}.yaml").config
-    assert shape.kv_heads % config.mesh.tensor == 0
+    assert shape.kv_heads % (config.rollout.mesh or config.mesh).tensor == 0
     actual = needed(config, shape)
     # A quarter is left for what a layer computes, tiles of logits, and what a compiler adds.
     assert sum(actual.values()) < 0.75 * device, {part: f"{size / GB:.1f} GB" for part, size in actual.items()}

@@ -30,12 +30,12 @@ def plan(name: str, topology: str) -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HOURS * 3600)
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-        # The verdict and the memory fill the page; all else is for the reader of one plan.
+        # The verdict, the memory and the work fill the page; all else is for the reader of one plan.
         summary, title, tables = Path(file.name).read_text().partition("**Memory of")
-    verdict = next(line for line in summary.split("\n- ") if line.startswith(("fits", "does not fit")))
+    said = [line.strip() for line in summary.split("\n- ") if line.startswith(("fits", "does not fit", "a step takes"))]
     shell = f"```sh\npython -m train.plan {' '.join(arguments)}\n```"
-    memory = title + tables.partition("**Work of")[0]
-    return f"### `configs/{name}.yaml` on {topology}\n\n{shell}\n\n- {verdict.strip()}\n\n{memory}"
+    shown = title + tables.partition("**Collectives of")[0]
+    return "\n\n".join((f"### `configs/{name}.yaml` on {topology}", shell, "\n".join(f"- {x}" for x in said), shown))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
