@@ -1,6 +1,7 @@
 """`python -m tests.train.plan.table [--write]`: plans the recipes of 8B models for docs/planning.md."""
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,10 @@ def plan(name: str, topology: str) -> str:
         summary, title, tables = Path(file.name).read_text().partition("**Memory of")
     said = [line.strip() for line in summary.split("\n- ") if line.startswith(("fits", "does not fit", "a step takes"))]
     shell = f"```sh\npython -m train.plan {' '.join(arguments)}\n```"
-    shown = title + tables.partition("**Collectives of")[0]
+    memory, work = title + tables.partition("**Work of")[0], tables.partition("**Work of")[2]
+    # The last column is how long this machine compiled.
+    columns = re.sub(r" [^|\n]*\|$|---\|$", "", work.partition("**Collectives of")[0].rstrip(), flags=re.MULTILINE)
+    shown = f"{memory}**Work of{columns}\n"
     return "\n\n".join((f"### `configs/{name}.yaml` on {topology}", shell, "\n".join(f"- {x}" for x in said), shown))
 
 
