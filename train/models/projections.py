@@ -6,7 +6,7 @@ product that is longer by the rank R makes none:
     several outputs  [y1, y2] = [x, x A] [[W1, W2]; B]
     one output       [u, x A] = x [W, A],  y = u + (x A) B
 
-A has the columns of all adapters side by side. B has theirs along its diagonal, times their scales, and zeros elsewhere.
+A has the columns of all adapters side by side; B theirs along its diagonal, times their scales, and zeros elsewhere.
 
 Shapes: I inputs, O outputs of a projection, r its rank, R the sum of the ranks.
 """
@@ -38,7 +38,7 @@ def project(x: Array, *linears: Linear) -> tuple[Array, ...]:
         return tuple(linear(x) for linear in linears)
     tokens = flat(x)
     if joined is None:
-        ys = _project(Layout.of(linears), tokens, _weights(linears))
+        ys = _project(JoinPlan.of(linears), tokens, _kernels(linears))
     else:
         ys, _ = joined.multiply(tokens)
     ys = tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
@@ -69,22 +69,22 @@ def keep_joined(linears: Sequence[Linear], dtype: Any) -> None:
     """Joins the weights of projections once, for a loop that runs `project` in every step."""
     # Weights that are split along the model width would be whole in memory from then on.
     if can_join(linears, dtype) and axis_size("embed") == 1:
-        linears[0].joined = nnx.data(Layout.of(linears).join(_weights(linears), dtype))
+        linears[0].joined = nnx.data(JoinPlan.of(linears).join(_kernels(linears), dtype))
 
 
-class Weights(NamedTuple):
-    """The weights of a projection as they are stored: W [I, O], A [I, r] and B [r, O]; without an adapter W alone."""
+class AdaptedKernel(NamedTuple):
+    """Weights of a projection as they are stored: W [I, O], and A [I, r] with B [r, O] if there is an adapter."""
 
     kernel: Array
-    lora_a: Array | None
-    lora_b: Array | None
+    adapter: tuple[Array, Array] | None
 
 
-def _weights(linears: Sequence[Linear]) -> tuple[Weights, ...]:
+def _kernels(linears: Sequence[Linear]) -> tuple[AdaptedKernel, ...]:
     return tuple(
-        Weights(linear.kernel[...], None, None)
-        if linear.lora_scale is None
-        else Weights(linear.kernel[...], linear.lora_A[...], linear.lora_B[...])
+        AdaptedKernel(
+            linear.kernel[...],
+            None if linear.lora_scale is None else (linear.lora_A[...], linear.lora_B[...]),
+        )
         for linear in linears
     )
 
@@ -118,110 +118,111 @@ class JoinedWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class JoinPlan:
     """How weights are joined: the logical axes of every kernel, and the scale of its adapter."""
 
     axes: tuple[tuple[str, str], ...]
-    scales: tuple[float | None, ...]
+    scales: tuple[float, ...]
 
     @classmethod
-    def of(cls, linears: Sequence[Linear]) -> "Layout":
+    def of(cls, linears: Sequence[Linear]) -> "JoinPlan":
         """Reads it off the projections."""
-        return cls(tuple(linear.axes for linear in linears), tuple(linear.lora_scale for linear in linears))
+        return cls(tuple(linear.axes for linear in linears), tuple(linear.lora_scale or 1.0 for linear in linears))
 
-    def cast(self, weights: Sequence[Weights], dtype: Any) -> list[Weights]:
+    def cast(self, kernels: Sequence[AdaptedKernel], dtype: Any) -> list[AdaptedKernel]:
         """Casts weights to the compute type, B times its scale, and gathers what is split along the model width.
 
         Pieces of it side by side would have to be exchanged among the devices.
         """
 
-        def whole(x: Array | None, *axes: str) -> Array | None:
-            return None if x is None else whole_along_embed(x.astype(dtype), axes)
+        def whole(x: Array, *axes: str) -> Array:
+            return whole_along_embed(x.astype(dtype), axes)
 
         return [
-            Weights(
+            AdaptedKernel(
                 whole(kernel, *axes),
-                whole(lora_a, axes[0], "lora_rank"),
-                whole(None if lora_b is None else scale * lora_b, "lora_rank", axes[1]),
+                None
+                if adapter is None
+                else (whole(adapter[0], axes[0], "lora_rank"), whole(scale * adapter[1], "lora_rank", axes[1])),
             )
-            for (kernel, lora_a, lora_b), axes, scale in zip(weights, self.axes, self.scales, strict=True)
+            for (kernel, adapter), axes, scale in zip(kernels, self.axes, self.scales, strict=True)
         ]
 
-    def join(self, weights: Sequence[Weights], dtype: Any) -> JoinedWeights:
-        """Joins weights [I, O], [I, r] and [r, O], as they are stored."""
-        cast = self.cast(weights, dtype)
-        outputs = tuple(w.kernel.shape[1] for w in cast)
-        several = is_several(cast)
-        lora_a = jnp.concatenate([w.lora_a for w in cast if w.lora_a is not None], axis=1)
-        if not several:
-            (only,) = cast
-            return JoinedWeights(jnp.concatenate([only.kernel, lora_a], axis=1), (only.lora_b,), outputs, several)
-        ranks = [0 if w.lora_b is None else len(w.lora_b) for w in cast]
-        rows = [
-            jnp.zeros((sum(ranks), output), dtype)
-            if w.lora_b is None
-            else jnp.pad(w.lora_b, ((sum(ranks[:place]), sum(ranks[place + 1 :])), (0, 0)))
-            for place, (w, output) in enumerate(zip(cast, outputs, strict=True))
-        ]
-        outer = [jnp.concatenate([w.kernel, b]) for w, b in zip(cast, rows, strict=True)]
+    def join(self, kernels: Sequence[AdaptedKernel], dtype: Any) -> JoinedWeights:
+        """Joins weights as they are stored."""
+        cast = self.cast(kernels, dtype)
+        outputs = tuple(kernel.shape[1] for kernel, _ in cast)
+        adapters = [adapter for _, adapter in cast if adapter is not None]
+        lora_a = jnp.concatenate([a for a, _ in adapters], axis=1)
+        if not is_several(kernels):
+            inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
+            return JoinedWeights(inner, (adapters[0][1],), outputs, several=False)
+        rank, before, outer = lora_a.shape[1], 0, []
+        for kernel, adapter in cast:
+            b = jnp.zeros((0, kernel.shape[1]), dtype) if adapter is None else adapter[1]
+            rows = jnp.pad(b, ((before, rank - before - len(b)), (0, 0)))
+            outer.append(jnp.concatenate([kernel, rows]))
+            before += len(b)
         if all(axis_size(axis) == 1 for _, axis in self.axes):
             # Parts of split outputs would have to be exchanged as well: these have a product each.
             outer = [jnp.concatenate(outer, axis=1)]
-        return JoinedWeights(lora_a, tuple(outer), outputs, several)
+        return JoinedWeights(lora_a, tuple(outer), outputs, several=True)
 
 
-def is_several(weights: Sequence[Weights]) -> bool:
+def is_several(kernels: Sequence[AdaptedKernel]) -> bool:
     """Whether weights are joined as those of several outputs: there are some, or the one is wider than its input."""
-    inputs, outputs = weights[0].kernel.shape
-    return len(weights) > 1 or outputs > inputs
+    inputs, outputs = kernels[0].kernel.shape
+    return len(kernels) > 1 or outputs > inputs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(layout: Layout, x: Array, weights: tuple[Weights, ...]) -> tuple[Array, ...]:
+def _project(plan: JoinPlan, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[Array, ...]:
     """Computes the outputs [..., O] of x [..., I].
 
     Its gradient is written out: that of a cast to bfloat16 would round the gradients of the adapters.
     """
-    return layout.join(weights, x.dtype).multiply(x)[0]
+    return plan.join(kernels, x.dtype).multiply(x)[0]
 
 
-def _forward(layout: Layout, x: Array, weights: tuple[Weights, ...]) -> tuple[tuple[Array, ...], Any]:
-    ys, xa = layout.join(weights, x.dtype).multiply(x)
+def _forward(plan: JoinPlan, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[tuple[Array, ...], Any]:
+    ys, xa = plan.join(kernels, x.dtype).multiply(x)
     # A layer that is computed again seldom needs its single output, but would need x A: the gradient finds it from x.
-    return ys, (x, xa if is_several(weights) else None, weights)
+    return ys, (x, xa if is_several(kernels) else None, kernels)
 
 
-def _backward(layout: Layout, residuals: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Weights, ...]]:
-    x, xa, weights = residuals
-    cast = layout.cast(weights, x.dtype)
-    adapted = [w.lora_a for w in cast if w.lora_a is not None]
-    lora_a = jnp.concatenate(adapted, axis=1)
-    if is_several(weights):
+def _backward(plan: JoinPlan, residuals: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[AdaptedKernel, ...]]:
+    x, xa, kernels = residuals
+    cast = plan.cast(kernels, x.dtype)
+    adapters = [adapter for _, adapter in cast if adapter is not None]
+    ranks = [len(b) for _, b in adapters]
+    lora_a = jnp.concatenate([a for a, _ in adapters], axis=1)
+    if is_several(kernels):
         # A product each: outputs side by side would be one more array.
         parts = [
-            _dot(dy, w.kernel if w.lora_b is None else jnp.concatenate([w.kernel, w.lora_b]), transposed=True)
-            for dy, w in zip(dys, cast, strict=True)
+            _dot(dy, kernel if adapter is None else jnp.concatenate([kernel, adapter[1]]), transposed=True)
+            for dy, (kernel, adapter) in zip(dys, cast, strict=True)
         ]
         width = x.shape[-1]
         dxa = jnp.concatenate([part[..., width:] for part in parts], axis=-1)
-        terms = [part[..., :width] for part in parts] + [_dot(dxa, lora_a, transposed=True)]
-        dx = sum(term.astype(jnp.float32) for term in terms).astype(x.dtype)
+        dx = _dot(dxa, lora_a, transposed=True).astype(jnp.float32)
+        for part in parts:
+            dx += part[..., :width].astype(jnp.float32)
+        dx = dx.astype(x.dtype)
     else:
-        (dy,), (only,) = dys, cast
-        xa, dxa = _dot(x, lora_a), _dot(dy, only.lora_b, transposed=True)
-        inner = jnp.concatenate([only.kernel, lora_a], axis=1)
-        dx = _dot(jnp.concatenate([dy, dxa], axis=-1), inner, transposed=True)
-    das = iter(_split(_over_tokens(x, dxa), [a.shape[1] for a in adapted[:-1]]))
-    xas = iter(_split(xa, [a.shape[1] for a in adapted[:-1]]))
-    grads = []
-    for (kernel, a, b), dy, scale in zip(weights, dys, layout.scales, strict=True):
+        xa, dxa = _dot(x, lora_a), _dot(dys[0], adapters[0][1], transposed=True)
+        inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
+        dx = _dot(jnp.concatenate([dys[0], dxa], axis=-1), inner, transposed=True)
+    das, xas = iter(_split(_over_tokens(x, dxa), ranks[:-1])), iter(_split(xa, ranks[:-1]))
+    gradients = []
+    for (kernel, adapter), dy, scale in zip(kernels, dys, plan.scales, strict=True):
         # Dropped by the compiler where the kernel is frozen.
         dw = _over_tokens(x, dy).astype(kernel.dtype)
-        if a is None or b is None:
-            grads.append(Weights(dw, None, None))
+        if adapter is None:
+            gradients.append(AdaptedKernel(dw, None))
         else:
-            grads.append(Weights(dw, next(das).astype(a.dtype), (scale * _over_tokens(next(xas), dy)).astype(b.dtype)))
-    return dx, tuple(grads)
+            a, b = next(das), scale * _over_tokens(next(xas), dy)
+            gradients.append(AdaptedKernel(dw, (a.astype(adapter[0].dtype), b.astype(adapter[1].dtype))))
+    return dx, tuple(gradients)
 
 
 _project.defvjp(_forward, _backward)
