@@ -13,7 +13,7 @@ from jax import lax
 
 from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
-from kljax.log_probs._head import device_kind, embed_axis, head_sizes
+from kljax.log_probs._head import device_kind, embed_axis, head_defaults
 from kljax.log_probs._inputs import Constants, Spec, Weights
 from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, MeshAxes, Tokens, is_kept, is_target, unpack
 
@@ -135,7 +135,7 @@ def add_tile(
 
 def add_to_sums(spec: Spec, sums: Sums, pair: tuple[Array, Array | None], chunk: Chunk, tokens: Tokens) -> Sums:
     """Adds one tile of logits to the sums, where their exponentials are not needed."""
-    if sums.ref is None and sums.kept is None and head_sizes(device_kind(spec.sharding)).one_reduction:
+    if sums.ref is None and sums.kept is None and head_defaults(device_kind(spec.sharding)).one_reduction:
         return _reduce_tile(sums, pair[0], chunk, tokens)
     return add_tile(spec, sums, pair, chunk, tokens)[0]
 

@@ -51,7 +51,7 @@ class Tile:
         check_at_least("tile.vocab", self.vocab, 1)
 
 
-class HeadSizes(NamedTuple):
+class HeadDefaults(NamedTuple):
     """How a kind of device computes the head.
 
     Attributes:
@@ -71,15 +71,15 @@ ALL_COLUMNS = 2**20
 # By the start of `Device.device_kind`. The row of the CPU is the fastest that was timed; that of other GPUs by
 # `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
 # `python -m benchmarks.head_aot --tiles`; that of Hopper GPUs from the bytes and launches of its plans.
-SIZES = {
-    "TPU v5 lite": HeadSizes(Tile(4096, 3456), 4096),
-    "TPU v5": HeadSizes(Tile(16384, 896), 4096),
-    "TPU v6": HeadSizes(Tile(4096, 2304), 4096),
-    "TPU": HeadSizes(Tile(4096, 2048), 4096),
-    "NVIDIA H": HeadSizes(Tile(4096, ALL_COLUMNS), 4096, one_reduction=True),
-    "NVIDIA": HeadSizes(Tile(4096, 2048), 2048),
-    "AMD": HeadSizes(Tile(4096, 2048), 2048),
-    "cpu": HeadSizes(Tile(512, 4096), 512),
+DEFAULTS = {
+    "TPU v5 lite": HeadDefaults(Tile(4096, 3456), 4096),
+    "TPU v5": HeadDefaults(Tile(16384, 896), 4096),
+    "TPU v6": HeadDefaults(Tile(4096, 2304), 4096),
+    "TPU": HeadDefaults(Tile(4096, 2048), 4096),
+    "NVIDIA H": HeadDefaults(Tile(4096, ALL_COLUMNS), 4096, one_reduction=True),
+    "NVIDIA": HeadDefaults(Tile(4096, 2048), 2048),
+    "AMD": HeadDefaults(Tile(4096, 2048), 2048),
+    "cpu": HeadDefaults(Tile(512, 4096), 512),
 }
 
 
@@ -304,7 +304,7 @@ def device_kind(sharding: HeadSharding | None) -> str:
     return str(jax.devices()[0].device_kind)
 
 
-def head_sizes(kind: str) -> HeadSizes:
-    """Returns the row of `SIZES` with the longest name that `kind` starts with, or the row of the CPU."""
-    matches = [name for name in SIZES if kind.startswith(name)]
-    return SIZES[max(matches, key=len, default="cpu")]
+def head_defaults(kind: str) -> HeadDefaults:
+    """Returns the row of `DEFAULTS` with the longest name that `kind` starts with, or the row of the CPU."""
+    matches = [name for name in DEFAULTS if kind.startswith(name)]
+    return DEFAULTS[max(matches, key=len, default="cpu")]

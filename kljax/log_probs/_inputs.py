@@ -19,7 +19,7 @@ from kljax.log_probs._head import (
     as_head,
     device_kind,
     embed_axis,
-    head_sizes,
+    head_defaults,
 )
 
 Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
@@ -225,7 +225,7 @@ def prepare(
         layout=head.layout,
         ref_layout=ref.layout,
         vocab_size=vocab_size,
-        tile=head_sizes(device_kind(sharding)).tile if head.tile is None else head.tile,
+        tile=head_defaults(device_kind(sharding)).tile if head.tile is None else head.tile,
         sharding=sharding,
         entropy=entropy is not False,
         entropy_gradient=entropy is True,

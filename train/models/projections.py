@@ -38,7 +38,7 @@ def project(x: Array, *linears: Linear) -> tuple[Array, ...]:
         return tuple(linear(x) for linear in linears)
     tokens = flat(x)
     if joined is None:
-        ys = _project(JoinPlan.of(linears), tokens, _kernels(linears))
+        ys = _project(Joining.of(linears), tokens, _kernels(linears))
     else:
         ys, _ = joined.multiply(tokens)
     ys = tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
@@ -69,7 +69,7 @@ def keep_joined(linears: Sequence[Linear], dtype: Any) -> None:
     """Joins the weights of projections once, for a loop that runs `project` in every step."""
     # Weights that are split along the model width would be whole in memory from then on.
     if can_join(linears, dtype) and axis_size("embed") == 1:
-        linears[0].joined = nnx.data(JoinPlan.of(linears).join(_kernels(linears), dtype))
+        linears[0].joined = nnx.data(Joining.of(linears).join(_kernels(linears), dtype))
 
 
 class AdaptedKernel(NamedTuple):
@@ -118,14 +118,14 @@ class JoinedWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class JoinPlan:
+class Joining:
     """How weights are joined: the logical axes of every kernel, and the scale of its adapter."""
 
     axes: tuple[tuple[str, str], ...]
     scales: tuple[float, ...]
 
     @classmethod
-    def of(cls, linears: Sequence[Linear]) -> "JoinPlan":
+    def of(cls, linears: Sequence[Linear]) -> "Joining":
         """Reads it off the projections."""
         return cls(tuple(linear.axes for linear in linears), tuple(linear.lora_scale or 1.0 for linear in linears))
 
@@ -176,7 +176,7 @@ def is_several(kernels: Sequence[AdaptedKernel]) -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(plan: JoinPlan, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[Array, ...]:
+def _project(plan: Joining, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[Array, ...]:
     """Computes the outputs [..., O] of x [..., I].
 
     Its gradient is written out: that of a cast to bfloat16 would round the gradients of the adapters.
@@ -184,13 +184,13 @@ def _project(plan: JoinPlan, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tu
     return plan.join(kernels, x.dtype).multiply(x)[0]
 
 
-def _forward(plan: JoinPlan, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[tuple[Array, ...], Any]:
+def _forward(plan: Joining, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[tuple[Array, ...], Any]:
     ys, xa = plan.join(kernels, x.dtype).multiply(x)
     # A layer that is computed again seldom needs its single output, but would need x A: the gradient finds it from x.
     return ys, (x, xa if is_several(kernels) else None, kernels)
 
 
-def _backward(plan: JoinPlan, residuals: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[AdaptedKernel, ...]]:
+def _backward(plan: Joining, residuals: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[AdaptedKernel, ...]]:
     x, xa, kernels = residuals
     cast = plan.cast(kernels, x.dtype)
     adapters = [adapter for _, adapter in cast if adapter is not None]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kljax
 from kljax import Head, HeadSharding, Tile
-from kljax.log_probs._head import ALL_COLUMNS, SIZES, HeadSizes, head_sizes
+from kljax.log_probs._head import ALL_COLUMNS, DEFAULTS, HeadDefaults, head_defaults
 
 WHOLE = Tile(4, ALL_COLUMNS)
 SPLIT = HeadSharding(tokens=P(("data", "fsdp")), head=P("fsdp", "tensor"))
@@ -47,7 +47,7 @@ def test_one_reduction_equals_a_maximum_and_sums(
     mesh = jax.make_mesh((2, 2, 2) if split else (1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         expected = statistics(tile, SPLIT if split else None, options)
-        monkeypatch.setitem(SIZES, "cpu", HeadSizes(tile, 4, one_reduction=True))
+        monkeypatch.setitem(DEFAULTS, "cpu", HeadDefaults(tile, 4, one_reduction=True))
         actual = statistics(tile, SPLIT if split else None, options)
     chex.assert_trees_all_close(actual, expected, rtol=2e-6, atol=2e-6)
 
@@ -63,19 +63,19 @@ def test_one_reduction_is_used_where_the_table_says_so(monkeypatch: pytest.Monke
         return "reduce_max" in program, "reduce[" in program
 
     assert reductions() == (True, False)
-    monkeypatch.setitem(SIZES, "cpu", HeadSizes(WHOLE, 4, one_reduction=True))
+    monkeypatch.setitem(DEFAULTS, "cpu", HeadDefaults(WHOLE, 4, one_reduction=True))
     assert reductions() == (False, True)
 
 
 def test_hopper_takes_whole_rows_in_one_reduction() -> None:
-    sizes = head_sizes("NVIDIA H100 80GB HBM3")
-    assert sizes.one_reduction
-    assert sizes.tile == Tile(sizes.token_chunk, ALL_COLUMNS)
-    assert [name for name, row in SIZES.items() if row.one_reduction] == ["NVIDIA H"]
+    row = head_defaults("NVIDIA H100 80GB HBM3")
+    assert row.one_reduction
+    assert row.tile == Tile(row.token_chunk, ALL_COLUMNS)
+    assert [name for name, row in DEFAULTS.items() if row.one_reduction] == ["NVIDIA H"]
 
 
 def test_one_reduction_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "cpu", HeadSizes(WHOLE, 4, one_reduction=True))
+    monkeypatch.setitem(DEFAULTS, "cpu", HeadDefaults(WHOLE, 4, one_reduction=True))
     logits = jnp.array([[-3e4, 3e4, 3e4, 0.0], [0.0, -1e30, 0.0, -3e38]], jnp.float32)
     stats = kljax.log_probs_from_hidden(logits, jnp.eye(4), jnp.array([1, 0]), entropy=True)
     chex.assert_trees_all_close((stats.log_prob, stats.entropy), (jnp.full(2, -math.log(2)), jnp.full(2, math.log(2))))
