@@ -21,7 +21,7 @@ import kljax
 from benchmarks.harness import environments
 from benchmarks.harness.process import ROOT, start
 from benchmarks.suites.head.jax_forms import Stats, TokenConstants, naive, of_kind, tiled, tunix_chunk
-from kljax.log_probs._head import default_tile
+from kljax.log_probs._head import head_defaults
 from train.plan.compiler import hlo
 from train.plan.compiler.buffers import largest_buffers
 from train.plan.compiler.collectives import collectives
@@ -181,7 +181,7 @@ def build(name: str, mesh: Mesh, problem: HeadSizes, tile: kljax.Tile | None = N
     contender, _, kind = name.partition("_")
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
-    tile = tile or default_tile(mesh.devices.flat[0].device_kind)
+    tile = tile or head_defaults(mesh.devices.flat[0].device_kind).tile
     stats: dict[str, Callable[..., Stats]] = {
         "naive": naive,
         "kljax": functools.partial(tiled, sharding=sharding, tile=tile),

@@ -7,11 +7,13 @@ and the logarithm of the total are both small, and their difference keeps its di
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
-from kljax.log_probs._head import embed_axis
+from kljax.log_probs._head import device_kind, embed_axis, head_defaults
 from kljax.log_probs._inputs import Constants, Spec, Weights
 from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, MeshAxes, Tokens, is_kept, is_target, unpack
 
@@ -129,6 +131,52 @@ def add_tile(
             excess=sums.excess * factor + bregman(first, second, -difference).sum(-1),
         )
     return new, e, rescale
+
+
+def add_to_sums(spec: Spec, sums: Sums, pair: tuple[Array, Array | None], chunk: Chunk, tokens: Tokens) -> Sums:
+    """Adds one tile of logits to the sums, where their exponentials are not needed."""
+    if sums.ref is None and sums.kept is None and head_defaults(device_kind(spec.sharding)).one_reduction:
+        return _reduce_tile(sums, pair[0], chunk, tokens)
+    return add_tile(spec, sums, pair, chunk, tokens)[0]
+
+
+def _reduce_tile(sums: Sums, logits: Array, chunk: Chunk, tokens: Tokens) -> Sums:
+    """Adds one tile of logits to the sums of the policy in one reduction over its columns."""
+    # A column is a softmax of its own.
+    columns = {"max": logits, "total": jnp.ones_like(logits)}
+    before = {"max": sums.policy.max, "total": sums.policy.total}
+    if sums.target is not None:
+        columns["target"] = jnp.where(is_target(chunk, tokens), logits, 0)
+        before["target"] = sums.target
+    if sums.entropy is not None:
+        columns["entropy"] = jnp.zeros_like(logits)
+        before["entropy"] = sums.entropy
+    if sums.squares is not None:
+        columns["squares"] = jnp.ones_like(logits)
+        before["squares"] = sums.squares
+
+    def rescaled(part: dict[str, Array], largest: Array) -> dict[str, Array]:
+        lower = part["max"] - largest
+        factor = jnp.exp(lower)
+        scaled = {"total": part["total"] * factor}
+        if "target" in part:
+            scaled["target"] = part["target"]
+        if "entropy" in part:
+            scaled["entropy"] = (part["entropy"] + lower * part["total"]) * factor
+        if "squares" in part:
+            scaled["squares"] = part["squares"] * factor * factor
+        return scaled
+
+    def merged(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
+        largest = jnp.maximum(a["max"], b["max"])
+        return {"max": largest} | jax.tree.map(jnp.add, rescaled(a, largest), rescaled(b, largest))
+
+    start = {name: jnp.asarray(IMPOSSIBLE if name == "max" else 0, logits.dtype) for name in columns}
+    new = merged(before, lax.reduce(columns, start, merged, (1,)))
+    policy = PartialSoftmax(new["max"], new["total"])
+    return sums._replace(
+        policy=policy, target=new.get("target"), entropy=new.get("entropy"), squares=new.get("squares")
+    )
 
 
 def _merge_softmax(part: PartialSoftmax, axes: MeshAxes) -> tuple[PartialSoftmax, Array]:
@@ -326,8 +374,10 @@ def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Su
             tokens, before = device.get_tile(index, (device.tokens, sums))
             policy, ref = device.logits(chunk, tokens)
             pair = (policy.values, None if ref is None else ref.values)
-            new, e, rescale = add_tile(device.spec, before, pair, chunk, tokens)
-            if weighted is not None:
+            if weighted is None:
+                new = add_to_sums(device.spec, before, pair, chunk, tokens)
+            else:
+                new, e, rescale = add_tile(device.spec, before, pair, chunk, tokens)
                 grads = e * (policy.slope * device.constants.logit_scale)
                 more = device.grad_hidden(grads, chunk.head, device.spec.layout)
                 more = device.get_tile(index, weighted) * rescale[:, None] + more

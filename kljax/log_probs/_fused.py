@@ -33,7 +33,7 @@ from kljax.log_probs._backward import (
     vary_alike,
     without_flags,
 )
-from kljax.log_probs._forward import Sums, add_tile, empty_sums, merge, statistics
+from kljax.log_probs._forward import Sums, add_to_sums, empty_sums, merge, statistics
 from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, logit_slope
 from kljax.log_probs._loss_plan import Leaves, LossPlan, Stats
@@ -276,7 +276,7 @@ def _keep_logits(device: DeviceView, tokens: Tokens, logits: _Kept) -> tuple[Sum
         sums, stored = carry
         policy, ref = device.logits(chunk, read)
         values = _Kept(policy.values, None if ref is None else ref.values)
-        new = add_tile(device.spec, sums, (values.policy, values.ref), chunk, read)[0]
+        new = add_to_sums(device.spec, sums, (values.policy, values.ref), chunk, read)
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk.start, axis=1)
         return new, jax.tree.map(write, stored, values)
 

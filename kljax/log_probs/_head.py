@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from kljax._checks import check_at_least, check_choice, check_numbers
 from kljax._typing import ArrayLike, HeadImplementation, HeadLayout, Scalar
 
 Axes = tuple[str, ...]
-Row = TypeVar("Row")
 
 LAYOUTS = get_args(HeadLayout)
 SHAPES = {"dv": "[D, V]", "vd": "[V, D]"}
@@ -52,22 +51,36 @@ class Tile:
         check_at_least("tile.vocab", self.vocab, 1)
 
 
-# By the start of `Device.device_kind`. The rows of the CPU and of Hopper GPUs are the fastest that were timed, those of
-# GPUs by `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
-# `python -m benchmarks.head_aot --tiles`.
-TILES = {
-    "TPU v5 lite": Tile(4096, 3456),
-    "TPU v5": Tile(16384, 896),
-    "TPU v6": Tile(4096, 2304),
-    "TPU": Tile(4096, 2048),
-    "NVIDIA H": Tile(16384, 2048),
-    "NVIDIA": Tile(4096, 2048),
-    "AMD": Tile(4096, 2048),
-    "cpu": Tile(512, 4096),
-}
+class HeadDefaults(NamedTuple):
+    """How a kind of device computes the head.
 
-# Tokens per chunk of a fused loss, whose logits over the whole vocabulary are held; by the start of the kind as well.
-TOKEN_CHUNKS = {"TPU": 4096, "NVIDIA H": 4096, "NVIDIA": 2048, "AMD": 2048, "cpu": 512}
+    Attributes:
+      tile: of logits.
+      token_chunk: tokens per chunk of a fused loss, whose logits over the whole vocabulary are held.
+      one_reduction: whether the statistics of a tile are one reduction of its logits, which then reads them once; else
+        the largest logit comes first, the sums after it.
+    """
+
+    tile: Tile
+    token_chunk: int
+    one_reduction: bool = False
+
+
+ALL_COLUMNS = 2**20
+"""Columns of a tile that has the whole vocabulary."""
+# By the start of `Device.device_kind`. The row of the CPU is the fastest that was timed; that of other GPUs by
+# `python -m benchmarks.accelerator --parts tiles`. Those of TPUs come from the memory plans of their compiler,
+# `python -m benchmarks.head_aot --tiles`; that of Hopper GPUs from the bytes and launches of its plans.
+DEFAULTS = {
+    "TPU v5 lite": HeadDefaults(Tile(4096, 3456), 4096),
+    "TPU v5": HeadDefaults(Tile(16384, 896), 4096),
+    "TPU v6": HeadDefaults(Tile(4096, 2304), 4096),
+    "TPU": HeadDefaults(Tile(4096, 2048), 4096),
+    "NVIDIA H": HeadDefaults(Tile(4096, ALL_COLUMNS), 4096, one_reduction=True),
+    "NVIDIA": HeadDefaults(Tile(4096, 2048), 2048),
+    "AMD": HeadDefaults(Tile(4096, 2048), 2048),
+    "cpu": HeadDefaults(Tile(512, 4096), 512),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,17 +304,7 @@ def device_kind(sharding: HeadSharding | None) -> str:
     return str(jax.devices()[0].device_kind)
 
 
-def default_tile(kind: str) -> Tile:
-    """Returns the row of `TILES` for a kind of device."""
-    return _row_of(TILES, kind)
-
-
-def default_token_chunk(kind: str) -> int:
-    """Returns the row of `TOKEN_CHUNKS` for a kind of device."""
-    return _row_of(TOKEN_CHUNKS, kind)
-
-
-def _row_of(table: Mapping[str, Row], kind: str) -> Row:
-    """Returns the row with the longest name that `kind` starts with, or the row of the CPU."""
-    matches = [name for name in table if kind.startswith(name)]
-    return table[max(matches, key=len, default="cpu")]
+def head_defaults(kind: str) -> HeadDefaults:
+    """Returns the row of `DEFAULTS` with the longest name that `kind` starts with, or the row of the CPU."""
+    matches = [name for name in DEFAULTS if kind.startswith(name)]
+    return DEFAULTS[max(matches, key=len, default="cpu")]

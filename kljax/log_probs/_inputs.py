@@ -17,9 +17,9 @@ from kljax.log_probs._head import (
     HeadSharding,
     Tile,
     as_head,
-    default_tile,
     device_kind,
     embed_axis,
+    head_defaults,
 )
 
 Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
@@ -225,7 +225,7 @@ def prepare(
         layout=head.layout,
         ref_layout=ref.layout,
         vocab_size=vocab_size,
-        tile=default_tile(device_kind(sharding)) if head.tile is None else head.tile,
+        tile=head_defaults(device_kind(sharding)).tile if head.tile is None else head.tile,
         sharding=sharding,
         entropy=entropy is not False,
         entropy_gradient=entropy is True,

@@ -12,7 +12,7 @@ from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Mask, Scalar
 from kljax.log_probs._api import Reference
 from kljax.log_probs._fused import fused_loss
-from kljax.log_probs._head import Head, Tile, default_token_chunk, device_kind
+from kljax.log_probs._head import Head, Tile, device_kind, head_defaults
 from kljax.log_probs._inputs import Constants, Weights, as_reference, completed, prepare, run_on_mesh
 from kljax.log_probs._loss_plan import Leaves, LossPlan, TokenLoss
 from kljax.log_probs._reference import reference_stats
@@ -109,7 +109,7 @@ def token_loss_from_hidden(
         divergence=None if ref is None else ref.direction,
     )
     leaves, tree = _leaves_of(per_token, call.weights.hidden.shape[:-1])
-    size = default_token_chunk(device_kind(call.spec.sharding)) if token_chunk is None else token_chunk
+    size = head_defaults(device_kind(call.spec.sharding)).token_chunk if token_chunk is None else token_chunk
     spec = dataclasses.replace(call.spec, tile=Tile(size, call.spec.tile.vocab))
     plan = LossPlan(spec, token_loss, tree, tuple(x.shape == () for x in leaves))
     implementation = {"tile": fused_loss, "reference": _reference_loss}[call.implementation]

@@ -10,7 +10,7 @@ head. As a whole, each would get a float32 copy (`kljax._narrow`), which takes t
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -75,13 +75,18 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
     Rows are flattened, which takes XLA's CPU backend two thirds of the time of a batched product.
     """
-    tokens = jnp.einsum("...I,IO->...O", _flat(x), kernel)
+    tokens = jnp.einsum("...I,IO->...O", flat(x), kernel)
     return tokens.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def flat(x: jax.Array) -> jax.Array:
     """Flattens [..., D] to tokens [T, D], unless axis context splits the tokens of a row: XLA would gather them."""
     return x if axis_size("tokens") > 1 else x.reshape(-1, x.shape[-1])
+
+
+def whole_along_embed(weights: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Gathers weights with these logical axes along the model width, since rows and the width share mesh axis fsdp."""
+    return constrain(weights, *(None if axis == "embed" else axis for axis in axes))
 
 
 def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -110,7 +115,7 @@ def add_low_rank(x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Arra
       lora_b: [rank, O].
       scale: `LoraConfig.scale`.
     """
-    update = jnp.einsum("...R,RO->...O", jnp.einsum("...I,IR->...R", _flat(x), lora_a), lora_b).reshape(y.shape)
+    update = jnp.einsum("...R,RO->...O", jnp.einsum("...I,IR->...R", flat(x), lora_a), lora_b).reshape(y.shape)
     # Rounds once, after the sum, if the base computes in bfloat16.
     return (y + scale * update).astype(y.dtype)
 
@@ -200,8 +205,8 @@ def int8_matmul(x: jax.Array, kernel: Int8Kernel, axes: tuple[str, str]) -> jax.
 
     Every int8 is exact in bfloat16: the product is scaled afterwards, in float32, so that no weight is rounded.
     """
-    # Rows and the embedding axis share mesh axis fsdp, so the kernel is gathered; as int8, before its cast.
-    qvalue = constrain(kernel.qvalue[...], *(None if axis == "embed" else axis for axis in axes))
+    # As int8, before its cast.
+    qvalue = whole_along_embed(kernel.qvalue[...], axes)
     return over_all_tokens(jnp.multiply, matmul(x, qvalue.astype(x.dtype)), kernel.scale[...])
 
 

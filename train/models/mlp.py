@@ -4,7 +4,8 @@ import jax
 from flax import nnx
 
 from train.models.config import DecoderConfig
-from train.models.layers import InitKey, projection, residual_scale
+from train.models.layers import InitKey, Linear, projection, residual_scale
+from train.models.projections import project
 from train.models.self_attention import LayerContext
 
 
@@ -22,12 +23,17 @@ class DenseMlp(nnx.Module):
             config, "down_proj", sizes[::-1], axes[::-1], key, bias=bias, init_scale=residual_scale(config)
         )
 
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """Lists the projections by their input."""
+        return (self.gate_proj, self.up_proj), (self.down_proj,)
+
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, None]:
         return self.run(x), None
 
     def run(self, x: jax.Array) -> jax.Array:
         """Computes [B, T, D] of [B, T, D]."""
-        return self.down_proj(activate(self.config, self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return project(activate(self.config, gate) * up, self.down_proj)[0]
 
 
 def activate(config: DecoderConfig, x: jax.Array) -> jax.Array:

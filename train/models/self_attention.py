@@ -14,7 +14,8 @@ from train.models.attention import AttentionOptions
 from train.models.attention.spans import Spans
 from train.models.cache import CacheMask, KeyValues, LayerCache
 from train.models.config import DecoderConfig
-from train.models.layers import InitKey, norm, param, projection, residual_scale
+from train.models.layers import InitKey, Linear, norm, param, projection, residual_scale
+from train.models.projections import project
 from train.models.rope import RopeTables, apply_rope
 from train.models.sharding import whole_sequences
 
@@ -78,6 +79,10 @@ class SelfAttention(nnx.Module):
             init_scale=residual_scale(config),
         )
 
+    def projection_groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """Lists the projections by their input."""
+        return (self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)
+
     def __call__(
         self, x: jax.Array, cache: LayerCache | None, sliding: bool | jax.Array, context: LayerContext
     ) -> tuple[jax.Array, KeyValues | LayerCache]:
@@ -87,7 +92,7 @@ class SelfAttention(nnx.Module):
         def heads_of(projected: jax.Array) -> jax.Array:
             return projected.reshape(*x.shape[:-1], -1, config.head_dim)
 
-        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, key, value = project(x, self.q_proj, self.k_proj, self.v_proj)
         if config.wide_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if config.qkv_clip is not None:
@@ -105,4 +110,5 @@ class SelfAttention(nnx.Module):
         scale, softcap = config.attention_scale, config.attention_softcap
         options = AttentionOptions(sliding, scale, softcap, sinks, kernels=config.attention != "xla")
         output = keys.attend(query, context.keys, options)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1)), keys
+        (output,) = project(output.reshape(*x.shape[:-1], -1), self.o_proj)
+        return output, keys

@@ -36,6 +36,7 @@ from train.models.packing import (
     unpack,
     unpack_states,
 )
+from train.models.projections import keep_joined
 from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
 from train.models.sharding import constrain, split_tokens
@@ -243,7 +244,8 @@ class Transformer(nnx.Module):
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
 
-        The program then grows with the depth. Layers that are read in pieces stay in the stack.
+        The program then grows with the depth. Layers that are read in pieces stay in the stack. Weights that `project`
+        joins are joined here, before the loop of decode steps.
         """
         if any(in_pieces(x) for x in jax.tree.leaves(self.layers)):
             return self
@@ -254,6 +256,9 @@ class Transformer(nnx.Module):
                 for number, index in self._stack_indices()
             ]
         )
+        for _, module in nnx.iter_modules(copy.layers):
+            for linears in getattr(module, "projection_groups", tuple)():
+                keep_joined(linears, jnp.dtype(self.config.dtype))
         return copy
 
     def _sequences(

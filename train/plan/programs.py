@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import kljax
-from kljax.log_probs._head import default_tile, default_token_chunk
+from kljax.log_probs._head import head_defaults
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.context import RunContext, make_bare_context
@@ -240,9 +240,9 @@ class AbstractRun:
         config, kind = self.context.config, self.context.mesh.devices.flat[0].device_kind
         rows, completion = config.rows_per_micro_batch(), config.data.max_completion_length
         if fused:
-            tokens = config.log_probs.token_chunk or default_token_chunk(kind)
+            tokens = config.log_probs.token_chunk or head_defaults(kind).token_chunk
         else:
-            tokens = (tile(config.log_probs) or default_tile(kind)).tokens
+            tokens = (tile(config.log_probs) or head_defaults(kind).tile).tokens
         prompt = config.data.max_prompt_length
         experts = self._expert_tiles(rows * (prompt + completion) // config.mesh.context)
         visits = expected_visits(prompt + self.context.plan.layout.group * completion)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kljax
 from kljax import Head, HeadSharding, Tile
-from kljax.log_probs._head import TILES, default_tile, device_kind
+from kljax.log_probs._head import DEFAULTS, HeadDefaults, device_kind, head_defaults
 
 # ---- arguments ----
 
@@ -215,13 +215,13 @@ def test_the_axes_of_a_head_by_its_layout() -> None:
 
 
 def test_the_row_with_the_longest_name_counts() -> None:
-    assert default_tile("TPU v5 lite") == TILES["TPU v5 lite"]
-    assert default_tile("TPU v5") == TILES["TPU v5"]
-    assert default_tile("TPU v5p") == TILES["TPU v5"]
-    assert default_tile("TPU v9") == TILES["TPU"]
-    assert default_tile("NVIDIA H100 80GB HBM3") == default_tile("NVIDIA H200") == TILES["NVIDIA H"]
-    assert default_tile("NVIDIA A100-SXM4-80GB") == TILES["NVIDIA"]
-    assert default_tile("cpu") == default_tile("something else") == TILES["cpu"]
+    assert head_defaults("TPU v5 lite") == DEFAULTS["TPU v5 lite"]
+    assert head_defaults("TPU v5") == DEFAULTS["TPU v5"]
+    assert head_defaults("TPU v5p") == DEFAULTS["TPU v5"]
+    assert head_defaults("TPU v9") == DEFAULTS["TPU"]
+    assert head_defaults("NVIDIA H100 80GB HBM3") == head_defaults("NVIDIA H200") == DEFAULTS["NVIDIA H"]
+    assert head_defaults("NVIDIA A100-SXM4-80GB") == DEFAULTS["NVIDIA"]
+    assert head_defaults("cpu") == head_defaults("something else") == DEFAULTS["cpu"]
 
 
 def test_device_kind_is_read_from_the_mesh() -> None:
@@ -245,7 +245,7 @@ def test_device_kind_is_read_from_the_mesh() -> None:
 
 @pytest.mark.parametrize("tile", [None, Tile(2, 3)])
 def test_explicit_tile_is_used(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TILES, "cpu", Tile(2, 3))
+    monkeypatch.setitem(DEFAULTS, "cpu", HeadDefaults(Tile(2, 3), 512))
     hidden, head = jnp.ones((4, 7), jnp.float32), jnp.ones((7, 6), jnp.float32)
     program = jax.make_jaxpr(lambda h, w: kljax.log_probs_from_hidden(h, Head(w, tile=tile), jnp.zeros(4, jnp.int32)))
     assert "f32[2,3] = dot_general" in str(program(hidden, head))
