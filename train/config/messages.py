@@ -108,6 +108,8 @@ def _near_fields(path: str) -> list[str]:
             with_words.setdefault(likeness, []).append(field)
     if spelled:
         return spelled[max(spelled)]
+    # Of fields of its name, the one outside of all sections is the usual one.
+    elsewhere = [name] if name in elsewhere else elsewhere
     return [*(elsewhere if len(elsewhere) <= 2 else []), *(with_words[max(with_words)] if with_words else [])]
 
 

@@ -65,8 +65,9 @@ def traced(request):
 
 
 def operands(jaxpr: Any, primitive: str) -> list[str]:
-    """The type of the first operand of every equation of a primitive."""
-    return [str(eqn.invars[0].aval.dtype) for eqn in all_of(jaxpr) if eqn.primitive.name == primitive]
+    """The type of the first operand of every equation of a primitive; slots and lengths are not meant."""
+    types = [eqn.invars[0].aval.dtype for eqn in all_of(jaxpr) if eqn.primitive.name == primitive]
+    return [str(dtype) for dtype in types if jnp.issubdtype(dtype, jnp.floating)]
 
 
 def of_size(equation: Any, size: int) -> bool:
