@@ -21,6 +21,8 @@ Array = jax.Array
 BLOCK = 64
 """Slots of a block: 64 x 64 scores of heads of 128 fit the registers of four warps."""
 LOWEST = -1e30
+_WITH_DOT: Any = triton if hasattr(triton, "dot") else pl
+"""The module with the product, which depends on the release of JAX."""
 
 
 class TritonStatics(NamedTuple):
@@ -161,7 +163,8 @@ def _call(
 
 
 def _dot(first: Array, second: Array) -> Array:
-    return triton.dot(first, second) if hasattr(triton, "dot") else pl.dot(first, second)
+    product: Array = _WITH_DOT.dot(first, second)
+    return product
 
 
 def _scores(query: Array, key: Array, statics: TritonStatics) -> tuple[Array, Array | None]:
