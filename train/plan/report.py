@@ -13,7 +13,7 @@ from train.plan.compiler.buffers import Buffer, largest_buffers
 from train.plan.compiler.collectives import bytes_by_kind, collectives, sent
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.lowering import CompiledProgram, DoesNotFitError, compile_program
-from train.plan.compiler.schedule import Seconds, schedule_seconds
+from train.plan.compiler.schedule import ProgramSeconds, schedule_seconds
 from train.plan.compiler.topology import Topology
 from train.plan.compiler.traffic import count_traffic
 from train.plan.compiler.work import Work
@@ -57,7 +57,7 @@ class ProgramReport:
     temporary: int = 0
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     work: Work = dataclasses.field(default_factory=Work)
-    seconds: Seconds = dataclasses.field(default_factory=Seconds)
+    seconds: ProgramSeconds = dataclasses.field(default_factory=ProgramSeconds)
     exchanged: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     compile_seconds: float = 0.0
     buffers: Sequence[Buffer] = ()

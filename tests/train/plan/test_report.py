@@ -13,7 +13,7 @@ from tests.tiny import config_of, mesh_of
 from train.plan.__main__ import main
 from train.plan.compiler.buffers import Buffer
 from train.plan.compiler.lowering import compile_program
-from train.plan.compiler.schedule import Seconds
+from train.plan.compiler.schedule import ProgramSeconds
 from train.plan.compiler.topology import parse_topology
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, ProgramReport, markdown, report, summary, tables
@@ -110,7 +110,7 @@ def test_programs_within_and_beyond_memory_are_reported():
 
 
 def test_a_step_takes_the_sum_of_its_programs():
-    actual = make(program(seconds=Seconds(2, 1)), program("score", seconds=Seconds(1.5, 0.5)))
+    actual = make(program(seconds=ProgramSeconds(2, 1)), program("score", seconds=ProgramSeconds(1.5, 0.5)))
     assert math.isclose(actual.seconds, 5)
     plain = json.loads(json.dumps(actual.to_json()))
     assert plain["least_seconds"] == pytest.approx(5)

@@ -332,12 +332,12 @@ def test_completion_of_other_weights_is_an_error(engines):
             text = json.loads(answer[1]) | {"metadata": {"weight_version": "old"}}
             return 200, json.dumps(text)
 
-    class Spans(FakeEngine):
+    class OldTokens(FakeEngine):
         def _choice(self, body: dict) -> dict:
             spans = [{"version": version, "start": 0, "end": 1} for version in (self.label, "old")]
             return super()._choice(body) | ({"weight_versions": spans} if self.label != PLAIN else {})
 
-    for kind in (Old, Spans):
+    for kind in (Old, OldTokens):
         with (
             serving(kind()) as url,
             opened(f"url: '{url}'") as (context, source),

@@ -12,7 +12,7 @@ from train.plan.compiler.traffic import Kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class Seconds:
+class ProgramSeconds:
     """The least time of a program on one device, at published rates.
 
     Attributes:
@@ -28,18 +28,18 @@ class Seconds:
         """Returns the sum."""
         return self.kernels + self.exposed
 
-    def __add__(self, other: "Seconds") -> "Seconds":
+    def __add__(self, other: "ProgramSeconds") -> "ProgramSeconds":
         """Adds the time of another program."""
-        return Seconds(self.kernels + other.kernels, self.exposed + other.exposed)
+        return ProgramSeconds(self.kernels + other.kernels, self.exposed + other.exposed)
 
-    def __mul__(self, times: float) -> "Seconds":
+    def __mul__(self, times: float) -> "ProgramSeconds":
         """Repeats the program."""
-        return Seconds(self.kernels * times, self.exposed * times)
+        return ProgramSeconds(self.kernels * times, self.exposed * times)
 
 
 def schedule_seconds(
     module: HloModule, device: Device, islands: Sequence[int], expected: Mapping[str, float] | None = None
-) -> Seconds:
+) -> ProgramSeconds:
     """Walks the schedule of a program.
 
     Exchanges take the links one after the other, each for its bytes over their rate. A synchronous one is exposed; of
@@ -61,19 +61,19 @@ def schedule_seconds(
         moved = kernels.moved(instruction, shapes)
         return max(kernel_flops(module, instruction, shapes) / device.flops, moved / device.bandwidth)
 
-    def control_seconds(instruction: Instruction) -> Seconds:
-        total = Seconds()
+    def control_seconds(instruction: Instruction) -> ProgramSeconds:
+        total = ProgramSeconds()
         for _, name in instruction.computations:
             if name in module.computations:
                 total += of_computation(name)
         return total * (trip_count(module, instruction, expected) if instruction.opcode == "while" else 1)
 
     @functools.cache
-    def of_computation(name: str) -> Seconds:
+    def of_computation(name: str) -> ProgramSeconds:
         instructions = module.computations[name]
         shapes = {instruction.name: instruction.shape for instruction in instructions}
         waits = _waits(module, instructions)
-        total = Seconds()
+        total = ProgramSeconds()
         links_free = 0.0
         ends: dict[str, float] = {}
         for number, instruction in enumerate(instructions):
@@ -87,9 +87,9 @@ def schedule_seconds(
                     ends[key] = links_free
             # A synchronous exchange moves in memory what it sends, at a higher rate.
             if not collectives or instruction.opcode == "fusion":
-                total += Seconds(kernels=kernel_seconds(instruction, shapes))
+                total += ProgramSeconds(kernels=kernel_seconds(instruction, shapes))
             for key in waits.get(number, ()):
-                total += Seconds(exposed=max(0.0, ends.get(key, 0.0) - total.total))
+                total += ProgramSeconds(exposed=max(0.0, ends.get(key, 0.0) - total.total))
         return total
 
     return of_computation(module.entry)

@@ -4,7 +4,7 @@ import pytest
 
 from train.models.devices import Device
 from train.plan.compiler.hlo import parse
-from train.plan.compiler.schedule import Seconds, schedule_seconds
+from train.plan.compiler.schedule import ProgramSeconds, schedule_seconds
 
 # A kernel that reads and writes f32[25] takes 2 s, one that multiplies f32[5,5] with itself 5 s, and 3 for its bytes.
 # The missing half of f32[50] takes 1 s on the links, the missing three quarters of f32[100] 3 s.
@@ -17,7 +17,7 @@ DONE = "%e{0} = f32[50]{{0}} all-gather-done(%s{0})"
 GATHER = f"%g{{}} = f32[50]{{{{0}}}} all-gather(%a), {PAIRS}"
 
 
-def seconds(*lines: str, others: str = "", islands: tuple[int, ...] = (0, 0, 0, 0)) -> Seconds:
+def seconds(*lines: str, others: str = "", islands: tuple[int, ...] = (0, 0, 0, 0)) -> ProgramSeconds:
     body = "\n".join(
         f"  {line}" for line in ("%a = f32[25]{0} parameter(0)", "%m = f32[5,5]{1,0} parameter(1)", *lines)
     )
