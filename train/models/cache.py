@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from train.models.attention import AttentionOptions, attend
-from train.models.attention.spans import Spans
+from train.models.attention.spans import Spans, capped
 from train.models.packing import token_positions
 from train.models.sharding import constrain, split_by_hand
 
@@ -235,9 +235,7 @@ class SlotCache:
         wide = jnp.promote_types(query.dtype, jnp.float32)
         scores = jnp.einsum("BKGH,BKHS->BKGS", query, self.key, preferred_element_type=wide)
         scores = scores * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
-        if options.softcap is not None:
-            scores = options.softcap * jnp.tanh(scores / options.softcap)
-        return jnp.where(mask, scores, jnp.finfo(wide).min / 2)
+        return jnp.where(mask, capped(scores, options.softcap)[0], jnp.finfo(wide).min / 2)
 
 
 @jax.tree_util.register_dataclass

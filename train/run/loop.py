@@ -122,7 +122,8 @@ def rl_step(
     began = time.perf_counter()
     enter(step + 1, "rollout")
     run_together("rollout", lambda: source.update(*sampling_policy(state, frozen.base)))
-    with nullcontext() if interrupt is None else interrupt.leaving_steps():
+    leaving = nullcontext if interrupt is None else interrupt.leaving_steps
+    with leaving():
         drawn = draw(context, source, step)
     context.layout.release()
 
@@ -139,7 +140,7 @@ def rl_step(
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
-    with nullcontext() if interrupt is None else interrupt.leaving_steps():
+    with leaving():
         leave_if_stopping(together=True)
 
     enter(step + 1, "update")

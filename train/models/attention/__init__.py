@@ -24,7 +24,7 @@ from train.models.attention.dense import attend_densely
 from train.models.attention.spans import Spans
 from train.models.attention.tpu import LANES, tpu_attention
 from train.models.attention.triton import BLOCK, triton_attention
-from train.models.sharding import axis_index, axis_size, device_kind, divides, mesh_is_set, partition_spec
+from train.models.sharding import axis_index, axis_size, device_kind, divides, split_by_hand
 
 Implementation: TypeAlias = Literal["tpu", "cudnn", "triton", "blocks", "dense"]
 CPU_BLOCK = 128
@@ -150,8 +150,5 @@ def _over_mesh(
         return function(query, key, value, end, start, first, sinks=sinks[0] if sinks else None, **options)
 
     operands = (query, key, value, end, start, *(() if sinks is None else (sinks,)))
-    if mesh_is_set():
-        axes = (_QUERIES, _KEYS, _KEYS, ("rows",), ("rows", "tokens"), *(() if sinks is None else (("heads",),)))
-        specs = tuple(map(partition_spec, axes))
-        on_device = jax.shard_map(on_device, in_specs=specs, out_specs=specs[0], check_vma=False)
-    return on_device(*operands)[:, :width]
+    axes = (_QUERIES, _KEYS, _KEYS, ("rows",), ("rows", "tokens"), *(() if sinks is None else (("heads",),)))
+    return split_by_hand(on_device, axes, _QUERIES)(*operands)[:, :width]

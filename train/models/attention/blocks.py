@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.models.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import capped, is_key, needed_blocks, visits
 
 Array = jax.Array
 LOOP = "key_blocks"
@@ -182,11 +182,7 @@ def _over_queries(
 def _scores(statics: _Statics, query: Array, key: Array) -> tuple[Array, Array | None]:
     """Computes the scores [K, G c, c] of two blocks in float32 at least, and the slope of the cap."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("KTH,KSH->KTS", query, key, preferred_element_type=wide)
-    if statics.softcap is None:
-        return scores, None
-    tanh = jnp.tanh(scores / statics.softcap)
-    return statics.softcap * tanh, 1 - tanh * tanh
+    return capped(jnp.einsum("KTH,KSH->KTS", query, key, preferred_element_type=wide), statics.softcap)
 
 
 def _by_query(sinks: Array, query: Array, dtype: Any) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from train.models.attention.spans import Spans, is_key
-from train.models.sharding import mesh_is_set, partition_spec
+from train.models.sharding import split_by_hand
 
 Array = jax.Array
 _ROWS, _QUERIES, _KEYS = ("rows",), ("rows", None, "heads", None), ("rows", None, "kv_heads", None)
@@ -34,7 +34,7 @@ def cudnn_rows(query: Array, key: Array, value: Array, spans: Spans, sliding: bo
                 implementation="cudnn",
             )
 
-        return _over_mesh(local, (_QUERIES, _KEYS, _KEYS, _ROWS))
+        return split_by_hand(local, (_QUERIES, _KEYS, _KEYS, _ROWS), _QUERIES)
 
     operands = query, key, value, spans.lengths
     if isinstance(sliding, bool):
@@ -68,17 +68,9 @@ def cudnn_groups(query: Array, key: Array, value: Array, spans: Spans, sliding: 
     def local(query: Array, key: Array, value: Array, mask: Array) -> Array:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="cudnn")
 
-    run = _over_mesh(local, (_QUERIES, _KEYS, _KEYS, _ROWS))
+    run = split_by_hand(local, (_QUERIES, _KEYS, _KEYS, _ROWS), _QUERIES)
     of_prompts = mask(*(x[:, :prompt] for x in (slots, slots, end, start)))
     first = run(query[:, :prompt], key[:, :prompt], value[:, :prompt], of_prompts)
     of_completions = mask(completions(slots), with_prompts(slots), with_prompts(end), completions(start))
     later = run(completions(query), with_prompts(key), with_prompts(value), of_completions)
     return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
-
-
-def _over_mesh(function: Callable[..., Array], axes: tuple[tuple[str | None, ...], ...]) -> Callable[..., Array]:
-    """Runs a kernel on every device's own rows and heads, which the compiler cannot split."""
-    if not mesh_is_set():
-        return function
-    specs = tuple(map(partition_spec, axes))
-    return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)

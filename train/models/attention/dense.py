@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.models.attention.spans import dense_mask
+from train.models.attention.spans import capped, dense_mask
 
 QUERIES, MOST_BLOCKS = 64, 8
 """Queries of a block, at least, and most blocks of a row: a block reads no key after its last query."""
@@ -53,8 +53,7 @@ def _attend(
     grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=wide) * scale
-    capped = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    masked = jnp.where(mask[:, None, None], capped, jnp.finfo(wide).min / 2)
+    masked = jnp.where(mask[:, None, None], capped(scores, softcap)[0], jnp.finfo(wide).min / 2)
     if sinks is None:
         weights = jax.nn.softmax(masked, axis=-1)
     else:

@@ -48,6 +48,14 @@ def is_key(queries: jax.Array, keys: jax.Array, end: jax.Array, start: jax.Array
     return (start <= keys) & (keys <= queries) & (queries < end)
 
 
+def capped(scores: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Array | None]:
+    """Caps scores z to `softcap * tanh(z / softcap)`, and returns its slope; without a cap the scores and None."""
+    if softcap is None:
+        return scores, None
+    tanh = jnp.tanh(scores / softcap)
+    return softcap * tanh, 1 - tanh * tanh
+
+
 def dense_mask(end: jax.Array, start: jax.Array, first: int | jax.Array = 0) -> jax.Array:
     """Computes the mask [R, T, W] of queries from slot `first` on, with `end` [R, W] and `start` [R, T]."""
     slots, queries = jnp.arange(end.shape[-1]), first + jnp.arange(start.shape[-1])

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from train.models.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import capped, is_key, needed_blocks, visits
 
 Array = jax.Array
 LANES, SUBLANES = 128, 8
@@ -27,7 +27,7 @@ NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
 
 class TpuStatics(NamedTuple):
-    """What a program is compiled for."""
+    """Arguments that are constants in the compiled kernels."""
 
     softcap: float | None
     block: int
@@ -229,14 +229,6 @@ def _tiled(x: Array, columns: int) -> Array:
     return jnp.tile(x, (1, -(-columns // LANES)))[:, :columns]
 
 
-def _capped(scores: Array, statics: TpuStatics) -> tuple[Array, Array | None]:
-    """Caps the scores, and returns the slope of the cap."""
-    if statics.softcap is None:
-        return scores, None
-    tanh = jnp.tanh(scores / statics.softcap)
-    return statics.softcap * tanh, 1 - tanh * tanh
-
-
 def _dot(first: Array, second: Array, dims: Any) -> Array:
     return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
 
@@ -272,7 +264,7 @@ def _forward_kernel(
     @pl.when(s < count_ref[r, i])
     def visit() -> None:
         j = table_ref[r, i, s]
-        scores, _ = _capped(_dot(q_ref[...], k_ref[...], NT), statics)
+        scores, _ = capped(_dot(q_ref[...], k_ref[...], NT), statics.softcap)
         seen = _seen(i, j, first_ref[0], end_ref[:1], _tiled(start_ref[...], block), (block, block), 0)
         scores = jnp.where(seen, scores, LOWEST)
         higher = jnp.maximum(top_ref[...], scores.max(1)[:, None])
@@ -317,7 +309,7 @@ def _query_kernel(
     @pl.when(s < count_ref[r, i])
     def visit() -> None:
         j, key = table_ref[r, i, s], k_ref[...]
-        scores, slope = _capped(_dot(q_ref[...], key, NT), statics)
+        scores, slope = capped(_dot(q_ref[...], key, NT), statics.softcap)
         seen = _seen(i, j, first_ref[0], end_ref[:1], _tiled(start_ref[...], block), (block, block), 0)
         weights = jnp.where(seen, jnp.exp(scores - jnp.expand_dims(logsum_ref[0], -1)), 0)
         d_scores = weights * (_dot(cotangent_ref[...], v_ref[...], NT) - jnp.expand_dims(delta_ref[0], -1))
@@ -361,7 +353,7 @@ def _key_kernel(
     def visit() -> None:
         i, query, cotangent = table_ref[r, j, s], q_ref[...], cotangent_ref[...]
         # Scores are [keys, queries] here, so that no product transposes them.
-        scores, slope = _capped(_dot(k_ref[...], query, NT), statics)
+        scores, slope = capped(_dot(k_ref[...], query, NT), statics.softcap)
         seen = _seen(i, j, first_ref[0], _tiled(end_ref[...], block), start_ref[:1], (block, block), 1)
         weights = jnp.where(seen, jnp.exp(scores - logsum_ref[...]), 0)
         d_scores = weights * (_dot(v_ref[...], cotangent, NT) - delta_ref[...])

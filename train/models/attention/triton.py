@@ -26,7 +26,7 @@ _WITH_DOT: Any = triton if hasattr(triton, "dot") else pl
 
 
 class TritonStatics(NamedTuple):
-    """What a program is compiled for."""
+    """Arguments that are constants in the compiled kernels."""
 
     scale: float
     softcap: float | None

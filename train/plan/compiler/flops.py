@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from train.plan.compiler.hlo import HloModule, Instruction, array_sizes, executions
+from train.plan.compiler.hlo import CONTROL, HloModule, Instruction, array_sizes, executions
 
 Sizes = tuple[int, ...]
 _SLOTS = {"slots_forward_kernel": 2, "slots_query_kernel": 3, "slots_key_kernel": 4}
@@ -31,10 +31,11 @@ def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) 
       expected: iterations of loops that depend on data, see `hlo.trip_count`.
     """
     total = 0.0
-    for name, times in executions(module, expected=expected).items():
+    for name, times in executions(module, kernels=False, expected=expected).items():
         if times:
+            kernels = [x for x in module.computations[name] if x.opcode not in CONTROL]
             shapes = {instruction.name: instruction.shape for instruction in module.computations[name]}
-            total += times * sum(_flops(instruction, shapes) for instruction in module.computations[name])
+            total += times * sum(kernel_flops(module, kernel, shapes) for kernel in kernels)
     return total
 
 

@@ -72,15 +72,15 @@ def schedule_seconds(
     def of_computation(name: str) -> ProgramSeconds:
         instructions = module.computations[name]
         shapes = {instruction.name: instruction.shape for instruction in instructions}
-        waits = _waits(module, instructions)
+        collectives_of = [_collectives_of(module, instruction) for instruction in instructions]
+        waits = _waits(instructions, collectives_of)
         total = ProgramSeconds()
         links_free = 0.0
         ends: dict[str, float] = {}
-        for number, instruction in enumerate(instructions):
+        for number, (instruction, collectives) in enumerate(zip(instructions, collectives_of, strict=True)):
             if instruction.opcode in CONTROL:
                 total += control_seconds(instruction)
                 continue
-            collectives = _collectives_of(module, instruction)
             for key, collective in collectives.items():
                 if key not in ends:
                     links_free = max(links_free, total.total) + exchange_seconds(collective)
@@ -110,15 +110,16 @@ def _collectives_of(module: HloModule, instruction: Instruction) -> dict[str, Co
     return found
 
 
-def _waits(module: HloModule, instructions: Sequence[Instruction]) -> dict[int, list[str]]:
+def _waits(
+    instructions: Sequence[Instruction], collectives_of: Sequence[Mapping[str, Collective]]
+) -> dict[int, list[str]]:
     """Returns the exchanges for which the program waits at each instruction.
 
     It waits for an asynchronous one at its "-done", or at the last fusion with a step of it; for another at once.
     """
     last: dict[str, int] = {}
-    for number, instruction in enumerate(instructions):
-        for key in _collectives_of(module, instruction):
-            last[key] = number
+    for number, (instruction, collectives) in enumerate(zip(instructions, collectives_of, strict=True)):
+        last |= dict.fromkeys(collectives, number)
         if instruction.opcode.endswith("-done") and instruction.operands and instruction.operands[0] in last:
             last[instruction.operands[0]] = number
     # What nobody waits for here, the next iteration of a loop may wait for.

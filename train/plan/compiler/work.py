@@ -19,15 +19,6 @@ class Work:
     links: float = 0.0
     network: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        """Adds the work of another program."""
-        return Work(
-            *(
-                mine + other_part
-                for mine, other_part in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-            )
-        )
-
     def __mul__(self, times: float) -> "Work":
         """Repeats the work."""
         return Work(*(times * value for value in dataclasses.astuple(self)))
