@@ -26,7 +26,7 @@ from benchmarks.harness import cli, machine
 from benchmarks.harness.report import Check, Report, ratio, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, init_params, routed_hidden_states, stored_head, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params, slot_states, stored_head, token_stats
 from train.rl.token_fields import ROUTES
 from train.rollouts.sampler import Sampling, sample
 
@@ -139,7 +139,7 @@ def _draw(model: Decoder, params: Any, size: RoutingSizes, seed: int) -> tuple[S
     }
     drawn = jax.jit(lambda params: sample(model, kljax.Policy(params), *arguments, **options))(params)
     fields = {name: x for name, x in drawn.fields.items() if name == ROUTES}
-    return Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields["log_probs"]
+    return Sequences.rows(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields["log_probs"]
 
 
 @functools.cache
@@ -162,9 +162,9 @@ def _comparison(size: RoutingSizes, dense: bool) -> Callable[..., dict[str, Arra
         assert mask is not None
         rows = dataclasses.replace(sequences, fields={} if routes is None else {ROUTES: routes})
         policy, drawing = (ScoredPolicy(model, kljax.Policy(p)) for model, p in ((trainer, params), (sampler, sampled)))
-        hidden, routed = routed_hidden_states(policy, rows)
+        hidden, routed = slot_states(policy, rows)
         stats, _ = token_stats(policy, rows, temperature=1.0, hidden=hidden)
-        of_sampler, _ = routed_hidden_states(drawing, sequences)
+        of_sampler, hidden = hidden_states(drawing, sequences), rows.forest.gather(hidden)
         exact = kljax.token_kl(
             of_sampler,
             stored_head(sampler, sampled).astype(of_sampler.dtype),

@@ -114,11 +114,13 @@ def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
     assert full.config == dataclasses.replace(model.config, lora=None)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
     stats = jax.jit(functools.partial(token_stats, temperature=1.0))
-    expected = stats(ScoredPolicy(model, saved.policy(model, mesh, saved.config.steps)), Sequences(tokens, mask))[
+    expected = stats(ScoredPolicy(model, saved.policy(model, mesh, saved.config.steps)), Sequences.rows(tokens, mask))[
         0
     ].log_prob
-    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences(tokens, mask))[0].log_prob
-    base = stats(ScoredPolicy(model, saved.policy(model, mesh, 0)), Sequences(tokens, mask))[0].log_prob
+    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences.rows(tokens, mask))[
+        0
+    ].log_prob
+    base = stats(ScoredPolicy(model, saved.policy(model, mesh, 0)), Sequences.rows(tokens, mask))[0].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert np.abs(expected - base).max() > 1e-4
 

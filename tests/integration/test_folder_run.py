@@ -65,7 +65,7 @@ def log_probs(config_path: Path, overrides: list[str], *policies_of) -> list[np.
     tokens = np.random.default_rng(0).integers(0, 320, (2, 12)).astype(np.int32)
     score = jax.jit(
         lambda policy: (
-            token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
+            token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, tokens >= 0), temperature=1.0)[0].log_prob
         )
     )
     return [np.asarray(score(policy_of(model, mesh))) for policy_of in policies_of]

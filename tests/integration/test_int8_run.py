@@ -92,13 +92,15 @@ def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     model, mesh, policy = policy_of(run, STEPS)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
     stats = jax.jit(functools.partial(token_stats, temperature=1.0))
-    expected = stats(ScoredPolicy(model, policy), Sequences(tokens, mask))[0].log_prob
+    expected = stats(ScoredPolicy(model, policy), Sequences.rows(tokens, mask))[0].log_prob
     folder = tmp_path / "merged"
     assert export([str(run), "--to", str(folder), "--merge"]) == 0
     assert "The base was held in int8: these are the weights that it stands for" in capsys.readouterr().out
     full = Decoder(decoder_config(folder))
     assert full.config == dataclasses.replace(model.config, lora=None, quantization=None)
-    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences(tokens, mask))[0].log_prob
+    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences.rows(tokens, mask))[
+        0
+    ].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert export([str(run), "--to", str(tmp_path / "adapter")]) == 0
     assert "int8" not in capsys.readouterr().out

@@ -78,4 +78,4 @@ def log_probs(folder: Path, tokens: np.ndarray) -> np.ndarray:
     model = Decoder(decoder_config(folder))
     params = load_params(folder, model, mesh)
     with jax.set_mesh(mesh):
-        return score(model, Policy(params), Sequences(tokens, np.ones(tokens.shape, bool)))
+        return score(model, Policy(params), Sequences.rows(tokens, np.ones(tokens.shape, bool)))

@@ -91,7 +91,7 @@ def compare(sampler: Side, trainer: Side, ids: jax.Array, mask: jax.Array, eos_i
         )
 
     drawn = jax.jit(draw)(sampler.policy)
-    sequences = Sequences(drawn.tokens, drawn.token_mask, drawn.completion_mask)
+    sequences = Sequences.rows(drawn.tokens, drawn.token_mask, drawn.completion_mask)
     scored = score(trainer.model, trainer.policy, sequences, temperature=TEMPERATURE)
     where = np.asarray(drawn.completion_mask)
     ratio = (scored.astype(np.float64) - np.asarray(drawn.fields["log_probs"], np.float64))[where]

@@ -18,7 +18,7 @@ def draw_replies(context: RunContext, policy: kljax.Policy, prompts: int, *, gre
     ids, mask = encode_prompts(context.held_out[:prompts], context.tokenizer, config.data.max_prompt_length)
     draw = make_sampler(context, name="replies", greedy=greedy)
     samples = draw(policy, jnp.asarray(ids), jnp.asarray(mask), jax.random.key(config.seed))
-    return Sequences(samples.tokens, samples.token_mask, samples.completion_mask)
+    return Sequences.rows(samples.tokens, samples.token_mask, samples.completion_mask)
 
 
 def score(model: Decoder, policy: kljax.Policy, sequences: Sequences, *, temperature: float = 1.0) -> np.ndarray:

@@ -59,7 +59,9 @@ def score(model: Any, policy: Any) -> np.ndarray:
 
     @jax.jit
     def log_probs(policy: Any) -> jax.Array:
-        return token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
+        return token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, tokens >= 0), temperature=1.0)[
+            0
+        ].log_prob
 
     return np.asarray(log_probs(policy))
 

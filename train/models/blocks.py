@@ -155,17 +155,13 @@ def state_bytes(config: DecoderConfig, tokens: int) -> int:
     return sum(ATTENTIONS[kind.attention].state_bytes(config, tokens) for kind in config.kinds)
 
 
-def check_rows_may_join(config: DecoderConfig, field: str) -> None:
-    """Raises ValueError if a layer cannot run rows that are packed or share prompts.
-
-    Args:
-      config: the shape of the decoder.
-      field: the field of the config that asks for it.
-    """
+def check_rows_may_join(config: DecoderConfig) -> None:
+    """Raises ValueError if a layer cannot run rows that hold several sequences."""
     alone = sorted({kind.attention for kind in config.kinds if not ATTENTIONS[kind.attention].rows_may_join})
     if alone:
         raise ValueError(
-            f"{field}: got true for a model with {' and '.join(alone)} layers, whose rows run one by one; set false"
+            f"optim.packing and optim.share_prompts: expected false for a model with {' and '.join(alone)} layers, "
+            "whose rows run one by one"
         )
 
 

@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from train.models.attention import AttentionOptions, attend
-from train.models.attention.spans import Spans, capped
-from train.models.packing import token_positions
+from train.models.attention.spans import Spans, capped, token_positions
 from train.models.sharding import constrain, split_by_hand
 
 STACK_AXES = ("layers", "rows", "kv_heads", None, None)

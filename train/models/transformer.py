@@ -14,32 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.models.attention import prefers_lengths
-from train.models.attention.spans import Spans
-from train.models.blocks import DecoderLayer, LayerStack, check_rows_may_join, layer_segments, layer_stacks
+from train.models.attention.spans import Spans, row_spans, token_positions
+from train.models.blocks import DecoderLayer, LayerStack, layer_segments, layer_stacks
 from train.models.cache import DecoderState, PromptState, cache_mask
 from train.models.config import DecoderConfig
-from train.models.experts import NO_EXPERT, Routed
+from train.models.experts import Routed
 from train.models.layers import Embed, InitKey, Linear, in_pieces, norm, nth_layer, scanned_layers
-from train.models.packing import (
-    PackedRows,
-    group_spans,
-    left_aligned,
-    left_aligned_spans,
-    pack,
-    pack_rows,
-    packed_positions,
-    packed_spans,
-    reorder,
-    row_spans,
-    token_positions,
-    unpack,
-    unpack_states,
-)
 from train.models.projections import keep_joined
 from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
-from train.models.sharding import constrain, split_tokens
+from train.models.sharding import split_tokens
 
 LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
@@ -114,67 +98,30 @@ class Transformer(nnx.Module):
         hidden, _, routed = self._sequences(tokens, token_mask, positions, routes=routes)
         return hidden, routed
 
-    def grouped(self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int) -> jax.Array:
-        """Computes the hidden states of completions of shared prompts; each prompt goes through the layers once.
-
-        Args:
-          tokens: [B, P + C] int32. The first P columns of each `group` consecutive rows are identical; the first
-            row's are read.
-          token_mask: [B, P + C] bool, True at real tokens; identical in the same columns.
-          prompt: P.
-          group: a divisor of B.
-
-        Returns:
-          [B, P + C, D], equal to `__call__` of the same rows, up to rounding.
-        """
-        return self.routed_groups(tokens, token_mask, prompt=prompt, group=group)[0]
-
-    def routed_groups(
-        self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int, routes: jax.Array | None = None
-    ) -> tuple[jax.Array, Routed | None]:
-        """Computes `grouped` with routes as `routed` takes and returns them; a prompt has its first row's."""
-        check_rows_may_join(self.config, "optim.share_prompts")
-        inputs = (tokens, token_mask, token_positions(token_mask))
-        packed_tokens, real, positions = (pack(x, prompt, group) for x in inputs)
-        spans = group_spans(real, prompt, group, self.config.sliding_window)
-        routes = None if routes is None else pack(routes, prompt, group)
-        states, _, routed = self._run(packed_tokens, real, positions, spans, routes=routes)
-        return jax.tree.map(lambda x: unpack(x, prompt, group), (states, routed))
-
-    def packed(self, tokens: jax.Array, token_mask: jax.Array, packed: PackedRows, *, prompt: int) -> jax.Array:
-        """Computes the hidden states of packed rows; the layers do not pay for padding.
-
-        Args:
-          tokens: [B, P + C] int32, before packing.
-          token_mask: [B, P + C] bool, True at real tokens.
-          packed: their places.
-          prompt: P.
-
-        Returns:
-          [B, P + C, D], equal to `__call__` of the same rows where a token of a completion follows, up to rounding; 0
-          elsewhere.
-        """
-        return self.routed_packed(tokens, token_mask, packed, prompt=prompt)[0]
-
-    def routed_packed(
+    def run(
         self,
         tokens: jax.Array,
-        token_mask: jax.Array,
-        packed: PackedRows,
+        real: jax.Array,
+        positions: jax.Array,
+        spans: Spans,
         *,
-        prompt: int,
         routes: jax.Array | None = None,
     ) -> tuple[jax.Array, Routed | None]:
-        """Computes `packed` with routes as `routed` takes them; a prompt has the routes of its own row.
+        """Computes the hidden states of slots, each after what its span lets it attend to.
 
-        `Routed` has arrays [R, W, L, ...] of the packed rows.
+        Args:
+          tokens: [R, W] int32.
+          real: [R, W] bool, True at slots with a token; the values of others reach nothing.
+          positions: [R, W] int32, of each token in its sequence.
+          spans: what each slot attends to.
+          routes: [R, W, L, k] int, as in `routed`.
+
+        Returns:
+          [R, W, D], finite but meaningless at slots without a token; and `Routed` with arrays [R, W, L, ...], None for
+          a decoder without experts.
         """
-        check_rows_may_join(self.config, "optim.packing")
-        spans = packed_spans(token_mask, packed, prompt, self.config.sliding_window)
-        real, positions = pack_rows(token_mask, packed), packed_positions(token_mask, packed)
-        routes = None if routes is None else pack_rows(routes, packed, NO_EXPERT)
-        states, _, routed = self._run(pack_rows(tokens, packed), real, positions, spans, routes=routes)
-        return unpack_states(states, token_mask, packed, prompt), routed
+        hidden, _, routed = self._run(tokens, real, positions, spans, routes=routes)
+        return hidden, routed
 
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
@@ -270,19 +217,10 @@ class Transformer(nnx.Module):
         keep: bool = False,
         routes: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
-        window = self.config.sliding_window
         if positions is None:
             positions = token_positions(token_mask)
-        if keep or self.config.attention == "xla" or not prefers_lengths():
-            return self._run(tokens, token_mask, positions, row_spans(token_mask, window), keep=keep, routes=routes)
-        order, inverse = left_aligned(token_mask)
-        tokens, token_mask, positions, routes = jax.tree.map(
-            lambda x: reorder(x, order, inverse), (tokens, token_mask, positions, routes)
-        )
-        spans = left_aligned_spans(token_mask, window)
-        hidden, new, routed = self._run(tokens, token_mask, positions, spans, routes=routes)
-        hidden, routed = jax.tree.map(lambda x: reorder(x, inverse, order), (hidden, routed))
-        return constrain(hidden, "rows", None, None), new, routed
+        spans = row_spans(token_mask, self.config.sliding_window)
+        return self._run(tokens, token_mask, positions, spans, keep=keep, routes=routes)
 
     def _run(
         self,

@@ -21,16 +21,16 @@ from train.config.plan import Plan
 from train.config.schema import Config, LogProbs
 from train.config.types import Aggregation, EmptyRows
 from train.models import Decoder
-from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, ROLLOUT_KL_MAX, largest_of
 from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single
-from train.rl.policy import ScoredPolicy, Sequences, fused_loss, routed_hidden_states, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, fused_loss, slot_states, token_stats, token_values
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
 from train.rl.sampling_bias import measure_sampling_bias
 from train.rl.state import keep_unless, policy_of
+from train.sequences.forest import Forest
 
 Array = jax.Array
 Tree = Any
@@ -244,10 +244,10 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     """Makes the loss of one micro-batch, `sum_t weight_t * (w_t * policy + sum_k coef_k * term_k)_t`, with its metrics.
 
     The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections. A loss that
-    treats tokens alone is fused with the LM head.
+    treats tokens alone is fused with the LM head, unless sequences share trained tokens.
 
     The signature is `objective(trainable, base, batch, coefficients, ref_head, *, packed, totals)`; `ref_head` comes
-    from `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any;
+    from `reference_head`, for the exact KL; `packed` are slots of the sequences, if those of the layout are not meant;
     `totals` of the update are for router losses, None if the micro-batch is all of it. Gradient: to `trainable` only.
     Metrics are treated as constants.
     """
@@ -265,7 +265,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         coefs: Coefficients,
         ref_head: kljax.Head | None = None,
         *,
-        packed: PackedRows | None = None,
+        packed: Forest | None = None,
         totals: RouterTotals | None = None,
     ) -> tuple[Array, LossMetrics]:
         policy = ScoredPolicy(model, policy_of(trainable, base))
@@ -274,8 +274,9 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}
         routed = None
         if model.config.experts is not None:
-            options["hidden"], routed = routed_hidden_states(policy, replayed)
-        if plan.treats_tokens_alone:
+            options["hidden"], routed = slot_states(policy, replayed)
+        shared = sequences.forest.readers.shape[-1] > 1
+        if plan.treats_tokens_alone and not shared:
             options["token_chunk"] = config.log_probs.token_chunk
             score = functools.partial(fused_loss, policy, sequences, **options)
             loss, terms, hidden = _fused_terms(terms_of, score, batch, coefs)
@@ -288,7 +289,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         mask = loss_mask(section, batch)
         kept_mask = _kept(batch)
         if plan.value_head:
-            values = token_values(trainable["value_head"], hidden)
+            values = token_values(trainable["value_head"], hidden, sequences.forest)
             returns, old = required(batch.returns), required(batch.values)
             term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
             reduced["value"] = (kljax.masked(term, kept_mask) * required(batch.token_weights)).sum()
@@ -304,7 +305,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             losses = router_losses(config.routing, routed, replayed, totals)
             loss = loss + sum(coefs[name] * value for name, value in losses.items())
             reduced = reduced | losses
-            metrics |= routing_metrics(model.config, routed, sequences.recorded_routes(), verify=config.routing.verify)
+            counts, recorded = sequences.forest.counts, sequences.recorded_routes()
+            metrics |= routing_metrics(model.config, routed, counts, recorded, verify=config.routing.verify)
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}

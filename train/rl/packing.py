@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 
 from train.config.plan import Plan
 from train.distributed.global_arrays import to_host
-from train.models.packing import PackedRows
 from train.models.sharding import axis_size, replicated
 from train.rl.batch import Batch
+from train.sequences.forest import Forest
+from train.sequences.write_forest import Placed, write_forest
 
 FINER = 8
 """Numbers of packed rows to choose from between a number and its double; each is a program."""
@@ -58,7 +59,7 @@ class Packing(NamedTuple):
     """
 
     rows: np.ndarray
-    packed: PackedRows
+    packed: Forest
     moved: bool
     share: float
 
@@ -74,7 +75,7 @@ class StepPacking(NamedTuple):
     """
 
     score: Mapping[str, Any]
-    updates: Sequence[tuple[Any, PackedRows | None]]
+    updates: Sequence[tuple[Any, Forest | None]]
     metrics: Mapping[str, float]
     programs: Mapping[str, float]
 
@@ -151,7 +152,7 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
         scored = pack_rows(every, parts * config.optim.updates_per_batch, True) if scores else None
         score = {} if scored is None else {"rows": scored.rows if scored.moved else None, "packed": scored.packed}
         chosen = [(rows, pack_rows(np.asarray(rows), parts, plan.rows_move)) for rows in updates]
-        sizes.update(None if packing is None else packing.packed.tokens.shape for _, packing in chosen)
+        sizes.update(None if packing is None else packing.packed.readers.shape for _, packing in chosen)
         shares = [
             lengths.real(np.asarray(rows)) / padded_tokens(len(rows)) if packing is None else packing.share
             for rows, packing in chosen
@@ -212,7 +213,7 @@ def choose_packing(
             order = orders[chosen]
             packed = _write_places(cells, lengths, order[places], fitted[chosen], size)
             moved = places.shape[0] * places.shape[1] > 1
-            share = float((packed.tokens >= 0).mean())
+            share = float((packed.readers[..., 0] >= 0).mean())
             return Packing(order.astype(np.int32), packed, moved, share)
     return None
 
@@ -281,29 +282,28 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
 
 def _write_places(
     cells: Cells, lengths: Lengths, numbers: np.ndarray, fitted: Sequence[list[dict[int, list[int]]]], size: int
-) -> PackedRows:
-    """Writes the places of the rows `numbers` [M, S, n / M S] as arrays, with `size` packed rows in each cell."""
+) -> Forest:
+    """Writes the forest of the rows `numbers` [M, S, n / M S], with `size` packed rows in each cell."""
     count, shards, rows = numbers.shape
-    tokens = np.full((count * shards, size, cells.width), -1, np.int32)
-    prompts = np.tile(np.arange(rows, dtype=np.int32), (count * shards, 1))
-    starts = np.zeros((count * shards, rows, 2), np.int32)
-    for cell, of_cell in enumerate(numbers.reshape(-1, rows)):
-        for at, of_prompts in enumerate(fitted[cell]):
-            column = 0
-            for of_prompt in of_prompts.values():
-                first = of_prompt[0]
-                length = max(int(lengths.prompts[of_cell[first]]), 1)
-                source = first * cells.width + cells.prompt
-                tokens[cell, at, column : column + length] = np.arange(source - length, source)
-                column += length
-                prompts[cell, of_prompt] = first
-                starts[cell, of_prompt, 0] = at * cells.width + column - 1
-                for row in of_prompt:
-                    length = int(lengths.completions[of_cell[row]])
-                    source = row * cells.width + cells.prompt
-                    tokens[cell, at, column : column + length] = np.arange(source, source + length)
-                    starts[cell, row, 1] = at * cells.width + column
-                    column += length
-    # The arrays stay on the host until a program takes them.
-    places: Any = tokens.reshape(count, shards * size, -1), prompts.reshape(count, -1), starts.reshape(count, -1, 2)
-    return PackedRows(places[0], places[1], places[2])
+
+    def placed(row: int, number: int, *, repeats: bool) -> Placed:
+        prompt = int(lengths.prompts[number])
+        length = prompt + int(lengths.completions[number])
+        return Placed(row, cells.prompt - prompt, length, prompt, shared=prompt if repeats else 0)
+
+    units = [
+        [
+            [
+                placed(row, of_cell[row], repeats=place > 0)
+                for of_prompt in of_prompts.values()
+                for place, row in enumerate(of_prompt)
+            ]
+            for of_prompts in fitted[cell]
+        ]
+        for cell, of_cell in enumerate(numbers.reshape(-1, rows))
+    ]
+    columns = cells.width
+    written = write_forest(units, rows=size, width=cells.width, sequences=rows, columns=columns)
+    # Micro-batches lie along a leading axis.
+    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), written)
+    return dataclasses.replace(split, units=shards)

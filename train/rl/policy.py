@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 
 import kljax
 from kljax.checkpoint import named_leaves
-from train.config.plan import ROWS, Layout
+from train.config.plan import Layout
 from train.config.routing import Replay
 from train.models import Decoder, Transformer, ValueHead
+from train.models.blocks import check_rows_may_join
 from train.models.experts import NO_EXPERT, Routed
 from train.models.layers import in_pieces, narrow_logits
-from train.models.packing import PackedRows, pack_rows, packed_counts
 from train.models.sharding import (
     RULES,
     Rules,
@@ -30,7 +30,8 @@ from train.models.sharding import (
     partition_spec,
 )
 from train.rl.batch import Batch
-from train.rl.token_fields import ROUTES, TokenFields
+from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
+from train.sequences.forest import Forest, group_forest, row_forest
 
 Tree = Any
 TRANSPOSED_BYTES = 2**24
@@ -68,7 +69,7 @@ class ScoredPolicy:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Padded rows of tokens, and how they go through the layers and the LM head.
+    """Sequences of tokens, and the slots in which they go through the layers and the LM head.
 
     Attributes:
       tokens: [B, T] int32.
@@ -76,25 +77,46 @@ class Sequences:
       completion_mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
       fields: [B, T, ...] by name, as in `Batch`. With `kept_ids`, log-probs are renormalised over these tokens;
         entropies and the exact KL are over the whole vocabulary.
-      packed: the places of the rows in packed rows, through which the layers run; None: padded rows do.
-      layout: prompt length and groups of the rows, whose prompt goes through the layers once. Columns before
-        `prompt_length` are not scored.
+      forest: the slots.
     """
 
     tokens: jax.Array
     token_mask: jax.Array
+    forest: Forest
     completion_mask: jax.Array | None = None
     fields: TokenFields = dataclasses.field(default_factory=dict)
-    packed: PackedRows | None = None
-    layout: Layout = dataclasses.field(default=ROWS, metadata={"static": True})
 
     @classmethod
-    def of(cls, batch: Batch, layout: Layout, packed: PackedRows | None = None) -> "Sequences":
-        """Returns the rows of a batch, whose completions are scored."""
-        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields, packed, layout)
+    def rows(
+        cls,
+        tokens: jax.Array,
+        token_mask: jax.Array,
+        completion_mask: jax.Array | None = None,
+        fields: TokenFields | None = None,
+    ) -> "Sequences":
+        """Returns sequences in a row of slots each."""
+        return cls(tokens, token_mask, row_forest(jnp.asarray(token_mask)), completion_mask, fields or {})
+
+    @classmethod
+    def of(cls, batch: Batch, layout: Layout, packed: Forest | None = None) -> "Sequences":
+        """Returns the sequences of a batch, whose completions are scored, in packed slots or in those of the layout."""
+        if packed is not None:
+            forest = packed
+        elif layout.group > 1 and divides(len(batch.tokens) // layout.group, "rows"):
+            forest = group_forest(batch.token_mask, layout.prompt_length, layout.group)
+        else:
+            forest = row_forest(batch.token_mask, layout.prompt_length)
+        return cls(batch.tokens, batch.token_mask, forest, batch.completion_mask, batch.fields)
+
+    @property
+    def scored_slots(self) -> jax.Array:
+        """The slots [R, W] whose tokens are scored."""
+        mask = self.token_mask if self.completion_mask is None else self.completion_mask
+        readers = range(self.forest.readers.shape[-1])
+        return functools.reduce(jnp.logical_or, (self.forest.take(mask, reader=reader) for reader in readers))
 
     def for_policy(self, replay: Replay, *, scoring: bool = False) -> "Sequences":
-        """Returns the rows as the trained policy runs them: with their routes, or for routers that choose.
+        """Returns the sequences as the trained policy runs them: with their routes, or for routers that choose.
 
         Args:
           replay: `routing.replay`; with "old_policy" updates use the choice of the scoring pass.
@@ -104,25 +126,14 @@ class Sequences:
         return self if replayed else self.without_routes()
 
     def without_routes(self) -> "Sequences":
-        """Returns the rows for a policy whose routers choose, such as the reference."""
+        """Returns the sequences for a policy whose routers choose, such as the reference."""
         fields = {name: x for name, x in self.fields.items() if name != ROUTES}
         return dataclasses.replace(self, fields=fields)
 
     def recorded_routes(self) -> jax.Array | None:
-        """Returns the recorded routes in the layout of `Routed`: [B, T, L, k], or [R, W, L, k] of packed rows."""
+        """Returns the recorded routes of the slots, [R, W, L, k] as in `Routed`; None without any."""
         routes = self.fields.get(ROUTES)
-        return routes if routes is None or self.packed is None else pack_rows(routes, self.packed, NO_EXPERT)
-
-    def token_counts(self) -> jax.Array:
-        """Counts the rows that have each token of `Routed`, int32: [B, T], or [R, W] of packed rows; 0 at padding.
-
-        Rows with an empty completion, which packed rows leave out, do not count.
-        """
-        prompt = self.layout.prompt_length
-        if self.packed is not None:
-            return packed_counts(self.token_mask, self.packed, prompt)
-        completed = jnp.any(self.token_mask[:, prompt:], axis=-1, keepdims=True)
-        return (self.token_mask & completed).astype(jnp.int32)
+        return None if routes is None else self.forest.take(routes, NO_EXPERT)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) -> Tree:
@@ -220,46 +231,48 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def hidden_states(scored: ScoredPolicy, sequences: Sequences) -> jax.Array:
-    """Computes hidden states [B, T, D]; finite but meaningless at padding.
-
-    With packed rows they are 0 but where a token of a completion follows.
-    """
-    return routed_hidden_states(scored, sequences)[0]
+    """Computes the hidden states of the tokens of sequences, [B, T, D]; 0 at padding."""
+    return sequences.forest.gather(slot_states(scored, sequences)[0])
 
 
-def routed_hidden_states(scored: ScoredPolicy, sequences: Sequences) -> tuple[jax.Array, Routed | None]:
-    """Computes `hidden_states`, with the routes that the rows have, and the choices of all routers.
+def slot_states(scored: ScoredPolicy, sequences: Sequences) -> tuple[jax.Array, Routed | None]:
+    """Computes the hidden states of the slots, with the routes that the sequences have, and the choices of all routers.
 
     Returns:
-      [B, T, D], and `Routed` with arrays [B, T, L, ...], of packed rows [R, W, L, ...]; None without experts.
+      [R, W, D], finite but meaningless at slots without a token, and `Routed` with arrays [R, W, L, ...]; None without
+      experts.
+
+    Raises:
+      ValueError: rows that hold several sequences, for layers that cannot run them.
     """
-    transformer = bind(scored.model, scored.policy)
-    layout = sequences.layout
-    tokens, mask = sequences.tokens, sequences.token_mask
-    routes = None if scored.model.config.experts is None else sequences.fields.get(ROUTES)
-    if sequences.packed is not None:
-        return transformer.routed_packed(tokens, mask, sequences.packed, prompt=layout.prompt_length, routes=routes)
-    if layout.group == 1:
-        return transformer.routed(tokens, mask, routes=routes)
-    return transformer.routed_groups(tokens, mask, prompt=layout.prompt_length, group=layout.group, routes=routes)
+    forest = sequences.forest
+    if forest.joins:
+        check_rows_may_join(scored.model.config)
+    tokens, real = forest.take(sequences.tokens), forest.take(sequences.token_mask)
+    spans = forest.spans(scored.model.config.sliding_window)
+    routes = None if scored.model.config.experts is None else sequences.recorded_routes()
+    return bind(scored.model, scored.policy).run(tokens, real, forest.depth, spans, routes=routes)
 
 
-def paired_hidden_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
-    """Computes hidden states [B, T, D] of a policy and of its base with another adapter, in one pass over the layers.
+def paired_slot_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
+    """Computes `slot_states` of a policy and of its base with another adapter, in one pass over the layers.
 
     The base weights are read, and on a mesh gathered, once for both; activations take twice the memory.
 
     Args:
       scored: base parameters and an adapter.
       adapter: the other adapter, of the same structure; None: off.
-      sequences: the rows.
+      sequences: the sequences.
+
+    Returns:
+      [R, W, D] of each.
     """
     params, first = scored.policy.params, scored.policy.adapter
     second = jax.tree.map(jnp.zeros_like, first) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), first, second)
 
     def run(lora: Tree) -> jax.Array:
-        return hidden_states(ScoredPolicy(scored.model, kljax.Policy(params, lora)), sequences)
+        return slot_states(ScoredPolicy(scored.model, kljax.Policy(params, lora)), sequences)[0]
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
@@ -302,25 +315,24 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
     return logits
 
 
-def _lm_head(scored: ScoredPolicy, sequences: Sequences, tile: kljax.Tile | None) -> kljax.Head:
-    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh."""
+def _lm_head(scored: ScoredPolicy, width: int, tile: kljax.Tile | None) -> kljax.Head:
+    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of rows of W slots."""
     model = scored.model
-    scored_columns = sequences.tokens.shape[1] - sequences.layout.prompt_length
     return kljax.Head(
         stored_head(model, scored.policy.params),
         softcap=model.config.final_softcap,
         layout="vd" if model.config.tie_embeddings else "dv",
-        sharding=_head_sharding(model, scored_columns),
+        sharding=_head_sharding(model, width),
         tile=tile,
     )
 
 
-def _head_sharding(model: Decoder, columns: int) -> kljax.HeadSharding | None:
-    """Returns the sharding of rows, scored columns and head on the mesh; None if no mesh is set."""
+def _head_sharding(model: Decoder, width: int) -> kljax.HeadSharding | None:
+    """Returns the sharding of rows, slots and head on the mesh; None if no mesh is set."""
     if not mesh_is_set():
         return None
     axes = ("vocab", "embed") if model.config.tie_embeddings else ("embed", "vocab")
-    split = axis_size("tokens") > 1 and divides(columns, "tokens")
+    split = axis_size("tokens") > 1 and divides(width, "tokens")
     return kljax.HeadSharding(
         tokens=partition_spec(("rows", "tokens") if split else ("rows",)), head=partition_spec(axes)
     )
@@ -344,21 +356,20 @@ def token_stats(
 
     Args:
       scored: the policy.
-      sequences: the rows, and the tokens of them to score.
+      sequences: the sequences, and the tokens of them to score.
       temperature: the sampling temperature.
       entropy: True also computes entropies; "constant" computes them without a gradient.
       sum_squared_probs: True also computes the sums over the vocabulary of the squared probabilities.
-      reference: hidden states [B, T, D] of the reference, as this function returns them, and its head, for the exact
+      reference: hidden states [B, T, D] of the reference, as `hidden_states` returns them, and its head, for the exact
         KL; a head of None is the policy's, treated as a constant.
       tile: tile size of the chunked LM head; None takes the library's for this kind of device.
-      hidden: the policy's hidden states [B, T, D], if they exist already.
+      hidden: the policy's hidden states [R, W, D], if they exist already.
 
     Returns:
-      `TokenStats` of [B, T] (position t is token t; 0 under the mask and before `prompt_length`) and hidden states
-      [B, T, D].
+      `TokenStats` of [B, T] (position t is token t; 0 at tokens that are not scored) and hidden states [R, W, D].
 
     Raises:
-      ValueError: a prompt length outside 1 to T; both `kept_ids` and `sum_squared_probs`.
+      ValueError: both `kept_ids` and `sum_squared_probs`.
     """
     score: Callable[..., kljax.TokenStats]
     kept_ids = _kept_ids(sequences)
@@ -369,41 +380,36 @@ def token_stats(
     else:
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids)
     if hidden is None:
-        hidden = hidden_states(scored, sequences)
+        hidden, _ = slot_states(scored, sequences)
     inputs = _head_inputs(hidden, sequences, reference)
-    head = _lm_head(scored, sequences, tile)
+    head = _lm_head(scored, hidden.shape[1], tile)
     stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
-    return _from_first(stats, sequences.layout), hidden
+    return _gather_scored(stats, sequences), hidden
+
+
+def _gather_scored(per_slot: Tree, sequences: Sequences) -> Tree:
+    """Gathers arrays [R, W] for the sequences, [B, T], 0 at tokens that are not scored, though another sequence may."""
+    mask = sequences.token_mask if sequences.completion_mask is None else sequences.completion_mask
+    return jax.tree.map(lambda x: jnp.where(mask, sequences.forest.gather(x), 0), per_slot)
 
 
 def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:
-    """Returns the arguments of the head's functions: hidden states, each with the token that it predicts."""
-    tokens = sequences.tokens
-    first = sequences.layout.prompt_length
-    if not 1 <= first <= tokens.shape[1]:
-        raise ValueError(
-            f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"
-        )
-    mask = sequences.token_mask if sequences.completion_mask is None else sequences.completion_mask
-    before = slice(first - 1, tokens.shape[1] - 1)
+    """Returns the arguments of the head's functions: for each slot its token, and the state before it."""
+    forest = sequences.forest
     if reference is not None:
-        reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
-    return {"hidden": hidden[:, before], "targets": tokens[:, first:], "mask": mask[:, first:], "reference": reference}
+        reference = dataclasses.replace(reference, hidden=forest.before(forest.take(jnp.asarray(reference.hidden))))
+    return {
+        "hidden": forest.before(hidden),
+        "targets": forest.take(sequences.tokens),
+        "mask": sequences.scored_slots & (forest.depth > 0),
+        "reference": reference,
+    }
 
 
 def _kept_ids(sequences: Sequences) -> jax.Array | None:
-    """Returns the tokens that the sampler kept in the scored columns; None: log-probs are over the whole vocabulary."""
+    """Returns the tokens that the sampler kept at each slot; None: log-probs are over the whole vocabulary."""
     kept_ids = sequences.fields.get("kept_ids")
-    return None if kept_ids is None else kept_ids[:, sequences.layout.prompt_length :]
-
-
-def _from_first(per_token: Tree, layout: Layout) -> Tree:
-    """Adds the columns before the first scored one, which hold 0."""
-
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (layout.prompt_length, 0), *((0, 0),) * (x.ndim - 2)))
-
-    return jax.tree.map(pad, per_token)
+    return None if kept_ids is None else sequences.forest.take(kept_ids, TOKEN_FIELDS["kept_ids"].fill)
 
 
 def fused_loss(
@@ -421,9 +427,11 @@ def fused_loss(
 ) -> tuple[jax.Array, Tree, jax.Array]:
     """Computes a loss that treats tokens alone, with three products with the LM head instead of four.
 
+    Each scored token belongs to one sequence: `forest.readers` has K = 1.
+
     Args:
       scored: the policy.
-      sequences: the rows; the loss is a sum over their scored tokens.
+      sequences: the sequences; the loss is a sum over their scored tokens.
       token_loss: as in `kljax.token_loss_from_hidden`.
       per_token: its inputs, arrays [B, T] and scalars.
       temperature: the sampling temperature.
@@ -431,30 +439,28 @@ def fused_loss(
       reference: see `token_stats`.
       tile: see `token_stats`.
       token_chunk: tokens whose logits are held at once; None takes the library's for this kind of device.
-      hidden: the policy's hidden states [B, T, D], if they exist already.
+      hidden: the policy's hidden states [R, W, D], if they exist already.
 
     Returns:
-      The loss, its metrics [B, T], and hidden states [B, T, D].
-
-    Raises:
-      ValueError: a prompt length outside 1 to T.
+      The loss, its metrics [B, T], and hidden states [R, W, D].
     """
-    hidden = hidden_states(scored, sequences) if hidden is None else hidden
-    first = sequences.layout.prompt_length
+    hidden = slot_states(scored, sequences)[0] if hidden is None else hidden
+    forest = sequences.forest
     loss, metrics = kljax.token_loss_from_hidden(
         **_head_inputs(hidden, sequences, reference),
-        head=_lm_head(scored, sequences, tile),
+        head=_lm_head(scored, hidden.shape[1], tile),
         token_loss=token_loss,
-        per_token=jax.tree.map(lambda x: x[:, first:] if x.ndim else x, per_token),
+        per_token=jax.tree.map(lambda x: forest.take(x) if x.ndim else x, per_token),
         temperature=temperature,
         entropy=entropy,
         kept_ids=_kept_ids(sequences),
         token_chunk=token_chunk,
     )
-    return loss, _from_first(metrics, sequences.layout), hidden
+    return loss, _gather_scored(metrics, sequences), hidden
 
 
-def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:
-    """Computes the value [B, T] of the state before token t, from the hidden state of token t - 1; 0 at position 0."""
+def token_values(value_head: Tree, hidden: jax.Array, forest: Forest) -> jax.Array:
+    """Computes the value [B, T] of the state before each token, from the hidden states [R, W, D]; 0 at first tokens."""
     graphdef, *_ = _value_head_structure(hidden.shape[-1])
-    return kljax.shift_right(nnx.merge(graphdef, value_head)(hidden))
+    values = forest.before(nnx.merge(graphdef, value_head)(hidden))
+    return forest.gather(jnp.where(forest.depth > 0, values, 0))

@@ -18,18 +18,18 @@ from train.models import Decoder
 from train.models.blocks import layer_stacks
 from train.models.config import DecoderConfig
 from train.models.experts import CHOICE_BIAS, Routed, has_expert
-from train.models.packing import PackedRows
 from train.rl.batch import Batch
 from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
 from train.rl.metrics import Metrics, single
-from train.rl.policy import ScoredPolicy, Sequences, routed_hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.state import policy_of
+from train.sequences.forest import Forest
 
 Tree = Any
 LOAD = "router_load_layer_"
 """Begins the name of the `ExpertLoad` of a layer."""
 RouterChanges = Callable[[Tree, jax.Array | None], Tree]
-CountPart = Callable[[dict[str, Tree], Tree, Batch, PackedRows | None], "RouterTotals"]
+CountPart = Callable[[dict[str, Tree], Tree, Batch, Forest | None], "RouterTotals"]
 
 
 @jax.tree_util.register_dataclass
@@ -166,7 +166,7 @@ def router_losses(
     section: Routing, routed: Routed, sequences: Sequences, totals: RouterTotals | None
 ) -> dict[str, jax.Array]:
     """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
-    counts = sequences.token_counts()
+    counts = sequences.forest.counts
     losses = dict[str, jax.Array]()
     if totals is None:
         totals = RouterTotals.of(counts, routed)
@@ -187,13 +187,13 @@ def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
     if model.config.experts is None or not (section.balance_coef or section.z_coef):
         return None
 
-    def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: PackedRows | None) -> RouterTotals:
+    def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: Forest | None) -> RouterTotals:
         sequences = Sequences.of(batch, plan.layout, packed)
         routed = None
         if section.balance_coef > 0:
             policy = ScoredPolicy(model, policy_of(trainable, base))
-            routed = routed_hidden_states(policy, sequences.for_policy(section.replay))[1]
-        return RouterTotals.of(sequences.token_counts(), routed)
+            routed = slot_states(policy, sequences.for_policy(section.replay))[1]
+        return RouterTotals.of(sequences.forest.counts, routed)
 
     return count
 
@@ -202,7 +202,7 @@ def router_choices(section: Routing, routed: Routed | None, sequences: Sequences
     """Counts the tokens of a micro-batch for which a router chooses each expert, [L, E] int32; None without a bias."""
     if section.bias_update_rate == 0 or routed is None:
         return None
-    return RouterTotals.of(sequences.token_counts(), routed).choices
+    return RouterTotals.of(sequences.forest.counts, routed).choices
 
 
 def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
@@ -257,13 +257,14 @@ def without_routers(tree: Tree) -> Tree:
 
 
 def routing_metrics(
-    config: DecoderConfig, routed: Routed, recorded: jax.Array | None, *, verify: bool = False
+    config: DecoderConfig, routed: Routed, counts: jax.Array, recorded: jax.Array | None, *, verify: bool = False
 ) -> Metrics:
     """Measures how the routers chose, and how their choices differ from recorded routes.
 
     Args:
       config: the decoder.
       routed: arrays [..., L, k], and logits [..., L, E].
+      counts: [...] int32, how often each token counts; 0 at padding.
       recorded: [..., L, k] int, in the same layout; -1: unknown. None: there are none.
       verify: adds the metrics that `train.run.routes` reads.
 
@@ -276,11 +277,17 @@ def routing_metrics(
       experts, whose input no route has changed, chooses the recorded experts of the token; of the token `_before` it;
       of the token `_after` it; and `routing_compared`, the number of tokens with recorded experts.
     """
-    real = routed.routes[..., 0] >= 0
+    real = (routed.routes[..., 0] >= 0) & (counts[..., None] > 0)
+
+    def mean(values: jax.Array, mask: jax.Array) -> kljax.WeightedSum:
+        weights = jnp.where(mask, counts.reshape(*counts.shape, *[1] * (mask.ndim - counts.ndim)), 0)
+        kept = jnp.where(mask, jax.lax.stop_gradient(values), 0)
+        return kljax.WeightedSum(jnp.sum(kept * weights), jnp.sum(weights, dtype=kept.dtype))
+
     log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-    metrics: Metrics = {"router_entropy": kljax.WeightedSum.of(jax.lax.stop_gradient(entropy), real)}
-    uses = has_expert(routed.routes, routed.logits.shape[-1])
+    metrics: Metrics = {"router_entropy": mean(entropy, real)}
+    uses = has_expert(routed.routes, routed.logits.shape[-1]) * counts[..., None, None]
     loads = jnp.sum(uses.reshape(-1, *uses.shape[-2:]), axis=0, dtype=jnp.int32)
     for index, layer in enumerate(config.expert_layers):
         metrics[f"{LOAD}{layer}"] = ExpertLoad(loads[index])
@@ -290,20 +297,20 @@ def routing_metrics(
     known = real & (ordered[..., 0] >= 0)
     flips = jnp.any(ordered != routed.chosen, axis=-1).astype(jnp.float32)
     lost = jnp.any(ordered != routed.routes, axis=-1).astype(jnp.float32)
-    metrics["routing_flips"] = kljax.WeightedSum.of(flips, known)
-    metrics["routing_lost"] = kljax.WeightedSum.of(lost, known)
-    metrics["routing_missing"] = kljax.WeightedSum.of((~known).astype(jnp.float32), real)
+    metrics["routing_flips"] = mean(flips, known)
+    metrics["routing_lost"] = mean(lost, known)
+    metrics["routing_missing"] = mean((~known).astype(jnp.float32), real)
     for index, layer in enumerate(config.expert_layers):
-        metrics[f"routing_flips_layer_{layer}"] = kljax.WeightedSum.of(flips[..., index], known[..., index])
+        metrics[f"routing_flips_layer_{layer}"] = mean(flips[..., index], known[..., index])
     if verify:
         for index, layer in enumerate(config.expert_layers):
-            metrics[f"routing_lost_layer_{layer}"] = kljax.WeightedSum.of(lost[..., index], known[..., index])
+            metrics[f"routing_lost_layer_{layer}"] = mean(lost[..., index], known[..., index])
         first = ordered[..., 0, :]
         chosen = routed.chosen[..., 0, :]
         is_known = known[..., 0]
-        metrics[COMPARED] = TokenCount(jnp.sum(is_known, dtype=jnp.int32))
+        metrics[COMPARED] = TokenCount(jnp.sum(is_known * counts, dtype=jnp.int32))
         for name, shift in zip((AGREEMENT, AGREEMENT_BEFORE, AGREEMENT_AFTER), (0, 1, -1), strict=True):
             agrees = jnp.all(jnp.roll(first, shift, axis=-2) == chosen, axis=-1).astype(jnp.float32)
             both_known = is_known & jnp.roll(is_known, shift, axis=-1)
-            metrics[name] = kljax.WeightedSum.of(agrees, both_known)
+            metrics[name] = mean(agrees, both_known)
     return metrics

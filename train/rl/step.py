@@ -19,7 +19,7 @@ from train.config.optim import Optim
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
-from train.models.packing import PackedRows
+from train.models.experts import NO_EXPERT
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import next_learning_rate
@@ -28,8 +28,8 @@ from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import (
     ScoredPolicy,
     Sequences,
-    paired_hidden_states,
-    routed_hidden_states,
+    paired_slot_states,
+    slot_states,
     token_stats,
     token_values,
 )
@@ -39,9 +39,10 @@ from train.rl.state import TrainState, keep_unless, policy_of
 from train.rl.token_fields import ROUTES
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
+from train.sequences.forest import Forest
 
 Tree = Any
-MicroBatch = tuple[Batch, PackedRows | None]
+MicroBatch = tuple[Batch, Forest | None]
 
 SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values", "sum_squared_probs")
 """The fields of a batch that scoring fills in; a rollout brings the others."""
@@ -58,7 +59,7 @@ class ScoreProgram(Protocol):
         batch: Batch,
         *,
         rows: jax.Array | None = None,
-        packed: PackedRows | None = None,
+        packed: Forest | None = None,
     ) -> Batch: ...
 
 
@@ -77,7 +78,7 @@ class UpdateProgram(Protocol):
         coefs: objectives.Coefficients,
         *,
         ref_head: kljax.Head | None = None,
-        packed: PackedRows | None = None,
+        packed: Forest | None = None,
     ) -> tuple[TrainState, Metrics, *tuple[TokenValues, ...]]: ...
 
 
@@ -96,7 +97,7 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
 
     Without a reference it scores the policy alone: `make_reference_score` does the rest.
 
-    With `rows` and `packed` of a `Packing`, the layers run through packed rows. One program is compiled for each number
+    With `rows` and `packed` of a `Packing`, the sequences lie in packed slots. One program is compiled for each number
     of packed rows.
     """
     stats_of = _make_stats(plan)
@@ -111,13 +112,13 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
         batch: Batch,
         *,
         rows: jax.Array | None = None,
-        packed: PackedRows | None = None,
+        packed: Forest | None = None,
     ) -> Batch:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         in_one_pass = plan.scores_policy and _one_pass(mesh, policy, reference)
         reference = None if reference is None else reference.on_base(base)
 
-        def score_rows(part: Batch, packed: PackedRows | None = None) -> Batch:
+        def score_rows(part: Batch, packed: Forest | None = None) -> Batch:
             per_token: dict[str, jax.Array] = {}
             states: dict[str, Any] = {}
             hidden = ref_hidden = exact = None
@@ -126,19 +127,19 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
             ref_sequences = sequences.without_routes()
             sequences = sequences.for_policy(replay, scoring=True)
             if in_one_pass and reference is not None:
-                hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
+                hidden, ref_hidden = paired_slot_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
                 ref_stats, ref_hidden = stats_of(reference, ref_sequences, hidden=ref_hidden)
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
-                if plan.exact_reward:
-                    exact = kljax.ReferenceStates(ref_hidden, reference_head(plan, reference))
                 if plan.exact_kl:
-                    states["ref_hidden"] = ref_hidden
+                    states["ref_hidden"] = sequences.forest.gather(ref_hidden)
+                if plan.exact_reward:
+                    exact = kljax.ReferenceStates(sequences.forest.gather(ref_hidden), reference_head(plan, reference))
             if plan.scores_policy:
                 if replay == "old_policy":
-                    hidden, routed = routed_hidden_states(policy, sequences)
-                    routes = {} if routed is None else {ROUTES: routed.routes}
+                    hidden, routed = slot_states(policy, sequences)
+                    routes = {} if routed is None else {ROUTES: sequences.forest.gather(routed.routes, NO_EXPERT)}
                     states["fields"] = {**part.fields, **routes}
                 options = {"reference": exact, "sum_squared_probs": plan.sum_squared_probs}
                 stats, hidden = stats_of(policy, sequences, hidden=hidden, **options)
@@ -148,13 +149,13 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
                 if stats.sum_squared_probs is not None:
                     per_token["sum_squared_probs"] = stats.sum_squared_probs
                 if plan.value_head:
-                    per_token["values"] = token_values(trainable["value_head"], hidden)
+                    per_token["values"] = token_values(trainable["value_head"], hidden, sequences.forest)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in per_token.items()}
             return dataclasses.replace(part, **jax.lax.stop_gradient(states | masked))
 
         if packed is None:
             return map_micro_batches(score_rows, batch, score_parts, group=layout.group)
-        parts = micro_batches(batch if rows is None else take_rows(batch, rows), len(packed.tokens))
+        parts = micro_batches(batch if rows is None else take_rows(batch, rows), len(packed.places))
         split = jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
         done = merge_micro_batches(jax.lax.map(lambda part: score_rows(*part), split))
         return done if rows is None else take_rows(done, jnp.argsort(rows))
@@ -185,9 +186,9 @@ def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceSco
     return jax.jit(traced_once(score_reference), out_shardings=(batch_sharding(mesh), replicated(mesh)))
 
 
-def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[int, ...] | None:
-    """Returns the shape of the packed rows of a program, which compiles once for each; None for padded rows."""
-    return None if packed is None else packed.tokens.shape
+def packed_size(*_: Any, packed: Forest | None = None, **__: Any) -> tuple[int, ...] | None:
+    """Returns the shape of packed slots, for each of which a program compiles once; None for those of the layout."""
+    return None if packed is None else (*packed.readers.shape, *packed.branches.shape)
 
 
 def _make_stats(plan: Plan) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
@@ -234,7 +235,7 @@ def make_update(
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
     micro-batches only add. The state is donated and keeps its shardings. With the `rows` and `packed` of a `Packing`,
-    the layers run through packed rows. One program is compiled for each number of packed rows.
+    the sequences lie in packed slots. One program is compiled for each number of packed rows.
 
     An update whose loss or gradient is not finite is skipped: weights and optimizer stay as they are. The metric
     `skipped_updates` and the guard's part of the state count it. With `guard.action: skip` an update beyond a limit is
@@ -248,8 +249,8 @@ def make_update(
     moves = plan.rows_move
     group = plan.layout.group
 
-    def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:
-        count = config.optim.micro_batches if packed is None else len(packed.tokens)
+    def split(batch: Batch, rows: jax.Array, packed: Forest | None) -> tuple[Batch, Forest | None]:
+        count = config.optim.micro_batches if packed is None else len(packed.places)
         moved = packed is not None and moves and count * axis_size("rows", mesh) > 1
         # An update on all rows ignores their order, so that no row moves between devices.
         numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
@@ -266,7 +267,7 @@ def make_update(
         coefs: objectives.Coefficients,
         *,
         ref_head: kljax.Head | None = None,
-        packed: PackedRows | None = None,
+        packed: Forest | None = None,
     ) -> tuple[TrainState, Metrics, *tuple[TokenValues, ...]]:
         parts = split(batch, rows, packed)
         grads, metric_sums = gradient(state.trainable, base, parts, coefs, ref_head)

@@ -14,7 +14,6 @@ from benchmarks.harness.learner import Learner, bare_context, grpo
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, ModelWork
-from train.config.plan import Layout
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.rl.batch import Batch
@@ -109,7 +108,8 @@ class KljaxContender(ModelContender):
         return Batch(*shard_rows(arrays, self.mesh))
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
-        sequences = Sequences(tokens, jnp.ones(tokens.shape, bool), layout=Layout(self.work.prompt_length))
+        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        sequences = Sequences.rows(tokens, columns >= 0, columns >= self.work.prompt_length)
         return token_stats(ScoredPolicy(self.model, policy), sequences, temperature=1.0)[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:

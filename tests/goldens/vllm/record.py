@@ -77,7 +77,7 @@ def log_prob_error(context: RunContext, completions: Completions, policy: Any) -
     """Largest difference between the recorded log-probs and those of the trainer."""
     stats, _ = jax.jit(token_stats)(
         ScoredPolicy(context.model, policy),
-        Sequences(completions.tokens, completions.token_mask),
+        Sequences.rows(completions.tokens, completions.token_mask),
         temperature=context.config.temperature,
     )
     difference = np.abs(np.asarray(stats.log_prob) - completions.fields["log_probs"])

@@ -15,9 +15,8 @@ from flax import nnx
 from tests import other_seeds, rounding
 from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope
 from train.models.attention import attend
-from train.models.attention.spans import dense_mask
+from train.models.attention.spans import dense_mask, row_spans, token_positions
 from train.models.layers import RMSNorm, matmul
-from train.models.packing import row_spans, token_positions
 from train.models.rope import apply_rope, rope_cos_sin
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params

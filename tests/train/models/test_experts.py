@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kljax
 from tests import rounding, tiny
 from train.models import (
     ClampedSwiglu,
@@ -22,13 +23,14 @@ from train.models import (
     LayerKind,
     LoraConfig,
     Rope,
-    transformer,
 )
 from train.models.experts import Routed, route
 from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
-from train.models.packing import PackedRows
+from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.routing import routing_metrics
+from train.rl.token_fields import ROUTES
+from train.sequences.forest import group_forest, row_forest
 from train.weights.peft import save_adapter
 
 EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4, bias=True, swiglu=ClampedSwiglu(1.702, limit=1.0))
@@ -62,17 +64,6 @@ def routed_rows() -> tuple[jax.Array, Routed]:
     """Hidden states and routes of `TOKENS`, in whole rows."""
     model, params = draw()
     return jax.jit(lambda: model.bind(params).routed(TOKENS, MASK))()
-
-
-def test_routes_of_aligned_rows_keep_their_columns(monkeypatch):
-    hidden, routed = routed_rows()
-    monkeypatch.setattr(transformer, "prefers_lengths", lambda: True)
-    model, params = draw()
-    for routes in (None, routed.chosen):
-        states, used = jax.jit(lambda routes: model.bind(params).routed(TOKENS, MASK, routes=routes))(routes)
-        rounding.assert_close_by_norm(states[MASK], hidden[MASK], roundings=BOUND)
-        np.testing.assert_array_equal(used.routes[MASK], routed.routes[MASK])
-        rounding.assert_close_by_norm(used.logits[MASK], routed.logits[MASK], roundings=BOUND)
 
 
 def test_router_takes_the_lower_of_equal_experts():
@@ -199,28 +190,22 @@ def test_decoded_tokens_have_the_routes_of_whole_rows():
             np.testing.assert_array_equal(now.routes, routed.routes[:, column])
 
 
-def test_shared_and_packed_rows_use_their_routes():
+def test_forests_use_and_return_the_routes_of_their_sequences():
     model, params = draw()
     tokens = TOKENS.at[1::2, :4].set(TOKENS[::2, :4])
     mask = MASK.at[1::2].set(MASK[::2])
     bound = model.bind(params)
     run = jax.jit(lambda routes: bound.routed(tokens, mask, routes=routes))
-    run_groups = jax.jit(lambda routes: bound.routed_groups(tokens, mask, prompt=4, group=2, routes=routes))
-    run_packed = jax.jit(lambda rows, routes: bound.routed_packed(tokens, mask, rows, prompt=4, routes=routes))
     _, routed = run(jnp.full((4, 8, *SHAPE.route_shape), -1, jnp.int16))
     replayed = jnp.where(mask[..., None, None], (routed.routes + 2) % 6, -1).astype(jnp.int16)
-    shared, used = run_groups(replayed)
-    # The prompts of a group agree here, but not the routes of its second row, which are those of the first.
-    same = replayed.at[1::2, :4].set(replayed[::2, :4])
-    expected, _ = run(same)
-    rounding.assert_close_by_norm(shared[mask], expected[mask], roundings=BOUND)
-    np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
-    places = jnp.where(mask, jnp.arange(32).reshape(4, 8), -1)
-    starts = jnp.stack([jnp.arange(4) * 8 + 3, jnp.arange(4) * 8 + 4], 1)
-    packed = PackedRows(places, jnp.arange(4), starts)
-    rows, used = run_packed(packed, same)
-    rounding.assert_close_by_norm(rows[:, 3:7], expected[:, 3:7], roundings=BOUND)
-    np.testing.assert_array_equal(used.routes, jnp.sort(same, -1).astype(jnp.int16))
+    # The prompts of a group agree here, but not the routes of its second sequence, which are those of the first.
+    shared = replayed.at[1::2, :4].set(replayed[::2, :4])
+    for forest, routes in ((group_forest(mask, 4, 2), shared), (row_forest(mask), replayed)):
+        sequences = Sequences(tokens, mask, forest, None, {ROUTES: replayed})
+        hidden, used = jax.jit(slot_states)(ScoredPolicy(model, kljax.Policy(params)), sequences)
+        expected, _ = run(routes)
+        rounding.assert_close_by_norm(forest.gather(hidden)[mask], expected[mask], roundings=BOUND)
+        np.testing.assert_array_equal(forest.gather(used.routes, -1), jnp.sort(routes, -1).astype(jnp.int16))
 
 
 def test_padding_reaches_no_expert():
@@ -236,7 +221,7 @@ def test_padding_reaches_no_expert():
         hidden, routed = model.bind(params).routed(tokens, MASK, routes=routes)
         logits = jnp.where(MASK[..., None, None], routed.logits, 0)
         routed = dataclasses.replace(routed, logits=logits)
-        metrics = routing_metrics(SHAPE, routed, jnp.where(MASK[..., None, None], routes, -1))
+        metrics = routing_metrics(SHAPE, routed, MASK.astype(jnp.int32), jnp.where(MASK[..., None, None], routes, -1))
         return jnp.where(MASK[..., None], hidden, 0), routed.routes, {name: x.value() for name, x in metrics.items()}
 
     garbage = jnp.where(MASK[..., None, None], recorded, jnp.array([32767, 4], jnp.int16))

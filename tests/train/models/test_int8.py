@@ -28,7 +28,7 @@ from train.rl.policy import (
     abstract_params,
     init_adapter,
     init_params,
-    paired_hidden_states,
+    paired_slot_states,
     token_stats,
 )
 from train.rl.policy import hidden_states as eager_hidden_states
@@ -43,7 +43,7 @@ CONFIG = DecoderConfig(
 FLOAT, INT8 = Decoder(CONFIG), Decoder(dataclasses.replace(CONFIG, quantization="int8"))
 TOKENS = np.random.default_rng(5).integers(0, 48, (4, 7), np.int32)
 MASK = np.arange(7) < np.array([7, 4, 6, 7])[:, None]
-SEQUENCES = Sequences(TOKENS, MASK)
+SEQUENCES = Sequences.rows(TOKENS, MASK)
 AXES = ("embed", "mlp")
 hidden_states = jax.jit(eager_hidden_states)
 
@@ -185,7 +185,7 @@ def wide_log_probs(dtype: str, quantization: str | None) -> jax.Array:
     policy = kljax.Policy(quantise_params(params) if quantization else params)
     score = jax.jit(
         lambda policy: (
-            token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
+            token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, tokens >= 0), temperature=1.0)[0].log_prob
         )
     )
     return score(policy)[:, 1:]
@@ -293,7 +293,7 @@ def test_sampler_samples_like_the_dequantised_weights(unroll):
 def test_a_pair_of_adapters_goes_over_one_base():
     params, weights, adapter = built()
     other = jax.tree.map(lambda x: 0.5 * x, adapter)
-    pair = jax.jit(paired_hidden_states)
+    pair = jax.jit(paired_slot_states)
     for second in (other, None):
         got = pair(ScoredPolicy(INT8, kljax.Policy(params, adapter)), second, SEQUENCES)
         for item, chosen in zip(got, (adapter, second), strict=True):
@@ -312,7 +312,7 @@ def test_mesh_gives_equal_numbers_and_gathers_int8():
 
         def total(adapter, params, tokens, mask):
             actual = token_stats(
-                ScoredPolicy(INT8, kljax.Policy(params, adapter)), Sequences(tokens, mask), temperature=1.0
+                ScoredPolicy(INT8, kljax.Policy(params, adapter)), Sequences.rows(tokens, mask), temperature=1.0
             )[0].log_prob
             return actual.sum(), actual
 

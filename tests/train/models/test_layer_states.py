@@ -16,8 +16,9 @@ from train.models.blocks import state_bytes
 from train.models.layers import InitKey, projection
 from train.models.self_attention import LayerContext
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params, make_logits
+from train.rl.policy import ScoredPolicy, Sequences, init_params, make_logits, slot_states
 from train.rollouts.sampler import Sampling, WindowedSampler
+from train.sequences.forest import group_forest
 
 DECAY = 0.7
 SHAPE = DecoderConfig(
@@ -158,6 +159,7 @@ def test_recurrent_layers_decode_as_whole_sequences(hybrid, slots, unroll):
 def test_rows_of_recurrent_layers_do_not_join(hybrid):
     model, policy = hybrid
     tokens, mask = prompts()
-    with pytest.raises(ValueError, match=r"optim\.share_prompts: got true for a model with recurrent layers"):
-        model.bind(policy.params).grouped(tokens, mask, prompt=2, group=1)
+    sequences = Sequences(tokens, mask, group_forest(mask, 2, 1))
+    with pytest.raises(ValueError, match=r"optim\.share_prompts: expected false for a model with recurrent layers"):
+        slot_states(ScoredPolicy(model, policy), sequences)
     assert state_bytes(model.config, 10) == state_bytes(dataclasses.replace(SHAPE, layers=1), 10)

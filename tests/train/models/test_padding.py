@@ -124,7 +124,7 @@ def test_log_probs_and_gradients_are_independent_of_padding(params, alone):
 
         def total(params):
             stats, _ = token_stats(
-                ScoredPolicy(model, kljax.Policy(params)), Sequences(tokens, mask, predicted), temperature=0.8
+                ScoredPolicy(model, kljax.Policy(params)), Sequences.rows(tokens, mask, predicted), temperature=0.8
             )
             return stats.log_prob.sum(), stats.log_prob
 

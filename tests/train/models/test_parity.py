@@ -62,7 +62,7 @@ def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray,
     scored = mask & jnp.roll(mask, 1, axis=1).at[:, 0].set(False)
 
     def loss(policy: kljax.Policy) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        stats, hidden = token_stats(ScoredPolicy(model, policy), Sequences(tokens, mask, scored), temperature=1.0)
+        stats, hidden = token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, mask, scored), temperature=1.0)
         logits = jnp.where(mask[..., None], logits_of(model, policy.params, hidden), 0)
         return -kljax.aggregate(stats.log_prob, scored, mode="token_mean"), (stats.log_prob, logits)
 
@@ -189,6 +189,6 @@ def test_a_mesh_changes_no_number():
     spread = load_params(GOLDENS / "gemma3", model, mesh)
     tokens, mask = golden("gemma3")["tokens"][:2], golden("gemma3")["mask"][:2]
     with jax.set_mesh(mesh):
-        hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(spread)), Sequences(tokens, mask))
+        hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(spread)), Sequences.rows(tokens, mask))
         logits = jax.jit(logits_of, static_argnums=0)(model, spread, hidden)
     assert_close(np.where(mask[..., None], logits, 0), golden("gemma3")["logits"][:2], "logits")

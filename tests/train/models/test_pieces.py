@@ -27,7 +27,7 @@ TOKENS, MASK = np.arange(12, dtype=np.int32).reshape(2, 6) % 7, np.ones((2, 6), 
 
 
 def update(params: Any, adapter: Any) -> jax.Array:
-    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, adapter)), Sequences(TOKENS, MASK))
+    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, adapter)), Sequences.rows(TOKENS, MASK))
     return hidden.astype(jnp.float32).sum()
 
 

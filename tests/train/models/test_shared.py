@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kljax
 from tests.train.models.test_padding import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention
 from train.models.attention import AttentionOptions, attend, choose_implementation
 from train.models.attention.blocks import attend_in_blocks
-from train.models.attention.spans import Spans, dense_mask
-from train.models.packing import group_spans, pack, row_spans, unpack
+from train.models.attention.spans import Spans, dense_mask, row_spans
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
+from train.sequences.forest import group_forest
 
 PROMPTS, GROUP, PROMPT, NEW_TOKENS = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
@@ -61,12 +63,11 @@ def blocks_of(size, monkeypatch):
     monkeypatch.setitem(attention._BY_BLOCKS, "blocks", (functools.partial(attend_in_blocks, block=size), size))
 
 
-def test_packing_keeps_one_prompt_and_every_completion():
-    packed = pack(TOKENS, PROMPT, GROUP)
-    assert packed.shape == (PROMPTS, PROMPT + GROUP * NEW_TOKENS)
-    np.testing.assert_array_equal(packed[1, :PROMPT], TOKENS[GROUP, :PROMPT])
-    np.testing.assert_array_equal(packed[1, PROMPT + NEW_TOKENS : PROMPT + 2 * NEW_TOKENS], TOKENS[GROUP + 1, PROMPT:])
-    np.testing.assert_array_equal(unpack(packed, PROMPT, GROUP), TOKENS)
+def in_groups(transformer, tokens, prompt=PROMPT, group=GROUP):
+    """Hidden states [B, T, D] of sequences whose prompts go through the layers once."""
+    forest = group_forest(MASK, prompt, group)
+    spans = forest.spans(CONFIG.sliding_window)
+    return forest.gather(transformer.run(forest.take(tokens), forest.take(MASK), forest.depth, spans)[0])
 
 
 WEIGHT = np.random.default_rng(2).standard_normal((*TOKENS.shape, CONFIG.width)).astype(np.float32)
@@ -78,7 +79,7 @@ def hidden_and_gradient(params, weight, **options):
 
     def run(params):
         transformer = Decoder(CONFIG).bind(params)
-        hidden = transformer.grouped(TOKENS, MASK, **options) if options else transformer(TOKENS, MASK)
+        hidden = in_groups(transformer, TOKENS, **options) if options else transformer(TOKENS, MASK)
         return jnp.where(MASK[..., None], hidden * weight, 0).sum(), hidden
 
     gradient, hidden = jax.grad(run, has_aux=True)(params)
@@ -86,8 +87,10 @@ def hidden_and_gradient(params, weight, **options):
 
 
 def test_shared_hidden_states_and_gradients_equal_full_rows():
-    full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT))
-    shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT, prompt=PROMPT, group=GROUP))
+    """The gradient of the states of completions; those of a prompt are not gathered for a gradient."""
+    weight = np.where(np.arange(TOKENS.shape[1])[:, None] >= PROMPT, WEIGHT, 0)
+    full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
+    shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), weight, prompt=PROMPT, group=GROUP))
     real = np.asarray(MASK)
     chex.assert_trees_all_close(shared[real], full[real], atol=5e-6)
     chex.assert_tree_all_finite((shared, gradient))
@@ -95,16 +98,20 @@ def test_shared_hidden_states_and_gradients_equal_full_rows():
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 
-def test_rows_of_a_gpu_are_aligned_to_the_left(monkeypatch):
+def test_rows_of_a_gpu_go_by_their_lengths(monkeypatch):
     """By lengths alone, with the window of a kernel, rows with padding anywhere are what their masks say."""
     config, params = dataclasses.replace(CONFIG, attention_softcap=None), poisoned()
     mask = MASK.at[0, PROMPT + 1].set(False)
+    sequences = Sequences.rows(TOKENS, mask)
 
     def run(params):
-        hidden = Decoder(config).bind(params)(TOKENS, mask)
+        hidden = hidden_states(ScoredPolicy(Decoder(config), kljax.Policy(params)), sequences)
         return jnp.where(mask[..., None], hidden * WEIGHT, 0).sum(), hidden
 
-    gradient, full = jax.jit(jax.grad(run, has_aux=True))(params)
+    def computed(params):
+        return jax.jit(jax.grad(run, has_aux=True))(params)
+
+    gradient, full = computed(params)
     of_jax, windows = jax.nn.dot_product_attention, set()
 
     def by_lengths(*operands, implementation, local_window_size, **options):
@@ -113,19 +120,19 @@ def test_rows_of_a_gpu_are_aligned_to_the_left(monkeypatch):
         return of_jax(*operands, implementation="xla", local_window_size=local_window_size, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_lengths)
-    monkeypatch.setattr(attention, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(attention, "choose_implementation", lambda *_: "cudnn")
-    of_aligned, aligned = jax.jit(jax.grad(run, has_aux=True))(params)
+    jax.clear_caches()
+    of_lengths, states = computed(params)
     assert windows == {None, (CONFIG.sliding_window - 1, 0)}
-    chex.assert_tree_all_finite((aligned, of_aligned))
-    chex.assert_trees_all_close(aligned[mask], full[mask], atol=5e-6)
-    relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), of_aligned, gradient)
+    chex.assert_tree_all_finite((states, of_lengths))
+    chex.assert_trees_all_close(states[mask], full[mask], atol=5e-6)
+    relative = jax.tree.map(lambda a, b: np.abs(a - b).max() / (np.abs(b).max() + 1e-30), of_lengths, gradient)
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 
 def test_completion_attends_to_itself_and_its_prompt():
     model, params = Decoder(CONFIG), poisoned()
-    run = jit(lambda tokens: model.bind(params).grouped(tokens, MASK, prompt=PROMPT, group=GROUP))
+    run = jit(lambda tokens: in_groups(model.bind(params), tokens))
     before, at = run(TOKENS), (0, PROMPT + 2)
     after = run(TOKENS.at[at].set(1 + TOKENS[at] % 23))
     changed = np.abs(np.asarray(after - before)).max(-1) > 0
@@ -154,7 +161,10 @@ def test_kernels_of_groups_have_equal_gradients(kernel, sliding, softcap, monkey
     prompt, length = 110, 20
     column = np.arange(prompt + 2 * length)
     real = np.stack([(column >= 7) & (column < 145), (column < 124) | (column >= 130)])
-    spans, options = group_spans(jnp.asarray(real), prompt, 2, WINDOW), AttentionOptions(sliding, 0.7, softcap)
+    mask = np.concatenate([np.stack([real[:, :prompt]] * 2, 1), real[:, prompt:].reshape(2, 2, length)], axis=2)
+    forest = group_forest(jnp.asarray(mask.reshape(4, -1)), prompt, 2)
+    real = np.asarray(forest.readers[..., 0] >= 0)
+    spans, options = forest.spans(WINDOW), AttentionOptions(sliding, 0.7, softcap)
     operands = heads(2, len(column), (2, 1, 1))
     expected = real_results(operands, spans, dataclasses.replace(options, kernels=False), real)
     function, block = attention._BY_BLOCKS[kernel]
@@ -166,8 +176,9 @@ def test_kernels_of_groups_have_equal_gradients(kernel, sliding, softcap, monkey
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_rectangles_of_groups_have_equal_gradients(window, monkeypatch):
     """The two calls of cuDNN, computed by XLA."""
-    real = np.asarray(pack(MASK, PROMPT, GROUP))
-    spans, options = group_spans(jnp.asarray(real), PROMPT, GROUP, window), AttentionOptions(window is not None)
+    forest = group_forest(MASK, PROMPT, GROUP)
+    real = np.asarray(forest.readers[..., 0] >= 0)
+    spans, options = forest.spans(window), AttentionOptions(window is not None)
     operands = heads(*real.shape)
     expected = real_results(operands, spans, options, real)
     products = jax.nn.dot_product_attention
@@ -182,30 +193,13 @@ def test_rectangles_of_groups_have_equal_gradients(window, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, WINDOW, 9])
-def test_every_query_attends_as_in_a_full_row(window):
-    """A completion in its group, and each row, with padding anywhere."""
+def test_every_query_attends_within_its_row(window):
+    """With padding anywhere."""
     anywhere = np.random.default_rng(4).random((5, PROMPT + NEW_TOKENS)) < 0.6
     for mask in (np.asarray(MASK), anywhere):
         spans = row_spans(jnp.asarray(mask), window)
         keys = dense_mask(spans.end, spans.for_layer(window is not None))
         np.testing.assert_array_equal(keys, keys_of_rows(mask, window))
-    with_holes = np.random.default_rng(5).random(MASK.shape) < 0.6
-    with_holes[:, :PROMPT] = with_holes[::GROUP, :PROMPT].repeat(GROUP, axis=0)
-    for mask in (np.asarray(MASK), with_holes):
-        assert_groups_attend_as_rows(mask, window)
-
-
-def assert_groups_attend_as_rows(mask, window):
-    spans = group_spans(pack(jnp.asarray(mask), PROMPT, GROUP), PROMPT, GROUP, window)
-    keys, rows = dense_mask(spans.end, spans.for_layer(window is not None)), keys_of_rows(mask, window)
-    np.testing.assert_array_equal(keys[:, :PROMPT, :PROMPT], rows[::GROUP, :PROMPT, :PROMPT])
-    assert not keys[:, :PROMPT, PROMPT:].any()
-    for number in range(GROUP):
-        own = slice(PROMPT + number * NEW_TOKENS, PROMPT + (number + 1) * NEW_TOKENS)
-        np.testing.assert_array_equal(keys[:, own, :PROMPT], rows[number::GROUP, PROMPT:, :PROMPT])
-        np.testing.assert_array_equal(keys[:, own, own], rows[number::GROUP, PROMPT:, PROMPT:])
-        others = np.setdiff1d(np.arange(PROMPT, keys.shape[2]), np.arange(own.start, own.stop))
-        assert not keys[:, own][:, :, others].any()
 
 
 def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
@@ -217,20 +211,3 @@ def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
     rows = Spans(ones, ones, lengths=ones[:, 0])
     assert choose_implementation(query, key, rows) == "cudnn"
     assert choose_implementation(query[:, 1:], key[:, 1:], rows) == "triton"
-
-
-@pytest.mark.thorough
-def test_attention_without_a_shared_prompt_is_untouched():
-    """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
-    query, key, value = heads(PROMPTS, PROMPT + GROUP * NEW_TOKENS)
-
-    def separate(key, value):
-        rows = (unpack(x, PROMPT, GROUP) for x in (query, key, value))
-        return jnp.where(MASK[..., None, None], attend(*rows, row_spans(MASK, None)), 0)[:, PROMPT:].sum()
-
-    def shared(key, value):
-        output = attend(query, key, value, group_spans(pack(MASK, PROMPT, GROUP), PROMPT, GROUP, None))
-        return jnp.where(MASK[..., None, None], unpack(output, PROMPT, GROUP), 0)[:, PROMPT:].sum()
-
-    actual, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)

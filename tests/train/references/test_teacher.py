@@ -59,7 +59,7 @@ def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
         log_probs(
             item,
             weights,
-            hidden_states(ScoredPolicy(item, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
+            hidden_states(ScoredPolicy(item, kljax.Policy(weights)), Sequences.rows(batch.tokens, batch.token_mask)),
         )
         for item, weights in ((model, params), (TEACHER, teacher))
     )

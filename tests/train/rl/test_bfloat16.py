@@ -135,7 +135,7 @@ def test_statistics_are_not_rounded(case, steps):
     assert abs(np.asarray(weights, np.float64).sum() - 1) < 1e-6, "20 times 1/20, which bfloat16 does not hold"
     policy = policy_of(step.before.trainable, weights_of(config))
     scored = ScoredPolicy(tiny.model_of(config), policy)
-    hidden = jax.jit(hidden_states)(scored, Sequences(batch.tokens, batch.token_mask))
+    hidden = jax.jit(hidden_states)(scored, Sequences.rows(batch.tokens, batch.token_mask))
     assert hidden.dtype == jnp.bfloat16
     logits = np.asarray(hidden, np.float64)[:, :-1] @ np.asarray(policy.params["lm_head"]["kernel"], np.float64)
     exact = np.pad(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), ((0, 0), (1, 0), (0, 0)))

@@ -15,7 +15,7 @@ from train.config.errors import ConfigError
 from train.config.plan import Plan
 from train.models import attention
 from train.models.attention import AttentionOptions, attend
-from train.models.packing import row_spans
+from train.models.attention.spans import row_spans
 from train.models.sharding import make_mesh
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
@@ -87,12 +87,12 @@ def test_tokens_are_split_and_scored_on_their_device():
         policy = tiny.placed(kljax.Policy(weights()), model, mesh)
 
         def run(policy):
-            return hidden_states(ScoredPolicy(model, policy), Sequences(batch.tokens, batch.token_mask))
+            return hidden_states(ScoredPolicy(model, policy), Sequences.rows(batch.tokens, batch.token_mask))
 
         compiled = jax.jit(run).lower(policy).compile()
         hidden, text = compiled(policy), compiled.as_text()
     expected = jax.jit(hidden_states)(
-        ScoredPolicy(model, kljax.Policy(weights())), Sequences(batch.tokens, batch.token_mask)
+        ScoredPolicy(model, kljax.Policy(weights())), Sequences.rows(batch.tokens, batch.token_mask)
     )
     mask = np.asarray(batch.token_mask)
     assert_close(np.asarray(hidden)[mask], np.asarray(expected)[mask])

@@ -12,7 +12,7 @@ import pytest
 import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
-from train.config.plan import Layout, Plan
+from train.config.plan import Plan
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
@@ -180,9 +180,7 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(
-            ScoredPolicy(MODEL, policy), Sequences(tokens, token_mask, layout=Layout(5)), temperature=1.0
-        )[0].log_prob
+        return token_stats(ScoredPolicy(MODEL, policy), Sequences.rows(tokens, token_mask), temperature=1.0)[0].log_prob
 
     value, pull = jax.vjp(log_probs, params)
     return value, pull(cotangent)[0]

@@ -16,11 +16,20 @@ from kljax.aggregation import MODES
 from kljax.kl import ESTIMATORS
 from tests import oracles, other_seeds, tiny
 from train.config import types
-from train.config.plan import Layout, Plan
+from train.config.plan import Plan
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights, with_token_weights
-from train.rl.policy import ScoredPolicy, Sequences, hidden_states, stored_head, token_stats, token_values
+from train.rl.policy import (
+    ScoredPolicy,
+    Sequences,
+    hidden_states,
+    slot_states,
+    stored_head,
+    token_stats,
+    token_values,
+)
+from train.sequences.forest import row_forest
 
 MODEL = tiny.model_of(tiny.config_of())
 HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
@@ -39,23 +48,25 @@ EVERYTHING = (
 
 @functools.cache
 def scored() -> tuple[kljax.TokenStats, jax.Array]:
-    """Statistics and hidden states of the tiny policy on the tokens of the tiny batch."""
+    """Statistics and hidden states [B, T, D] of the tiny policy on the tokens of the tiny batch."""
     batch = tiny.rollout_batch()
-    return jax.jit(
-        lambda params: token_stats(
-            ScoredPolicy(MODEL, kljax.Policy(params)),
-            Sequences(batch.tokens, batch.token_mask, layout=Layout(5)),
-            temperature=1.0,
-            entropy=True,
-        )
-    )(tiny.host_params())
+    sequences = Sequences.rows(batch.tokens, batch.token_mask)
+
+    @jax.jit
+    def score(params):
+        stats, hidden = token_stats(ScoredPolicy(MODEL, kljax.Policy(params)), sequences, temperature=1.0, entropy=True)
+        return stats, sequences.forest.gather(hidden)
+
+    return score(tiny.host_params())
 
 
 @functools.cache
 def measured() -> dict[str, np.ndarray]:
     """Log-probs, entropies and values."""
     stats, hidden = scored()
-    arrays = {"log_prob": stats.log_prob, "entropy": stats.entropy, "value": token_values(HEAD, hidden)}
+    forest = row_forest(tiny.rollout_batch().token_mask)
+    values = token_values(HEAD, forest.take(hidden), forest)
+    arrays = {"log_prob": stats.log_prob, "entropy": stats.entropy, "value": values}
     return {name: np.asarray(value, np.float64) for name, value in arrays.items()}
 
 
@@ -63,9 +74,9 @@ def batch_of() -> Batch:
     return tiny.full_batch(measured()["log_prob"])
 
 
-def hidden_states_of(scored: ScoredPolicy, _: Sequences) -> jax.Array:
+def slot_states_of(scored: ScoredPolicy, _: Sequences) -> tuple[jax.Array, None]:
     """Takes the place of the decoder: its hidden states are parameters."""
-    return scored.policy.params["hidden"]
+    return scored.policy.params["hidden"], None
 
 
 @functools.cache
@@ -77,11 +88,12 @@ def compiled_objective(config, plan: Plan, with_gradient: bool, decoder: bool):
 
 def loss_of(config, batch: Batch, with_gradient: bool = False, *, decoder: bool = False, ref_head=None):
     """Loss and metrics, with a gradient if asked for; that of the decoder's hidden states, unless it is run too."""
-    params, real, plan = tiny.host_params(), hidden_states, Plan.of(config)
+    params, real, plan = tiny.host_params(), slot_states, Plan.of(config)
     if not decoder:
-        params, real = {"embed_tokens": params["embed_tokens"], "hidden": scored()[1]}, hidden_states_of
+        hidden = Sequences.of(batch, plan.layout).forest.take(scored()[1])
+        params, real = {"embed_tokens": params["embed_tokens"], "hidden": hidden}, slot_states_of
     trainable = {"params": params, **({"value_head": HEAD} if plan.value_head else {})}
-    with mock.patch("train.rl.policy.hidden_states", real):
+    with mock.patch("train.rl.policy.slot_states", real):
         function = compiled_objective(config, plan, with_gradient, decoder)
         result = function(trainable, None, batch, coefficients(config), ref_head)
     (loss, metrics), gradient = result if with_gradient else (result, None)
@@ -198,7 +210,7 @@ def test_gradient_is_policy_loss_plus_k2():
     def log_probs(params):
         policy = kljax.Policy(params)
         return token_stats(
-            ScoredPolicy(MODEL, policy), Sequences(batch.tokens, batch.token_mask, layout=Layout(5)), temperature=1.0
+            ScoredPolicy(MODEL, policy), Sequences.rows(batch.tokens, batch.token_mask), temperature=1.0
         )[0].log_prob
 
     pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
@@ -244,14 +256,16 @@ def test_kl_term_has_the_ratio_of_the_row(level):
 
 def distributions(params, batch: Batch) -> jax.Array:
     """Log-probs [B, T, V] of every token that could stand in a column."""
-    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params)), Sequences(batch.tokens, batch.token_mask))
+    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params)), Sequences.rows(batch.tokens, batch.token_mask))
     return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
 
 
 def test_exact_kl_of_the_loss():
     config = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}")
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
-    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, kljax.Policy(other)), Sequences(batch.tokens, batch.token_mask))
+    hidden = jax.jit(hidden_states)(
+        ScoredPolicy(MODEL, kljax.Policy(other)), Sequences.rows(batch.tokens, batch.token_mask)
+    )
     batch = dataclasses.replace(batch, ref_hidden=hidden)
     arguments, coefs = ({"params": tiny.host_params()}, None, batch), coefficients(config)
     mask = np.asarray(batch.completion_mask)

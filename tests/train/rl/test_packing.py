@@ -14,7 +14,6 @@ import kljax
 from kljax.aggregation import MODES
 from tests import rounding, tiny
 from train.config.plan import Plan
-from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
@@ -24,6 +23,7 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
 from train.rl.tracing import traced_once
+from train.sequences.forest import Forest
 
 PROMPT, NEW_TOKENS = 5, 12
 WIDTH = PROMPT + NEW_TOKENS
@@ -90,33 +90,29 @@ def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.S
 
 
 def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
-    """Checks the places of every cell by walking through its packed rows, and returns the rows that have one."""
+    """Checks the slots of every sequence of every cell, and returns the rows that have some."""
     collected = []
-    places = cells.positions(len(packing.rows), len(packing.packed.tokens), 1)
-    for numbers, slots, sources, starts in zip(
-        packing.rows[places].reshape(-1, places.shape[2]),
-        packing.packed.tokens.reshape(places.shape[0] * places.shape[1], -1, cells.width),
-        packing.packed.prompts.reshape(-1, places.shape[2]),
-        packing.packed.starts.reshape(-1, places.shape[2], 2),
-        strict=True,
-    ):
-        flat = slots.reshape(-1)
+    places = cells.positions(len(packing.rows), len(packing.packed.places), 1)
+    cell_count, rows = places.shape[0] * places.shape[1], places.shape[2]
+    readers = packing.packed.readers[..., 0].reshape(cell_count, -1)
+    depths, slots_of = packing.packed.depth.reshape(cell_count, -1), packing.packed.places.reshape(cell_count, rows, -1)
+    for cell, numbers in enumerate(packing.rows[places].reshape(cell_count, rows)):
         for row, number in enumerate(numbers):
-            length = lengths.completions[number]
+            prompt, length = lengths.prompts[number], lengths.completions[number]
+            columns = np.arange(PROMPT - prompt, PROMPT + length)
+            slots = slots_of[cell, row, columns]
             if length == 0:
-                assert not (flat // WIDTH == row)[flat >= 0].any()
+                assert (slots_of[cell, row] < 0).all()
                 continue
-            prompt, (last, first) = lengths.prompts[number], starts[row]
-            source = sources[row]
-            assert lengths.groups[numbers[source]] == lengths.groups[number]
-            assert last // WIDTH == first // WIDTH, "a completion is in the packed row of its prompt"
-            expected = source * WIDTH + np.arange(PROMPT - prompt, PROMPT)
-            np.testing.assert_array_equal(flat[last - prompt + 1 : last + 1], expected)
-            expected = row * WIDTH + np.arange(PROMPT, PROMPT + length)
-            np.testing.assert_array_equal(flat[first : first + length], expected)
+            assert (slots_of[cell, row] >= 0).sum() == len(columns)
+            assert len(set(slots // WIDTH)) == 1, "a completion is in the packed row of its prompt"
+            np.testing.assert_array_equal(depths[cell, slots], np.arange(len(slots)))
+            np.testing.assert_array_equal(readers[cell, slots[prompt:]], row * WIDTH + columns[prompt:])
+            sources, read = np.divmod(readers[cell, slots[:prompt]], WIDTH)
+            assert (lengths.groups[numbers[sources]] == lengths.groups[number]).all()
+            np.testing.assert_array_equal(read, columns[:prompt])
             collected.append(number)
-        used = flat[flat >= 0]
-        assert len(np.unique(used)) == len(used)
+        assert (readers[cell] >= 0).sum() == len(np.unique(slots_of[cell][slots_of[cell] >= 0]))
     return collected
 
 
@@ -131,9 +127,9 @@ def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
         actual = read_back(packing, lengths, cells)
         assert sorted(actual) == np.flatnonzero(lengths.completions).tolist()
         assert sorted(packing.rows) == list(range(rows))
-        slots = packing.packed.tokens.size
+        slots = packing.packed.depth.size
         assert slots < parts * shards * cells.padded
-        assert packing.packed.tokens.shape[1] // shards <= cells.limit
+        assert packing.packed.depth.shape[1] // shards <= cells.limit
         filled = np.where(lengths.completions > 0, lengths.prompts, 0)
         real = lengths.completions.sum() + (filled.reshape(-1, 4).max(1) if shared else filled).sum()
         # First-fit decreasing leaves less than a third empty, beside the rounding of the number of rows.
@@ -146,7 +142,7 @@ def test_immovable_rows_stay_in_micro_batch_and_shard():
     cells = cells_of(2, 4, group=4)
     packing = choose_packing(cells, lengths, np.arange(32), 4, 4, moves=False)
     np.testing.assert_array_equal(packing.rows, np.arange(32))
-    assert len(packing.packed.tokens) == 4
+    assert len(packing.packed.depth) == 4
 
 
 def test_rows_stay_padded_if_packing_saves_nothing():
@@ -175,7 +171,7 @@ def gradient_of(options: tuple[str, ...]):
     return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
-def placed(config, batch: Batch, **changes) -> PackedRows:
+def placed(config, batch: Batch, **changes) -> Forest:
     """The places of all rows in one cell."""
     optim = config.optim.model_copy(update={"packing": True, **changes})
     packer = make_packer(Plan.of(config.model_copy(update={"optim": optim})), tiny.mesh_of())
@@ -213,9 +209,8 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
         assert scale > 1e-3
         for share in shares:
             packed = placed(config, batch, share_prompts=share)
-            assert packed.tokens.shape[0] < tiny.ROWS / 2
-            prompts = np.asarray(packed.prompts)
-            assert (prompts != np.arange(len(prompts))).any() == share
+            assert packed.depth.shape[0] < tiny.ROWS / 2
+            assert (np.asarray(packed.counts) > 1).any() == share
             (packed_loss, packed_metrics), packed_gradient = run(state, None, batch, coefs, packed=packed)
             np.testing.assert_allclose(packed_loss, loss, rtol=1e-12)
             chex.assert_trees_all_close(packed_metrics, metrics, rtol=1e-12, atol=1e-12)

@@ -12,7 +12,6 @@ from flax import nnx
 
 import kljax
 from tests import tiny
-from train.config.plan import Layout
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
 from train.rl import policy as policies
@@ -29,12 +28,13 @@ from train.rl.policy import (
     token_stats,
     token_values,
 )
+from train.sequences.forest import row_forest
 
 CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
-SEQUENCES = Sequences(TOKENS, MASK)
+SEQUENCES = Sequences.rows(TOKENS, MASK)
 
 hidden_of = jax.jit(hidden_states)
 stats_of = jax.jit(token_stats, static_argnames=("entropy", "tile"))
@@ -52,15 +52,17 @@ def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
 def test_statistics_belong_to_the_token_in_their_column(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy = policy_of(model)
-    stats, hidden = stats_of(ScoredPolicy(model, policy), SEQUENCES, temperature=0.7, entropy=True)
+    stats, _ = stats_of(ScoredPolicy(model, policy), SEQUENCES, temperature=0.7, entropy=True)
+    hidden = hidden_of(ScoredPolicy(model, policy), SEQUENCES)
     kernel = np.asarray(policy.params["embed_tokens"]["embedding"]).T if tie else policy.params["lm_head"]["kernel"]
     np.testing.assert_array_equal(head(model, policy.params), kernel)
     np.testing.assert_array_equal(stored_head(model, policy.params), kernel.T if tie else kernel)
     log_probs = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(kernel) / 0.7))
     expected = np.take_along_axis(log_probs[:, :-1], TOKENS[:, 1:, None], axis=-1)[..., 0]
     entropy = -(np.exp(log_probs) * log_probs).sum(-1)[:, :-1]
-    np.testing.assert_allclose(stats.log_prob[:, 1:], np.where(MASK[:, 1:], expected, 0), atol=2e-6)
-    np.testing.assert_allclose(stats.entropy[:, 1:], np.where(MASK[:, 1:], entropy, 0), atol=2e-6)
+    follows = MASK[:, 1:] & MASK[:, :-1]
+    np.testing.assert_allclose(stats.log_prob[:, 1:], np.where(follows, expected, 0), atol=2e-6)
+    np.testing.assert_allclose(stats.entropy[:, 1:], np.where(follows, entropy, 0), atol=2e-6)
     assert not stats.log_prob[:, 0].any()
     assert not stats.entropy[:, 0].any()
     assert stats.log_prob.dtype == jnp.float32
@@ -88,39 +90,18 @@ def test_left_padding_changes_nothing():
     near, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     padding = np.full((1, 5), 7, np.int32)
     wide_row, wide_mask = np.concatenate([padding, TOKENS[:1]], axis=1), np.arange(11)[None] >= 5
-    far, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(wide_row, wide_mask), temperature=1.0)
+    far, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(wide_row, wide_mask), temperature=1.0)
     assert MASK[0].all()
     np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
-
-
-def test_columns_before_the_first_requested_hold_zero():
-    policy = policy_of(MODEL)
-    full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
-    part, hidden = stats_of(
-        ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(4)), temperature=1.0, entropy=True
-    )
-    assert hidden.shape == (3, 6, 16)
-    for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
-        np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
-        assert b.shape == a.shape
-        assert not b[:, :4].any()
-        assert a[:, 1:4].any()
-    with pytest.raises(ValueError, match=r"layout\.prompt_length: got 0, expected 1 to 6"):
-        token_stats(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(0)), temperature=1.0)
 
 
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
     full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
-    part, _ = stats_of(
-        ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, chosen, layout=Layout(2)), temperature=1.0, entropy=True
-    )
-    wanted = chosen & (np.arange(6) >= 2)
-    assert wanted.any()
+    part, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(TOKENS, MASK, chosen), temperature=1.0, entropy=True)
+    assert full.log_prob[chosen].any()
     for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
-        np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
-    last, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(6)), temperature=1.0)
-    assert not last.log_prob.any(), "no column is left"
+        np.testing.assert_allclose(b, np.where(chosen, a, 0), atol=1e-6)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -141,8 +122,9 @@ def test_exact_kl_compares_full_distributions(tie):
     )
     options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
     stats, _ = stats_of(ScoredPolicy(model, policy), SEQUENCES, reference=reference, **options)
-    assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
-    np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
+    follows = MASK[:, 1:] & MASK[:, :-1]
+    assert expected[follows].min() > 1e-3
+    np.testing.assert_allclose(stats.kl[:, 1:], np.where(follows, expected, 0), rtol=1e-4, atol=1e-6)
     # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
     itself = kljax.ReferenceStates(hidden_of(ScoredPolicy(model, policy), SEQUENCES))
     assert stats_of(ScoredPolicy(model, policy), SEQUENCES, reference=itself, **options)[0].kl.max() < 1e-12
@@ -169,7 +151,7 @@ def test_frozen_head_is_traversed_once(trained, passes):
     def loss(params: dict, adapter: dict) -> jax.Array:
         policy = kljax.Policy(params, adapter)
         stats, _ = token_stats(
-            ScoredPolicy(model, policy), Sequences(TOKENS % 23, MASK), temperature=1.0, entropy="constant"
+            ScoredPolicy(model, policy), Sequences.rows(TOKENS % 23, MASK), temperature=1.0, entropy="constant"
         )
         return stats.log_prob.sum()
 
@@ -194,7 +176,7 @@ def test_values_belong_to_the_state_before_the_token():
     assert not value_head["bias"]
     value_head = {"kernel": value_head["kernel"], "bias": jnp.float32(0.5)}
     hidden = jax.random.normal(jax.random.key(0), (2, 4, 16))
-    values = token_values(value_head, hidden)
+    values = token_values(value_head, hidden, row_forest(jnp.ones((2, 4), bool)))
     expected = np.asarray(hidden[:, :-1]) @ np.asarray(value_head["kernel"]) + 0.5
     np.testing.assert_allclose(values[:, 1:], expected, atol=1e-6)
     assert not values[:, 0].any()
@@ -218,7 +200,7 @@ def test_policy_is_the_same_on_every_mesh():
 
             def loss(params: dict) -> tuple[jax.Array, jax.Array]:
                 stats, _ = token_stats(
-                    ScoredPolicy(MODEL, kljax.Policy(params)), Sequences(tokens, mask), temperature=1.0
+                    ScoredPolicy(MODEL, kljax.Policy(params)), Sequences.rows(tokens, mask), temperature=1.0
                 )
                 return jnp.where(mask, stats.log_prob, 0).mean(), stats.log_prob
 

@@ -148,7 +148,7 @@ WITHOUT_BIAS = [pytest.param(name, (), id=f"{name} without bias", marks=pytest.m
 )
 def test_router_losses_are_of_the_update(name, options):
     (together, metrics), (split, split_metrics) = (update_in(layout, *options) for layout in (TOGETHER, name))
-    loads = [f"router_load_layer_{layer}" for layer in range(tiny.LAYERS)] if name != "packed" else []
+    loads = [f"router_load_layer_{layer}" for layer in range(tiny.LAYERS)]
     assert all(1 <= metrics[load] <= 6 / 2 for load in loads)
     for loss in ("router_balance_loss", "router_z_loss", "loss", *loads):
         np.testing.assert_allclose(split_metrics[loss], metrics[loss], rtol=1e-12)

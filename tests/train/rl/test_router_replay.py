@@ -218,7 +218,7 @@ def test_replayed_gates_have_a_gradient_to_the_router(recording):
     context, batch = tiny.context_of(tiny.config_of(*OPTIONS)), recording[1].batch
     params = weights(context.model)
     routes = jnp.asarray(other_experts(batch.fields[ROUTES], batch.token_mask))
-    sequences = Sequences(batch.tokens, batch.token_mask, fields={ROUTES: routes})
+    sequences = Sequences.rows(batch.tokens, batch.token_mask, fields={ROUTES: routes})
 
     def loss(params: dict) -> jax.Array:
         hidden = hidden_states(ScoredPolicy(context.model, kljax.Policy(params)), sequences)
@@ -238,7 +238,8 @@ def routed(recording):
 
 
 def verified(model: Decoder, routed: Routed, recorded: np.ndarray) -> None:
-    metrics = routing_metrics(model.config, routed, jnp.asarray(recorded), verify=True)
+    counts = (routed.routes[..., 0, 0] >= 0).astype(jnp.int32)
+    metrics = routing_metrics(model.config, routed, counts, jnp.asarray(recorded), verify=True)
     verify_routes({name: float(metric.value()) for name, metric in metrics.items()}, step=7)
 
 

@@ -447,7 +447,7 @@ def test_kept_tokens_renormalise_every_policy():
     scored = make_score(Plan.of(config), MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
     hidden = jax.jit(hidden_states)(
-        ScoredPolicy(MODEL, moved_reference().policy), Sequences(batch.tokens, batch.token_mask)
+        ScoredPolicy(MODEL, moved_reference().policy), Sequences.rows(batch.tokens, batch.token_mask)
     )
     logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, moved_reference().policy.params), np.float64) / 0.8
     for row, column in zip(*np.nonzero(mask), strict=True):

@@ -109,7 +109,9 @@ def test_sampler_and_log_probs_have_one_temperature():
 
     def log_probs(temperature: float) -> np.ndarray:
         scored, _ = stats(
-            ScoredPolicy(context.model, policy), Sequences(samples.tokens, samples.token_mask), temperature=temperature
+            ScoredPolicy(context.model, policy),
+            Sequences.rows(samples.tokens, samples.token_mask),
+            temperature=temperature,
         )
         return np.where(samples.completion_mask, scored.log_prob, 0)
 

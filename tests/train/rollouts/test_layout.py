@@ -71,7 +71,7 @@ def probs_of_one_device(row: int, column: int, *overrides: str) -> np.ndarray:
     context, samples = context_on((1, 1, 1), *overrides), on_one_device(*overrides)
     with jax.set_mesh(context.mesh):
         policy, tokens, mask = policy_on(context), samples.tokens[:, :column], samples.token_mask[:, :column]
-        hidden = hidden_states(ScoredPolicy(context.model, policy), Sequences(tokens, mask))[row, -1]
+        hidden = hidden_states(ScoredPolicy(context.model, policy), Sequences.rows(tokens, mask))[row, -1]
         logits = hidden @ head(context.model, policy.params) / context.config.temperature
     return np.asarray(jax.nn.softmax(logits))
 

@@ -48,7 +48,7 @@ def test_imitation_lowers_the_loss_and_reports_every_step():
     policy = tiny.kljax.Policy(tiny.host_params())
     scored = jax.jit(
         lambda policy: token_stats(
-            ScoredPolicy(model, policy), Sequences(batch.tokens, batch.token_mask), temperature=0.8
+            ScoredPolicy(model, policy), Sequences.rows(batch.tokens, batch.token_mask), temperature=0.8
         )[0]
     )
     expected = -np.asarray(scored(policy).log_prob, float)[batch.completion_mask].mean()

@@ -96,11 +96,6 @@ def attend(
     return _over_mesh(function, query, key, value, spans.end, start, options.sinks, block=block, **computed)
 
 
-def prefers_lengths() -> bool:
-    """Whether the devices have a kernel that goes by the lengths of rows of one sequence, if these begin at slot 0."""
-    return device_kind().startswith("NVIDIA") and axis_size("tokens") == 1
-
-
 def choose_implementation(
     query: jax.Array, key: jax.Array, spans: Spans, options: AttentionOptions = AttentionOptions()
 ) -> Implementation:

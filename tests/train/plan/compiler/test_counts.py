@@ -9,7 +9,7 @@ import pytest
 
 from train.models.attention import attend
 from train.models.attention.blocks import expected_visits
-from train.models.packing import row_spans
+from train.models.attention.spans import row_spans
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
 from train.plan.compiler.traffic import count_traffic, memory_bytes

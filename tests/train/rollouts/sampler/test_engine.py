@@ -72,13 +72,17 @@ def test_recorded_log_probs_equal_the_trainer():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
     assert other_seeds.shown(0 < samples.finished.sum() < len(LENGTHS)), "rows that end early and rows that do not"
-    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
+    stats, _ = stats_of(
+        ScoredPolicy(MODEL, policy), Sequences.rows(samples.tokens, samples.token_mask), temperature=0.8
+    )
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
     np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
     assert samples.fields["log_probs"].dtype == np.float32
     assert (samples.fields["log_probs"][samples.completion_mask] < 0).all()
     plain, _ = stats_of(
-        ScoredPolicy(MODEL, kljax.Policy(policy.params)), Sequences(samples.tokens, samples.token_mask), temperature=0.8
+        ScoredPolicy(MODEL, kljax.Policy(policy.params)),
+        Sequences.rows(samples.tokens, samples.token_mask),
+        temperature=0.8,
     )
     assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
 
@@ -109,7 +113,7 @@ def test_samples_follow_the_distribution():
     each = np.concatenate([tokens[:24], np.arange(24, dtype=np.int32)[:, None]], axis=1)
     stats, _ = stats_of(
         ScoredPolicy(MODEL, policy),
-        Sequences(each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True)),
+        Sequences.rows(each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True)),
         temperature=0.8,
     )
     probability = np.exp(stats.log_prob[:, WIDTH])
@@ -148,7 +152,9 @@ def test_special_tokens_inside_a_prompt_are_harmless():
     samples = run(tokens, mask, policy)
     assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
     np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
-    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
+    stats, _ = stats_of(
+        ScoredPolicy(MODEL, policy), Sequences.rows(samples.tokens, samples.token_mask), temperature=0.8
+    )
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
     np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
@@ -169,7 +175,7 @@ def test_greedy_takes_the_most_likely_token():
         column = WIDTH + token % NEW_TOKENS
         changed = samples.tokens.copy()
         changed[:, column] = token
-        stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(changed, samples.token_mask), temperature=0.8)
+        stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(changed, samples.token_mask), temperature=0.8)
         assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
 
 

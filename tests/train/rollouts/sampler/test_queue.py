@@ -107,7 +107,7 @@ def test_rows_are_the_same_with_and_without_queue(queued):
     np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
     np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
     stats, _ = jax.jit(token_stats)(
-        ScoredPolicy(MODEL, policy_of()), Sequences(queued.tokens, queued.token_mask), temperature=0.7
+        ScoredPolicy(MODEL, policy_of()), Sequences.rows(queued.tokens, queued.token_mask), temperature=0.7
     )
     np.testing.assert_allclose(
         queued.fields["log_probs"], np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5
@@ -193,7 +193,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     assert recorded.fields["kept_ids"].shape == (*completion_mask.shape, KEPT.top_k)
     assert (recorded.fields["kept_ids"][~completion_mask] == -1).all()
     assert not recorded.fields["log_kept_mass"][~completion_mask].any()
-    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, policy), Sequences(recorded.tokens, recorded.token_mask))
+    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, policy), Sequences.rows(recorded.tokens, recorded.token_mask))
     table = np.asarray(policy.params["embed_tokens"]["embedding"], np.float64)
     cap = MODEL.config.final_softcap
     logits = cap * np.tanh(np.asarray(hidden, np.float64) @ table.T / cap) / KEPT.temperature
@@ -210,7 +210,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     fields = recorded.fields
     stats, _ = jax.jit(token_stats)(
         ScoredPolicy(MODEL, policy),
-        Sequences(recorded.tokens, recorded.token_mask, completion_mask, fields),
+        Sequences.rows(recorded.tokens, recorded.token_mask, completion_mask, fields),
         temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.

@@ -82,7 +82,7 @@ def test_exported_log_probs_match_transformers(name):
     model, policy = loaded(name)
     tokens = recorded()["tokens"]
     stats, _ = jax.jit(
-        lambda policy: token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)
+        lambda policy: token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, tokens >= 0), temperature=1.0)
     )(policy)
     np.testing.assert_allclose(stats.log_prob, recorded()[name], rtol=0, atol=TOLERANCE)
     assert np.abs(recorded()[name] - recorded()["before"]).max() > 0.1, "training moved what is compared"

@@ -98,7 +98,7 @@ def test_merged_adapter_gives_the_logits_of_peft(tmp_path, family):
     with np.load(folder / "expected.npz") as expected:
         tokens, mask, want = (expected[name] for name in ("tokens", "mask", "adapter/merged"))
     saved = load_params(tmp_path / "out", model, mesh)
-    hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(saved)), Sequences(tokens, mask))
+    hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(saved)), Sequences.rows(tokens, mask))
     logits = np.where(mask[..., None], hidden @ head(model, saved), 0)
     assert np.abs(logits - want).max() < 5e-6
 

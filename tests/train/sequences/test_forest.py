@@ -1,0 +1,175 @@
+"""Forests of slots: what attends to what, and that losses and gradients are those of the sequences one by one."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tiny
+from tests.train.sequences.forests import Drawn, assert_is_forest, draw_forest, paths
+from train.config.plan import Plan
+from train.rl.batch import Batch
+from train.rl.objective import coefficients, make_objective, with_token_weights
+from train.rl.policy import stored_head
+from train.sequences.forest import group_forest, row_forest
+from train.sequences.write_forest import Placed, write_forest
+
+SEEDS = st.integers(0, 2**31)
+PROMPT, GROUP, NEW_TOKENS = 5, 3, 4
+
+
+def masks(seed: int, *, holes: bool) -> np.ndarray:
+    """Masks [B, P + C] of prompts that groups share, padded on the left, and completions; with `holes` anywhere."""
+    rng, column = np.random.default_rng(seed), np.arange(PROMPT + NEW_TOKENS)
+    begins = rng.integers(0, PROMPT, 4).repeat(GROUP)[:, None]
+    mask = (column >= begins) & (column < PROMPT + rng.integers(0, NEW_TOKENS + 1, (4 * GROUP, 1)))
+    drawn = rng.random(mask.shape) < 0.7
+    drawn[:, :PROMPT] = drawn[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+    return mask & drawn if holes else mask
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, st.sampled_from([None, 1, 3, 30]))
+def test_slots_see_what_is_before_them_in_their_sequences(seed, window):
+    drawn = draw_forest(seed)
+    assert_is_forest(drawn.forest, drawn.token_mask, window)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.sampled_from([None, 1, 3, 30]), st.booleans())
+def test_rows_and_groups_are_forests(seed, window, holes):
+    """With padding anywhere, empty completions and empty prompts."""
+    mask = masks(seed, holes=holes)
+    assert_is_forest(row_forest(jnp.asarray(mask)), mask, window)
+    # A completion of an empty prompt has no prompt's slot, which `paths` would begin with.
+    assert_is_forest(group_forest(jnp.asarray(mask), PROMPT, GROUP), mask, window)
+
+
+@settings(max_examples=10, deadline=None)
+@given(SEEDS, st.booleans())
+def test_counts_are_the_sequences_with_a_completion(seed, in_groups):
+    mask = masks(seed, holes=False)
+    forest = group_forest(jnp.asarray(mask), PROMPT, GROUP) if in_groups else row_forest(jnp.asarray(mask), PROMPT)
+    expected = np.zeros(forest.depth.size, int)
+    for path, row in zip(paths(forest, mask), mask, strict=True):
+        expected[path] += row[PROMPT:].any()
+    np.testing.assert_array_equal(np.asarray(forest.counts).reshape(-1), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEEDS)
+def test_values_travel_between_tokens_and_slots(seed):
+    """Forth and back, to the next token, and their gradients: sums over all sequences that share a token."""
+    drawn, rng = draw_forest(seed), np.random.default_rng(seed)
+    forest, flat = drawn.forest, drawn.forest.depth.size
+    np.testing.assert_array_equal(
+        forest.gather(forest.take(drawn.tokens), -1), np.where(drawn.token_mask, drawn.tokens, -1)
+    )
+    with jax.enable_x64(True):
+        x = rng.normal(size=(*forest.depth.shape, 2))
+        trained = drawn.token_mask & drawn.completion_mask
+        slope = rng.normal(size=(*trained.shape, 2)) * trained[..., None]
+        value, pull = jax.vjp(forest.gather, x)
+        expected, into, before = np.zeros((*trained.shape, 2)), np.zeros((flat, 2)), np.full(flat, -1)
+        for row, path in enumerate(paths(forest, drawn.token_mask)):
+            expected[row, drawn.token_mask[row]] = x.reshape(flat, 2)[path]
+            np.add.at(into, path, slope[row, drawn.token_mask[row]])
+            before[path[1:]] = path[:-1]
+        np.testing.assert_array_equal(value, expected)
+        np.testing.assert_allclose(pull(slope)[0].reshape(flat, 2), into, rtol=0, atol=1e-14)
+
+        follows = before >= 0
+        value, pull = jax.vjp(forest.before, x)
+        np.testing.assert_array_equal(value.reshape(flat, 2)[follows], x.reshape(flat, 2)[before[follows]])
+        slope = rng.normal(size=(flat, 2)) * follows[:, None]
+        into = np.zeros((flat, 2))
+        np.add.at(into, before[follows], slope[follows])
+        np.testing.assert_allclose(pull(slope.reshape(x.shape))[0].reshape(flat, 2), into, rtol=0, atol=1e-14)
+
+
+def test_token_is_read_where_it_is_trained():
+    """A prompt of one sequence is a completion of the one before, or the other way round."""
+    of_unit = [[Placed(0, 0, 4, 1), Placed(1, 0, 6, 4, shared=4)], [Placed(2, 0, 4, 4), Placed(3, 0, 4, 2, shared=3)]]
+    forest = write_forest([of_unit], rows=2, width=8, sequences=4, columns=6)
+    np.testing.assert_array_equal(forest.readers[0, :, 0], [0, 1, 2, 3, 10, 11, -1, -1])
+    np.testing.assert_array_equal(forest.readers[1, :, 0], [12, 13, 20, 15, 21, -1, -1, -1])
+    assert forest.readers.shape[-1] == 1
+    np.testing.assert_array_equal(forest.parents[:, 0], [0, 2])
+    np.testing.assert_array_equal(forest.branches[:, 0], [8, 4])
+
+
+# ---- losses ----
+
+TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
+VALUE = ("advantage.type=gae", "loss.value_coef=0.5")
+CASES = {
+    "ppo": (*TERMS, *VALUE),
+    "gspo": ("loss.type=gspo",),
+    "exact": ("kl.loss={coef: 0.3, estimator: exact}",),
+    "sequence level": ("loss.level=sequence", "loss.aggregation=seq_mean_token_mean"),
+    "prompts": ("loss.type=cispo", "loss.aggregation=prompt_mean"),
+}
+
+
+@functools.cache
+def gradient_of(options: tuple[str, ...]):
+    config = tiny.config_of("rollout.prompts_per_step=10", "optim.share_prompts=false", *options)
+    objective = make_objective(Plan.of(config), tiny.model_of(config))
+    return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
+
+
+def batch_of(drawn: Drawn, seed: int) -> Batch:
+    """A prepared batch of drawn sequences; fields hold 1e4 where no token is trained."""
+    rng, mask = np.random.default_rng(seed), drawn.completion_mask
+
+    def field(center: float, spread: float) -> np.ndarray:
+        return np.where(mask, center + spread * rng.normal(size=mask.shape), 1e4)
+
+    return Batch(
+        tokens=drawn.tokens,
+        token_mask=drawn.token_mask,
+        completion_mask=mask,
+        rewards=rng.normal(size=len(mask)),
+        group_ids=drawn.groups,
+        rollout_log_probs=field(-3.2, 0.1),
+        old_log_probs=field(-3.2, 0.3),
+        ref_log_probs=field(-3.2, 0.5),
+        ref_hidden=rng.normal(size=(*mask.shape, 16)),
+        values=field(0, 1),
+        advantages=field(0, 1),
+        returns=field(0, 1),
+    )
+
+
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_sequences_one_by_one(case, trees):
+    """In float64: trees whose tokens are trained in several sequences, with opinions that differ."""
+    with jax.enable_x64(True):
+        config, run = gradient_of(CASES[case])
+        plan = Plan.of(config)
+        state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
+        head = {"ref_head": stored_head(tiny.model_of(config), tiny.wide(tiny.host_params()))} if plan.exact_kl else {}
+        for seed in range(2):
+            drawn = draw_forest(seed, vocab=256, trees=trees)
+            assert (drawn.forest.readers.shape[-1] > 1) == trees
+            batch = with_token_weights(plan, config.loss, config.kl.loss, batch_of(drawn, seed))
+            # The states of a shared token are those of its first reader.
+            hidden = drawn.forest.gather(drawn.forest.take(batch.ref_hidden))
+            batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, ref_hidden=hidden))
+            (loss, metrics), gradient = jax.device_get(run(state, None, batch, coefficients(config), **head))
+            forest = jax.tree.map(jnp.asarray, drawn.forest)
+            (packed_loss, others), packed = jax.device_get(
+                run(state, None, batch, coefficients(config), packed=forest, **head)
+            )
+            scale = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(gradient)))
+            assert scale > 1e-5
+            np.testing.assert_allclose(packed_loss, loss, rtol=1e-11)
+            chex.assert_trees_all_close(others, metrics, rtol=1e-10, atol=1e-10)
+            chex.assert_trees_all_close(packed, gradient, rtol=0, atol=1e-11 * scale)

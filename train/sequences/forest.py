@@ -1,0 +1,261 @@
+"""The slots in which the tokens of a batch go through a model, each once.
+
+A row of slots holds sequences in depth-first order: after a token come all sequences that continue it, one after the
+other, before any other sequence. Rows of one sequence, packed rows, prompts with all of their completions, and trees of
+sequences are forests of this one kind; `end` and `start` of a slot say what it attends to (`Spans`), and its depth is
+its position.
+
+Shapes: B sequences of T columns, R rows of W slots, N branches a row, K sequences that share a trained token. Rows and
+sequences are split into U units, numbered within: a token is `sequence * T + column`, a slot `row * W + slot`. Devices
+hold whole units, so that no gather leaves a device.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from train.models.attention.spans import Spans, ancestors
+from train.models.sharding import split_tokens
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forest:
+    """A forest of the tokens of a batch.
+
+    Attributes:
+      readers: [R, W, K] int32, the tokens that a slot stands for: of all sequences in which it may be trained, else of
+        one; -1: none. The first is read.
+      places: [B, T] int32, the slot of each token; -1: none.
+      depth: [R, W] int32, tokens before it in its sequence; 0 without a token.
+      end: [R, W] int32, one past the last slot that continues it; slot + 1 without a token.
+      start: [R, W] int32, the slot of its first token; the slot itself without a token.
+      branches: [R, N] int32, the first slots of runs that continue an earlier token than the one in the slot before; W:
+        none.
+      parents: [R, N] int32, the slot that each of them continues; any slot for none.
+      counts: [R, W] int32, the sequences with a completion that have the token; 0 without a token.
+      lengths: [R] int32, if every row is one sequence from slot 0 on; None for any other row.
+      group: (P, C), if every row is a prompt of P slots and then completions of C slots, padded; None for any other.
+      units: U.
+    """
+
+    readers: Array
+    places: Array
+    depth: Array
+    end: Array
+    start: Array
+    branches: Array
+    parents: Array
+    counts: Array
+    lengths: Array | None = None
+    group: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    units: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def joins(self) -> bool:
+        """Whether a row may hold several sequences, which takes layers whose `rows_may_join`."""
+        return self.lengths is None
+
+    def take(self, x: Array, fill: float = 0, *, reader: int = 0) -> Array:
+        """Puts values of tokens into their slots, [B, T, ...] to [R, W, ...], with `fill` in slots without a token."""
+        return split_tokens(_take(x, self.readers[..., reader], self.units, fill))
+
+    def gather(self, x: Array, fill: float = 0) -> Array:
+        """Gathers values of slots for every sequence, [R, W, ...] to [B, T, ...], with `fill` at tokens without a slot.
+
+        Gradient:
+          To the slots of trained tokens: the sum over the sequences that share one, in their order.
+        """
+        return split_tokens(_gather(x, self, fill))
+
+    def before(self, x: Array) -> Array:
+        """Gives each slot the value [R, W, ...] of the token before it in its sequence; a first token has any value.
+
+        Gradient:
+          To that slot: the sum over the tokens that follow it, in their order.
+        """
+        return _before(x, self.branches, self.parents)
+
+    def spans(self, window: int | None) -> Spans:
+        """Returns what the slots attend to, with the `window` of sliding layers; None: the model has none."""
+        width = self.end.shape[1]
+        slots = jnp.arange(width, dtype=jnp.int32)
+        if window is None:
+            window_start = None
+        elif self.lengths is None:
+            real = self.readers[..., 0] >= 0
+            above = jnp.maximum(self.depth - (window - 1), 0)
+            # Slots without a token come last: nobody has them as an ancestor.
+            window_start = jnp.where(real, ancestors(jnp.where(real, self.depth, width), above), slots)
+        else:
+            window_start = jnp.maximum(self.start, slots - (window - 1))
+        return Spans(self.end, self.start, window_start, self.lengths, window, self.group)
+
+
+def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
+    """Makes rows of one sequence each, from slot 0 on.
+
+    Args:
+      token_mask: [B, T] bool, True at real tokens; padding may be anywhere.
+      prompt: columns before those of completions; a row without a real token after them is not counted.
+    """
+    rows, width = token_mask.shape
+    order, places = _compact(token_mask)
+    slots = jnp.arange(width, dtype=jnp.int32)
+    lengths = jnp.sum(token_mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    real = slots < lengths
+    completed = jnp.any(token_mask[:, prompt:], axis=-1, keepdims=True)
+    none = jnp.zeros((rows, 0), jnp.int32)
+    return Forest(
+        readers=jnp.where(real, order, -1)[..., None],
+        places=places,
+        depth=jnp.where(real, slots, 0),
+        end=jnp.where(real, lengths, slots + 1),
+        start=jnp.where(real, 0, slots),
+        branches=none,
+        parents=none,
+        counts=(real & completed).astype(jnp.int32),
+        lengths=jnp.maximum(lengths[:, 0], 1),
+        units=rows,
+    )
+
+
+def group_forest(token_mask: Array, prompt: int, group: int) -> Forest:
+    """Makes rows of a prompt with its completions, [prompt | completion | ... | completion], each from its slot 0 on.
+
+    Args:
+      token_mask: [B, P + C] bool, True at real tokens; padding may be anywhere, and is equal in the prompts of a group.
+      prompt: P.
+      group: G consecutive sequences that share a prompt.
+    """
+    rows, columns = len(token_mask) // group, token_mask.shape[1]
+    length = columns - prompt
+    width = prompt + group * length
+    of_prompts = token_mask[::group, :prompt]
+    of_completions = token_mask[:, prompt:]
+    prompt_order, prompt_places = _compact(of_prompts)
+    order, places = _compact(of_completions)
+    # Numbers of completions within their group, [G, 1], and the tokens and slots at which they begin.
+    number = jnp.arange(group, dtype=jnp.int32)[:, None]
+    order = (order.reshape(rows, group, length) + number * columns + prompt).reshape(rows, -1)
+    places = places.reshape(rows, group, length)
+    places = jnp.where(places >= 0, places + number * length + prompt, -1).reshape(-1, length)
+
+    sizes = jnp.sum(of_prompts, axis=-1, keepdims=True, dtype=jnp.int32)
+    counts = jnp.sum(of_completions, axis=-1, dtype=jnp.int32).reshape(rows, group)
+    completed = counts > 0
+    slots = jnp.arange(width, dtype=jnp.int32)
+    begins = prompt + jnp.arange(group, dtype=jnp.int32) * length
+    begin = jnp.pad(jnp.repeat(begins, length), (prompt, 0))
+    in_prompt = slots < prompt
+    size = jnp.concatenate([jnp.broadcast_to(sizes, (rows, prompt)), jnp.repeat(counts, length, axis=-1)], axis=-1)
+    real = slots - begin < size
+    last = jnp.max(jnp.where(completed, begins + counts, sizes), axis=-1, keepdims=True)
+    sharing = jnp.sum(completed, axis=-1, keepdims=True, dtype=jnp.int32)
+    return Forest(
+        readers=jnp.where(real, jnp.concatenate([prompt_order, order], axis=-1), -1)[..., None],
+        places=jnp.concatenate([jnp.repeat(prompt_places, group, axis=0), places], axis=-1),
+        depth=jnp.where(real, slots - begin + jnp.where(in_prompt, 0, sizes), 0),
+        end=jnp.where(real, jnp.where(in_prompt, last, begin + size), slots + 1),
+        start=jnp.where(real, 0, slots),
+        branches=jnp.broadcast_to(begins, (rows, group)),
+        parents=jnp.broadcast_to(jnp.maximum(sizes - 1, 0), (rows, group)),
+        counts=jnp.where(real, jnp.where(in_prompt, sharing, 1), 0),
+        group=(prompt, length),
+        units=rows,
+    )
+
+
+def _compact(mask: Array) -> tuple[Array, Array]:
+    """Returns the order [B, T] int32 of columns that puts real ones first, and the places of these in it; -1: none."""
+    order = jnp.argsort(~mask, axis=-1, stable=True).astype(jnp.int32)
+    return order, jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, -1)
+
+
+def _take(x: Array, index: Array, units: int, fill: float) -> Array:
+    """Takes entries within each unit, [A, C, ...] by [E, F] to [E, F, ...], and `fill` at indices below 0."""
+    trailing = x.shape[2:]
+    flat, at = x.reshape(units, -1, *trailing), index.reshape(units, -1)
+    taken = jax.vmap(lambda values, at: values.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds"))(flat, at)
+    exists = (index >= 0).reshape(*index.shape, *[1] * len(trailing))
+    return jnp.where(exists, taken.reshape(*index.shape, *trailing), jnp.asarray(fill, x.dtype))
+
+
+@jax.custom_vjp
+def _gather(x: Array, forest: Forest, fill: float) -> Array:
+    return _take(x, forest.places, forest.units, fill)
+
+
+def _gather_backward(forest: Forest, cotangent: Array) -> tuple[Array, None, None]:
+    """Takes for each slot the values of its readers, and adds them: a scatter would add in no fixed order on a GPU."""
+    parts = [_take(cotangent, forest.readers[..., k], forest.units, 0) for k in range(forest.readers.shape[-1])]
+    return sum(parts[1:], parts[0]), None, None
+
+
+_gather.defvjp(lambda x, forest, fill: (_gather(x, forest, fill), forest), _gather_backward)
+
+
+@jax.custom_vjp
+def _before(x: Array, branches: Array, parents: Array) -> Array:
+    if not branches.shape[1]:
+        return _shift(x, 1)
+    return _rows_take(x, _set(jnp.broadcast_to(_previous(x), x.shape[:2]), branches, parents))
+
+
+def _before_forward(x: Array, branches: Array, parents: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _before(x, branches, parents), (branches, parents)
+
+
+def _before_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
+    """Adds the cotangents of the next slot, and of the branches of a slot; no scatter of wide values."""
+    branches, parents = kept
+    if not branches.shape[1]:
+        return _shift(cotangent, -1), None, None
+    rows, width = cotangent.shape[:2]
+    exists = branches < width
+    begins = _set(jnp.zeros((rows, width), bool), branches, jnp.ones_like(branches, bool))
+    begins = begins.at[:, 0].set(True)
+    of_next = _shift(jnp.where(_wide(begins, cotangent), 0, cotangent), -1)
+    of_branches = _rows_take(cotangent, jnp.minimum(branches, width - 1))
+    wide = jnp.promote_types(cotangent.dtype, jnp.float32)
+    of_branches = jnp.where(_wide(exists, of_branches), of_branches, 0).astype(wide)
+    alike = (parents[:, :, None] == parents[:, None]).astype(wide)
+    sums = jnp.einsum("rnm,rm...->rn...", alike, of_branches, precision="highest").astype(cotangent.dtype)
+    numbers = jnp.broadcast_to(jnp.arange(branches.shape[1], dtype=jnp.int32), branches.shape)
+    family = _set(jnp.full((rows, width), -1, jnp.int32), jnp.where(exists, parents, width), numbers, largest=True)
+    of_families = jnp.where(_wide(family >= 0, cotangent), _rows_take(sums, jnp.maximum(family, 0)), 0)
+    return of_next + of_families, None, None
+
+
+_before.defvjp(_before_forward, _before_backward)
+
+
+def _shift(x: Array, by: int) -> Array:
+    """Moves slots by 1 or -1, with 0 where none is."""
+    padding = [(0, 0), (1, 0) if by > 0 else (0, 1), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x[:, :-1] if by > 0 else x[:, 1:], padding)
+
+
+def _previous(x: Array) -> Array:
+    return jnp.maximum(jnp.arange(x.shape[1], dtype=jnp.int32) - 1, 0)
+
+
+def _set(x: Array, at: Array, values: Array, *, largest: bool = False) -> Array:
+    """Sets entries [R, N] of [R, W]; an index of W sets none. Of equal indices the largest value stays, or any."""
+
+    def set_row(x: Array, at: Array, values: Array) -> Array:
+        return x.at[at].max(values, mode="drop") if largest else x.at[at].set(values, mode="drop")
+
+    return jax.vmap(set_row)(x, at, values)
+
+
+def _rows_take(x: Array, index: Array) -> Array:
+    """Takes slots of each row, [R, W, ...] by [R, F] to [R, F, ...]."""
+    return jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))(x, index)
+
+
+def _wide(flags: Array, like: Array) -> Array:
+    return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
