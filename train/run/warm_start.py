@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 import kljax
 from train.config.errors import GuardError
-from train.config.plan import Layout
 from train.config.schema import Config
 from train.context import RunContext
 from train.data.prompts import Supervised, SupervisedBatch
@@ -35,7 +34,7 @@ def supervised_loss(
 ) -> tuple[jax.Array, kljax.WeightedSum]:
     """Computes the mean negative log-prob of the solutions' tokens, at the sampling temperature."""
     tokens, token_mask, mask = map(jnp.asarray, (batch.tokens, batch.token_mask, batch.completion_mask))
-    sequences = Sequences(tokens, token_mask, mask, layout=Layout(config.data.max_prompt_length))
+    sequences = Sequences.rows(tokens, token_mask, mask)
     scored = ScoredPolicy(model, kljax.Policy(params))
     stats, _ = token_stats(scored, sequences, temperature=config.temperature, tile=objectives.tile(config.log_probs))
     loss = -kljax.aggregate(stats.log_prob, batch.completion_mask, mode="token_mean")

@@ -169,13 +169,17 @@ def decode(
     eos_ids: Sequence[int] | jax.Array,
     stop: StopTable | None = None,
     after: int = 0,
+    begun: bool = False,
+    steps: int | None = None,
 ) -> "State":
     """Decodes until all rows have ended, or the longest of them fills the window of the KV cache.
 
     Args:
       model, policy, sampling, eos_ids, stop: see `sample`.
-      state: of `start`, or of a narrower window, doubled.
+      state: of `start`, of a narrower window, doubled, or of this window.
       after: the narrower window; 0 in the first one.
+      begun: whether the first token is drawn.
+      steps: decode steps at most; None: as many as it takes.
     """
     queue = state.queue
     slots = state.slots
@@ -197,7 +201,7 @@ def decode(
         ),
         first_token=first_token,
     )
-    return State(queue, engine.run(slots if after else engine.draw_tokens(engine.refill(slots))))
+    return State(queue, engine.run(slots if begun else engine.draw_tokens(engine.refill(slots)), steps))
 
 
 def finish(
@@ -344,6 +348,11 @@ class State:
         active = jnp.any(self.slots.active)
         return active if self.slots.taken is None else active | (self.slots.taken < self.queue.count)
 
+    def is_full(self) -> jax.Array:
+        """Whether the longest row fills the window, [] bool; the last window has a column for every token."""
+        slots = self.slots
+        return jnp.array(False) if slots.window >= slots.max_new_tokens else slots.longest() >= slots.window
+
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -373,13 +382,14 @@ class Engine:
     uniforms: jax.Array
     first_token: int
 
-    def run(self, slots: Slots) -> Slots:
-        """Decodes until all rows have ended, or the longest of them fills the window."""
+    def run(self, slots: Slots, steps: int | None = None) -> Slots:
+        """Decodes until all rows have ended, the longest of them fills the window, or so many steps are done."""
+        last = None if steps is None else slots.step + steps
 
         def can_advance(slots: Slots) -> jax.Array:
-            running = State(self.queue, slots).is_running()
-            # The last window has a column for every token.
-            return running if slots.window >= slots.max_new_tokens else running & (slots.longest() < slots.window)
+            state = State(self.queue, slots)
+            going_on = state.is_running() & ~state.is_full()
+            return going_on if last is None else going_on & (slots.step < last)
 
         def advance(slots: Slots) -> Slots:
             return self.draw_tokens(self.refill(self.decode(slots)))

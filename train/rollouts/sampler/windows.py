@@ -4,7 +4,9 @@ A decode step reads all columns of its KV cache. The cache begins with a narrow 
 the longest live row fills it, the window is doubled, and the program of the next width goes on.
 
 XLA plans the memory of a program before it runs, so one program would allocate its widest cache whatever the lengths.
-Hence each width has a program of its own, compiled when a row first needs it, and the host reads one flag after each.
+Hence each width has a program of its own, compiled when a row first needs it, and the host reads two flags after each.
+
+A program makes at most `STEPS` decode steps, and is called again: between two calls a signal can end the step.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,6 +32,8 @@ from train.rollouts.sampler.stops import StopTable
 
 FIRST_WINDOW = 128
 """A narrower first window would save less than its program takes to compile."""
+STEPS = 128
+"""Decode steps of a call: some seconds of a large model, beside which the host's part is nothing."""
 log = logging.getLogger(__name__)
 
 
@@ -47,9 +52,9 @@ def window_widths(max_new_tokens: int) -> list[int]:
 class WindowedSampler:
     """Completes prompts as `sample` does, with the same tokens, in windows of KV cache that grow.
 
-    Where one window holds all tokens, `sample` is the only program. Otherwise the first prefills and decodes; each
-    wider window has one that decodes; a last one collects the results. Every window ends in the same step on all
-    processes, since the flag that ends it is replicated.
+    Where one window holds all tokens, and no row waits, `sample` is the only program. Otherwise the first prefills and
+    decodes; each window has one that goes on; a last one collects the results. Every call ends in the same step on all
+    processes, since the flags that end it are replicated.
 
     Attributes:
       widths: columns of each window.
@@ -87,8 +92,10 @@ class WindowedSampler:
         transform: Callable[[Samples], Samples] = lambda samples: samples,
     ) -> None:
         self.widths = list(widths or window_widths(max_new_tokens))
-        self._name, self._model, self._mesh, self._sampling = name, model, mesh, sampling
-        self._decode = functools.partial(decode, model, sampling=sampling, eos_ids=eos_ids, stop=stop)
+        self._name, self._slots, self._group = name, slots, group
+        # The first window ends within a call, unless rows wait.
+        steps = max(STEPS, self.widths[0])
+        self._decode = functools.partial(decode, model, sampling=sampling, eos_ids=eos_ids, stop=stop, steps=steps)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
@@ -105,19 +112,19 @@ class WindowedSampler:
         def begin(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Any:
             window = self.widths[0]
             state = start(model, policy, prompts, mask, key=key, window=window, **options, **_rows(group, rows))
-            return self._until_full(policy, state)
+            return self._advance(policy, state)
 
         def collect(state: State, prompts: jax.Array, mask: jax.Array, rows: Any) -> Samples:
             ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
             return transform(finish(state, prompts, mask, eos_ids=eos_ids, **ids))
 
         results = samples_sharding(mesh)
-        flag = (None, None, replicated(mesh))
+        flags = (None, None, replicated(mesh))
         self._whole = jax.jit(traced_once(draw_all, name), out_shardings=results)
-        self.first = jax.jit(traced_once(begin, self._program(0)), out_shardings=flag)
+        self.first = jax.jit(traced_once(begin, self._program(0)), out_shardings=flags)
         self._collect = jax.jit(traced_once(collect, f"{name}_collect"), out_shardings=results)
         self._windows: dict[int, Callable[..., Any]] = {}
-        self._flag = flag
+        self._flags = flags
 
     def __call__(
         self,
@@ -137,16 +144,19 @@ class WindowedSampler:
           rows: `prompt_ids`, `row_ids` and `limits` of `sample`, by name.
         """
         rows = rows or {}
-        if len(self.widths) == 1:
+        count = len(rows["prompt_ids"]) if "prompt_ids" in rows else len(prompts) * self._group
+        if len(self.widths) == 1 and (self._slots is None or self._slots >= count):
             return self._whole(policy, prompts, prompt_mask, key, rows)
-        state, layers, running = self.first(policy, prompts, prompt_mask, key, rows)
-        for number in range(1, len(self.widths)):
-            if not np.asarray(running):
-                break
+        number = 0
+        state, layers, flags = self.first(policy, prompts, prompt_mask, key, rows)
+        while True:
+            running, full = np.asarray(flags)
+            if not running:
+                return self._collect(state, prompts, prompt_mask, rows)
             # The programs of all processes wait for one another, so that all stop before the same one.
             leave_if_stopping(together=True)
-            state, layers, running = self.window(number)(policy, state, layers.doubled())
-        return self._collect(state, prompts, prompt_mask, rows)
+            number += int(full)
+            state, layers, flags = self.window(number)(policy, state, layers.doubled() if full else layers)
 
     def lower(self, policy: Any, prompts: Any, prompt_mask: Any, key: Any) -> jax.stages.Lowered:
         """Lowers `sample` as one program for arrays or their shapes.
@@ -155,24 +165,28 @@ class WindowedSampler:
         """
         return self._whole.lower(policy, prompts, prompt_mask, key, {})
 
-    def _until_full(self, policy: kljax.Policy, state: State, after: int = 0) -> tuple[State, DecoderState, jax.Array]:
-        """Decodes within one window; returns the state without that of the layers, that, and whether a row goes on."""
-        state = self._decode(policy, state, after=after)
-        return _with_layers(state, None), state.slots.state, state.is_running()
-
     def window(self, number: int) -> Callable[..., Any]:
-        """Makes the program of a window on first use; the state of the layers is donated."""
+        """Makes the program that goes on in a window on first use; the state of the layers is donated."""
         if number not in self._windows:
-            width = self.widths[number]
-            after = self.widths[number - 1]
-            log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
+            width, after = self.widths[number], self.widths[number - 1] if number else 0
+            if number:
+                log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
 
             def advance(policy: kljax.Policy, state: State, layers: DecoderState) -> Any:
-                return self._until_full(policy, _with_layers(state, layers), after)
+                return self._advance(policy, _with_layers(state, layers), after=after, begun=True)
 
-            program = traced_once(advance, self._program(number))
-            self._windows[number] = jax.jit(program, out_shardings=self._flag, donate_argnums=2)
+            program = traced_once(advance, self._program(number) if number else f"{self._program(number)}_on")
+            self._windows[number] = jax.jit(program, out_shardings=self._flags, donate_argnums=2)
         return self._windows[number]
+
+    def _advance(self, policy: kljax.Policy, state: State, **options: Any) -> tuple[State, DecoderState, jax.Array]:
+        """Decodes within one window; returns the state without that of the layers, that, and two flags.
+
+        They say whether a row goes on or waits, and whether it takes a wider window.
+        """
+        state = self._decode(policy, state, **options)
+        flags = jnp.stack([state.is_running(), state.is_full()])
+        return _with_layers(state, None), state.slots.state, flags
 
     def _program(self, number: int) -> str:
         return f"{self._name}_window_{self.widths[number]}"

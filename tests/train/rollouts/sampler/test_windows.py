@@ -11,7 +11,8 @@ import kljax
 from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig, LayerKind, cache
 from train.models.sharding import make_mesh
-from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table
+from train.process.interrupt import StepLeftError
+from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table, windows
 from train.rollouts.sampler.windows import window_widths
 
 # A sliding window shorter than the completions: columns out of order would show.
@@ -110,6 +111,26 @@ def test_tokens_equal_the_tokens_of_one_program(slots, unroll, chosen):
     lengths = expected().completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
     assert lengths.max() > 8, "a row that needs the last window"
+
+
+@pytest.mark.parametrize(("slots", "widths"), [(3, (16,)), (None, WIDTHS)])
+def test_signal_ends_sampling_between_calls_of_few_steps(slots, widths, monkeypatch):
+    """Calls of 4 steps draw the same tokens; a signal that comes in one of them ends the step before the next."""
+    monkeypatch.setattr(windows, "STEPS", 4)
+    asked = []
+    monkeypatch.setattr(windows, "leave_if_stopping", lambda *, together: asked.append(together))
+    sampler = sampler_of(slots=slots, widths=widths, stop=STOP)
+    samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS})
+    check_same(samples, expected(), steps=slots is None)
+    assert len(asked) >= int(samples.steps) // 16
+    assert all(asked)
+
+    def leave(*, together):
+        raise StepLeftError("left")
+
+    monkeypatch.setattr(windows, "leave_if_stopping", leave)
+    with pytest.raises(StepLeftError):
+        sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS})
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), pytest.param((8, 1, 1), marks=pytest.mark.thorough)])
