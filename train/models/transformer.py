@@ -125,14 +125,8 @@ class Transformer(nnx.Module):
 
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
-    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
-        """Computes hidden states as `__call__` does, and what each stack of layers keeps for `decode`."""
-        return self.routed_prefill(tokens, token_mask, positions)[:2]
-
-    def routed_prefill(
-        self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
-        """Computes `prefill`, and tells what the routers did, as `routed` does."""
+        """Computes what `routed` does, and between its results what each stack of layers keeps for `decode`."""
         return self._sequences(tokens, token_mask, positions, keep=True)
 
     def decode(
@@ -145,7 +139,7 @@ class Transformer(nnx.Module):
         *,
         key_positions: jax.Array | None = None,
         rope: RopeTables | None = None,
-    ) -> tuple[jax.Array, DecoderState]:
+    ) -> tuple[jax.Array, DecoderState, Routed | None]:
         """Computes one more token per row.
 
         Args:
@@ -160,24 +154,9 @@ class Transformer(nnx.Module):
           rope: `rope_tables` of `positions`, if already known.
 
         Returns:
-          Hidden states [B, D], and the state with the token in `column`.
+          Hidden states [B, D], the state with the token in `column`, and what the routers did, with arrays [B, L, ...];
+          None for a decoder without experts.
         """
-        return self.routed_decode(tokens, positions, state, token_mask, column, key_positions=key_positions, rope=rope)[
-            :2
-        ]
-
-    def routed_decode(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        state: DecoderState,
-        token_mask: jax.Array,
-        column: int | jax.Array,
-        *,
-        key_positions: jax.Array | None = None,
-        rope: RopeTables | None = None,
-    ) -> tuple[jax.Array, DecoderState, Routed | None]:
-        """Computes `decode`, and tells what the routers did: arrays [B, L, ...]; None for a decoder without experts."""
         mask = cache_mask(token_mask, self.config.sliding_window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
         x = self._embed(tokens[:, None], real)

@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from train.models.attention.spans import Spans, ancestors
+from train.models.attention.spans import Spans
 from train.models.sharding import split_tokens
 
 Array = jax.Array
@@ -89,7 +89,7 @@ class Forest:
             real = self.readers[..., 0] >= 0
             above = jnp.maximum(self.depth - (window - 1), 0)
             # Slots without a token come last: nobody has them as an ancestor.
-            window_start = jnp.where(real, ancestors(jnp.where(real, self.depth, width), above), slots)
+            window_start = jnp.where(real, _ancestors(jnp.where(real, self.depth, width), above), slots)
         else:
             window_start = jnp.maximum(self.start, slots - (window - 1))
         return Spans(self.end, self.start, window_start, self.lengths, window, self.group)
@@ -259,3 +259,28 @@ def _rows_take(x: Array, index: Array) -> Array:
 
 def _wide(flags: Array, like: Array) -> Array:
     return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
+
+
+def _ancestors(depth: Array, above: Array) -> Array:
+    """Finds the ancestor of each slot at a depth that it has, [R, W] int32: the last slot of that depth up to itself.
+
+    Slots sorted by depth, and within by number, are searched by halves.
+    """
+
+    def find(depth: Array, above: Array) -> Array:
+        width = len(depth)
+        order = jnp.argsort(depth, stable=True).astype(jnp.int32)
+        slots = jnp.arange(width, dtype=jnp.int32)
+
+        def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = bounds
+            middle = (low + high) // 2
+            slot = order[middle]
+            fits = (depth[slot] < above) | ((depth[slot] == above) & (slot <= slots))
+            return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+        # `low` always fits: no slot comes before the first one of depth 0.
+        bounds = jnp.zeros(width, jnp.int32), jnp.full(width, width, jnp.int32)
+        return order[jax.lax.fori_loop(0, width.bit_length(), halve, bounds)[0]]
+
+    return jax.vmap(find)(depth, above)

@@ -260,7 +260,7 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
         )
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
         position = seen.sum(-1) - 1
-        before, (hidden, cache) = cache, decode(tokens[:, column], position, cache, seen, jnp.int32(column))
+        before, (hidden, cache, _) = cache, decode(tokens[:, column], position, cache, seen, jnp.int32(column))
         rounding.assert_close_by_norm(hidden, expected[:, column], roundings=bound)
         planted = rounding.planted(hidden, roundings=10 * bound)
         with pytest.raises(AssertionError, match="roundings of the norm"):

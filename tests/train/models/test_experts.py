@@ -178,8 +178,8 @@ def test_decoded_tokens_have_the_routes_of_whole_rows():
     hidden, routed = routed_rows()
     bound = model.bind(params)
     # One program for all columns.
-    decode = jax.jit(bound.routed_decode)
-    _, prompts, first = jax.jit(bound.routed_prefill)(TOKENS[:, :5], MASK[:, :5])
+    decode = jax.jit(bound.decode)
+    _, prompts, first = jax.jit(bound.prefill)(TOKENS[:, :5], MASK[:, :5])
     np.testing.assert_array_equal(first.routes, routed.routes[:, :5])
     for unroll in (False, True):
         state = DecoderState.of(prompts, 1, 3, unroll=unroll)

@@ -155,7 +155,7 @@ def greedy(family: str) -> np.ndarray:
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
-        hidden, cache = model.bind(params).prefill(prompts, mask)
+        hidden, cache, _ = model.bind(params).prefill(prompts, mask)
         cache = DecoderState.of(cache, 1, max_new_tokens)
         seen = jnp.pad(mask, ((0, 0), (0, max_new_tokens)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
@@ -164,7 +164,7 @@ def greedy(family: str) -> np.ndarray:
             token, cache, seen = carry
             seen = seen.at[:, column].set(True)
             position = seen.sum(-1) - 1
-            hidden, cache = model.bind(params).decode(token, position, cache, seen, column)
+            hidden, cache, _ = model.bind(params).decode(token, position, cache, seen, column)
             return (jnp.argmax(logits_of(model, params, hidden), -1), cache, seen), token
 
         columns = prompts.shape[1] + jnp.arange(max_new_tokens)

@@ -189,7 +189,7 @@ def test_decode_loop_reads_weights_that_are_joined_before_it(joined):
     _, params, adapter = policy_of((1, 1, 1), 1)
     model = Decoder(CONFIG)
     tokens, mask = jax.random.randint(jax.random.key(1), (2, 5), 0, 24), jnp.ones((2, 5), bool)
-    _, prompts = jax.jit(lambda p: bind(model, p).prefill(tokens, mask))(kljax.Policy(params, adapter))
+    _, prompts, _ = jax.jit(lambda p: bind(model, p).prefill(tokens, mask))(kljax.Policy(params, adapter))
     stacked = DecoderState.of(prompts, 1, 4)
     listed = dataclasses.replace(stacked, stacks=tuple(s.layers() for s in stacked.stacks), unrolled=True)
     seen = jnp.arange(9) < jnp.array([[6], [6]])
@@ -198,7 +198,7 @@ def test_decode_loop_reads_weights_that_are_joined_before_it(joined):
         decoder = decoder_of(bind(model, policy))
 
         def step(carry):
-            hidden, new = decoder.decode(tokens[:, 0], jnp.array([5, 5]), carry[1], seen, jnp.int32(5))
+            hidden, new, _ = decoder.decode(tokens[:, 0], jnp.array([5, 5]), carry[1], seen, jnp.int32(5))
             return carry[0] + 1, new, hidden
 
         first = (0, state, jnp.zeros((2, CONFIG.width), jnp.bfloat16))

@@ -61,40 +61,15 @@ def row_spans(token_mask: jax.Array, window: int | None) -> Spans:
     first = jnp.min(jnp.where(token_mask, slots, width), axis=-1, keepdims=True)
     window_start = None
     if window is not None:
-        depth = jnp.where(token_mask, token_positions(token_mask), width)
-        above = ancestors(depth, jnp.maximum(depth - (window - 1), 0))
-        window_start = jnp.where(token_mask, above, slots)
+        order = jnp.argsort(~token_mask, axis=-1, stable=True).astype(jnp.int32)
+        above = jnp.maximum(token_positions(token_mask) - (window - 1), 0)
+        window_start = jnp.where(token_mask, jnp.take_along_axis(order, above, axis=-1), slots)
     return Spans(
         end=jnp.where(token_mask, last, slots + 1),
         start=jnp.where(token_mask, first, slots),
         window_start=window_start,
         window=window,
     )
-
-
-def ancestors(depth: jax.Array, above: jax.Array) -> jax.Array:
-    """Finds the ancestor of each slot at a depth that it has, [R, W] int32: the last slot of that depth up to itself.
-
-    Slots sorted by depth, and within by number, are searched by halves.
-    """
-
-    def find(depth: jax.Array, above: jax.Array) -> jax.Array:
-        width = len(depth)
-        order = jnp.argsort(depth, stable=True).astype(jnp.int32)
-        slots = jnp.arange(width, dtype=jnp.int32)
-
-        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = bounds
-            middle = (low + high) // 2
-            slot = order[middle]
-            fits = (depth[slot] < above) | ((depth[slot] == above) & (slot <= slots))
-            return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
-
-        # `low` always fits: no slot comes before the first one of depth 0.
-        bounds = jnp.zeros(width, jnp.int32), jnp.full(width, width, jnp.int32)
-        return order[jax.lax.fori_loop(0, width.bit_length(), halve, bounds)[0]]
-
-    return jax.vmap(find)(depth, above)
 
 
 def is_key(queries: jax.Array, keys: jax.Array, end: jax.Array, start: jax.Array) -> jax.Array:

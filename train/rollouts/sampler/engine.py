@@ -269,7 +269,7 @@ def _prefill(
     prompt_mask = jnp.pad(prompt_mask, ((0, padding), (0, 0)))
     # The name shows in profiles, and tells a test which transfers belong to the prefill.
     with jax.named_scope("prefill"):
-        hidden, states, routed = transformer.routed_prefill(prompts, prompt_mask)
+        hidden, states, routed = transformer.prefill(prompts, prompt_mask)
     return prompt_mask, hidden[:, -1], states, None if routed is None else routed.routes
 
 
@@ -403,7 +403,7 @@ class Engine:
         prompt_lengths = self.queue.lengths[slots.row]
         positions = prompt_lengths + slots.length - 1
         token_mask, key_positions = slots.columns(prompt_lengths)
-        hidden, state, routed = self.transformer.routed_decode(
+        hidden, state, routed = self.transformer.decode(
             slots.last_tokens(),
             positions,
             slots.state,
