@@ -82,3 +82,6 @@ class Optim(Section):
     """Run a prompt through the model once for all of its completions; changes speed and memory, not the result."""
     packing: bool = False
     """Pack several completions into a row, so that the layers do not pay for padding; changes speed, not the result."""
+    share_prefixes: bool = False
+    """Run all tokens with which packed completions of a prompt begin alike once, as in trees; changes speed, not the
+    result."""

@@ -7,6 +7,7 @@ slots, so that every row fits into one.
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,11 +37,23 @@ class Lengths(NamedTuple):
       prompts: [B] int.
       completions: [B] int; 0 for rows that need no place.
       groups: [B] int, rows with one number share their prompt.
+      tokens: [B, C] int, the tokens of completions, if rows of a group share those with which they begin alike; None if
+        they share their prompt alone.
     """
 
     prompts: np.ndarray
     completions: np.ndarray
     groups: np.ndarray
+    tokens: np.ndarray | None = None
+
+    def shared(self, first: int, second: int) -> int:
+        """Counts the tokens with which two rows of a group begin alike."""
+        prompt = int(self.prompts[second])
+        if self.tokens is None:
+            return prompt
+        length = min(self.completions[first], self.completions[second])
+        differ = np.flatnonzero(self.tokens[first, :length] != self.tokens[second, :length])
+        return prompt + int(differ[0] if len(differ) else length)
 
     def real(self, rows: np.ndarray) -> int:
         """Counts the tokens of rows, with each prompt once."""
@@ -122,7 +135,8 @@ class Cells:
 def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
-    Only lengths come to the host, lengths of all rows in every process, so that all choose the same places.
+    Only lengths come to the host, and tokens if rows share prefixes, of all rows in every process, so that all choose
+    the same places.
     """
     config, layout = plan.config, plan.layout
     if not config.optim.packing:
@@ -132,12 +146,19 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     width = prompt + config.data.max_completion_length
     shards = axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
-    measure = jax.jit(lambda mask: _measure(mask, prompt), out_shardings=replicated(mesh))
+    prefixes = config.optim.share_prefixes
+
+    def measured(batch: Batch) -> tuple[jax.Array, ...]:
+        lengths = _measure(batch.token_mask, prompt)
+        return (*lengths, batch.tokens[:, prompt:]) if prefixes else lengths
+
+    measure = jax.jit(measured, out_shardings=replicated(mesh))
     sizes: set[tuple[int, ...] | None] = set()
 
     def pack(batch: Batch, updates: Sequence[Any]) -> StepPacking:
-        prompts, completions = to_host(measure(batch.token_mask))
-        lengths = Lengths(prompts, completions, np.arange(len(prompts)) // config.rollout.samples_per_prompt)
+        prompts, completions, *tokens = to_host(measure(batch))
+        groups = np.arange(len(prompts)) // config.rollout.samples_per_prompt
+        lengths = Lengths(prompts, completions, groups, *tokens)
 
         def padded_tokens(rows: int) -> int:
             return rows // layout.group * (prompt + layout.group * (width - prompt))
@@ -257,6 +278,10 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
     totals = np.bincount(number, sizes)[number]
     by_completion = np.argsort(-sizes, kind="stable")
     by_prompt = np.lexsort((-sizes, number, -totals))
+    if lengths.tokens is not None:
+        # Depth first: after a row come those with which it shares the most.
+        texts = [lengths.tokens[row, : lengths.completions[row]].tolist() for row in rows]
+        by_prompt = np.array(sorted(by_prompt, key=lambda row: (-totals[row], number[row], texts[row])))
 
     def fit(order: Iterable[int]) -> list[dict[int, list[int]]]:
         packed: list[dict[int, list[int]]] = []
@@ -265,8 +290,13 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
             group, size, prompt = int(groups[index]), int(sizes[index]), int(prompts[index])
             if size == 0:
                 continue
-            having = (at for at, row in enumerate(packed) if group in row and free[at] >= size)
-            at = next(having, None)
+            at = None
+            for candidate, row in enumerate(packed):
+                if group in row:
+                    shared = lengths.shared(int(rows[row[group][-1]]), int(rows[index]))
+                    if free[candidate] >= prompt + size - shared:
+                        at, size = candidate, prompt + size - shared
+                        break
             if at is None:
                 size += prompt
                 at = next((at for at, left in enumerate(free) if left >= size), len(packed))
@@ -277,7 +307,7 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
             free[at] -= size
         return packed
 
-    return min(fit(by_completion), fit(by_prompt), key=len)
+    return fit(by_prompt) if lengths.tokens is not None else min(fit(by_completion), fit(by_prompt), key=len)
 
 
 def _write_places(
@@ -286,17 +316,19 @@ def _write_places(
     """Writes the forest of the rows `numbers` [M, S, n / M S], with `size` packed rows in each cell."""
     count, shards, rows = numbers.shape
 
-    def placed(row: int, number: int, *, repeats: bool) -> Placed:
+    def placed(row: int, of_cell: np.ndarray, before: int | None) -> Placed:
+        number = int(of_cell[row])
         prompt = int(lengths.prompts[number])
         length = prompt + int(lengths.completions[number])
-        return Placed(row, cells.prompt - prompt, length, prompt, shared=prompt if repeats else 0)
+        shared = 0 if before is None else lengths.shared(int(of_cell[before]), number)
+        return Placed(row, cells.prompt - prompt, length, prompt, shared)
 
     units = [
         [
             [
-                placed(row, of_cell[row], repeats=place > 0)
+                placed(row, of_cell, before)
                 for of_prompt in of_prompts.values()
-                for place, row in enumerate(of_prompt)
+                for before, row in itertools.pairwise([None, *of_prompt])
             ]
             for of_prompts in fitted[cell]
         ]

@@ -200,9 +200,12 @@ _gather.defvjp(lambda x, forest, fill: (_gather(x, forest, fill), forest), _gath
 
 @jax.custom_vjp
 def _before(x: Array, branches: Array, parents: Array) -> Array:
+    shifted = _shift(x, 1)
     if not branches.shape[1]:
-        return _shift(x, 1)
-    return _rows_take(x, _set(jnp.broadcast_to(_previous(x), x.shape[:2]), branches, parents))
+        return shifted
+    return jax.vmap(lambda x, at, of_parents: x.at[at].set(of_parents, mode="drop"))(
+        shifted, branches, _rows_take(x, parents)
+    )
 
 
 def _before_forward(x: Array, branches: Array, parents: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -210,24 +213,24 @@ def _before_forward(x: Array, branches: Array, parents: Array) -> tuple[Array, t
 
 
 def _before_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
-    """Adds the cotangents of the next slot, and of the branches of a slot; no scatter of wide values."""
+    """Adds the cotangents of the next slot, and those of branches: one sum a parent, written once."""
     branches, parents = kept
-    if not branches.shape[1]:
+    width, count = cotangent.shape[1], branches.shape[1]
+    if not count:
         return _shift(cotangent, -1), None, None
-    rows, width = cotangent.shape[:2]
     exists = branches < width
-    begins = _set(jnp.zeros((rows, width), bool), branches, jnp.ones_like(branches, bool))
-    begins = begins.at[:, 0].set(True)
-    of_next = _shift(jnp.where(_wide(begins, cotangent), 0, cotangent), -1)
     of_branches = _rows_take(cotangent, jnp.minimum(branches, width - 1))
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)
-    of_branches = jnp.where(_wide(exists, of_branches), of_branches, 0).astype(wide)
-    alike = (parents[:, :, None] == parents[:, None]).astype(wide)
-    sums = jnp.einsum("rnm,rm...->rn...", alike, of_branches, precision="highest").astype(cotangent.dtype)
-    numbers = jnp.broadcast_to(jnp.arange(branches.shape[1], dtype=jnp.int32), branches.shape)
-    family = _set(jnp.full((rows, width), -1, jnp.int32), jnp.where(exists, parents, width), numbers, largest=True)
-    of_families = jnp.where(_wide(family >= 0, cotangent), _rows_take(sums, jnp.maximum(family, 0)), 0)
-    return of_next + of_families, None, None
+    of_branches = jnp.where(exists.reshape(*exists.shape, *[1] * (cotangent.ndim - 2)), of_branches, 0).astype(wide)
+    siblings = (parents[:, :, None] == parents[:, None]) & exists[:, None]
+    sums = jnp.einsum("rnm,rm...->rn...", siblings.astype(wide), of_branches, precision="highest")
+    is_first = exists & (jnp.argmax(siblings, axis=-1) == jnp.arange(count))
+
+    def add(cotangent: Array, branches: Array, at: Array, sums: Array) -> Array:
+        of_next = _shift(cotangent.at[branches].set(0, mode="drop")[None], -1)[0]
+        return of_next.at[at].add(sums.astype(of_next.dtype), mode="drop")
+
+    return jax.vmap(add)(cotangent, branches, jnp.where(is_first, parents, width), sums), None, None
 
 
 _before.defvjp(_before_forward, _before_backward)
@@ -239,26 +242,9 @@ def _shift(x: Array, by: int) -> Array:
     return jnp.pad(x[:, :-1] if by > 0 else x[:, 1:], padding)
 
 
-def _previous(x: Array) -> Array:
-    return jnp.maximum(jnp.arange(x.shape[1], dtype=jnp.int32) - 1, 0)
-
-
-def _set(x: Array, at: Array, values: Array, *, largest: bool = False) -> Array:
-    """Sets entries [R, N] of [R, W]; an index of W sets none. Of equal indices the largest value stays, or any."""
-
-    def set_row(x: Array, at: Array, values: Array) -> Array:
-        return x.at[at].max(values, mode="drop") if largest else x.at[at].set(values, mode="drop")
-
-    return jax.vmap(set_row)(x, at, values)
-
-
 def _rows_take(x: Array, index: Array) -> Array:
     """Takes slots of each row, [R, W, ...] by [R, F] to [R, F, ...]."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))(x, index)
-
-
-def _wide(flags: Array, like: Array) -> Array:
-    return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
 
 
 def _ancestors(depth: Array, above: Array) -> Array:

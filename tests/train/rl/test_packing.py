@@ -13,6 +13,7 @@ import pytest
 import kljax
 from kljax.aggregation import MODES
 from tests import rounding, tiny
+from tests.train.sequences.forests import assert_is_forest
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
@@ -137,6 +138,29 @@ def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
             assert real <= slots <= 1.35 * real + 2 * WIDTH
 
 
+def test_packed_completions_share_what_they_begin_with():
+    """Of two tokens, so that many begin alike: fewer slots, and a forest still."""
+    rng = np.random.default_rng(2)
+    lengths = drawn_lengths(rng, 16, 8)
+    tokens = rng.integers(0, 2, (16, NEW_TOKENS))
+    cells = cells_of(1, 16, group=8)
+    apart = choose_packing(cells, lengths, np.arange(16), 1, 8, moves=True)
+    packing = choose_packing(cells, lengths._replace(tokens=tokens), np.arange(16), 1, 8, moves=True)
+    forest = jax.tree.map(lambda x: x[0], packing.packed)
+    rows = packing.rows
+    column = np.arange(WIDTH)
+    completed = lengths.completions[rows, None] > 0
+    mask = completed & (column >= PROMPT - lengths.prompts[rows, None])
+    mask &= column < PROMPT + lengths.completions[rows, None]
+    assert_is_forest(forest, mask, None)
+    assert (forest.places[~mask] < 0).all()
+    taken = [int((packed.readers[..., 0] >= 0).sum()) for packed in (packing.packed, apart.packed)]
+    assert taken[0] < 0.9 * taken[1]
+    every = np.full((16, WIDTH), -1, np.int32)
+    every[:, PROMPT:] = tokens[rows]
+    np.testing.assert_array_equal(forest.gather(forest.take(every), -1)[mask], every[mask])
+
+
 def test_immovable_rows_stay_in_micro_batch_and_shard():
     lengths = drawn_lengths(np.random.default_rng(3), 32, 4)
     cells = cells_of(2, 4, group=4)
@@ -180,12 +204,13 @@ def placed(config, batch: Batch, **changes) -> Forest:
 
 
 # Whether rows share a prompt is nothing that a loss sees.
-CASES = [("ppo", (*TERMS, *VALUE), (True, False)), ("gspo", ("loss.type=gspo",), (True,))]
+ALONE, SHARED, TREES = ({"share_prompts": False}, {"share_prompts": True}, {"share_prefixes": True})
+CASES = [("ppo", (*TERMS, *VALUE), (SHARED, ALONE, TREES)), ("gspo", ("loss.type=gspo",), (SHARED, TREES))]
 SLOW = [
-    ("gspo_alone", ("loss.type=gspo",), (False,)),
-    ("gmpo", ("loss.type=gmpo",), (True, False)),
-    ("clip_cov", ("loss.type=clip_cov",), (True, False)),
-    ("sequence", ("loss.level=sequence",), (True, False)),
+    ("gspo_alone", ("loss.type=gspo",), (ALONE,)),
+    ("gmpo", ("loss.type=gmpo",), (SHARED, ALONE, TREES)),
+    ("clip_cov", ("loss.type=clip_cov",), (SHARED, ALONE, TREES)),
+    ("sequence", ("loss.level=sequence",), (SHARED, ALONE, TREES)),
 ]
 
 
@@ -201,16 +226,20 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
         config, run = gradient_of(options)
         length = (f"loss.max_length={NEW_TOKENS}",) if aggregation == "seq_mean_token_sum_norm" else ()
         reduced = config_of(*options, f"loss.aggregation={aggregation}", *length)
-        batch = tiny.wide(with_token_weights(Plan.of(reduced), reduced.loss, reduced.kl.loss, full_batch(LENGTHS)))
+        batch = full_batch(LENGTHS)
+        # The completions of a group begin alike.
+        batch = dataclasses.replace(batch, tokens=batch.tokens[:: tiny.SAMPLES].repeat(tiny.SAMPLES, axis=0))
+        batch = tiny.wide(with_token_weights(Plan.of(reduced), reduced.loss, reduced.kl.loss, batch))
         state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
         coefs = coefficients(config) | ({"key": jax.random.key(0)} if Plan.of(config).key else {})
         (loss, metrics), gradient = jax.device_get(run(state, None, batch, coefs))
         scale = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(gradient)))
         assert scale > 1e-3
         for share in shares:
-            packed = placed(config, batch, share_prompts=share)
+            packed = placed(config, batch, **share)
             assert packed.depth.shape[0] < tiny.ROWS / 2
-            assert (np.asarray(packed.counts) > 1).any() == share
+            assert (np.asarray(packed.counts) > 1).any() == (share != ALONE)
+            assert (packed.readers.shape[-1] > 1) == (share == TREES)
             (packed_loss, packed_metrics), packed_gradient = run(state, None, batch, coefs, packed=packed)
             np.testing.assert_allclose(packed_loss, loss, rtol=1e-12)
             chex.assert_trees_all_close(packed_metrics, metrics, rtol=1e-12, atol=1e-12)

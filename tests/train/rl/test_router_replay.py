@@ -133,9 +133,11 @@ def test_other_routes_change_policy_but_no_reference(recording):
     np.testing.assert_array_equal(ignoring.old_log_probs, first.old_log_probs)
 
 
-def test_old_policy_routes_come_from_the_scoring_pass(recording):
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_old_policy_routes_come_from_the_scoring_pass(recording, shared):
     """Neither those of the sampler nor those of the moved policy: the update reports the flips, and loses none."""
-    context = context_of(recording[0], "routing.replay=old_policy", "kl.loss.coef=0", PADDED)
+    options = ("routing.replay=old_policy", "kl.loss.coef=0", f"optim.share_prompts={shared}")
+    context = context_of(recording[0], *options)
     plan, model, mesh = Plan.of(context.config), context.model, context.mesh
     state = state_of(plan, model, mesh)
     batch = collect(context, open_source(context), 0).batch
@@ -153,16 +155,9 @@ def test_old_policy_routes_come_from_the_scoring_pass(recording):
     assert float(metrics["routing_flips"].value()) > 0.05
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("optim.updates_per_batch=1", r"routing\.replay: got old_policy, but no pass scores the policy"),
-        ("optim.packing=true", r"optim\.packing: got true, but with routing\.replay old_policy"),
-    ],
-)
-def test_old_policy_routes_need_a_padded_pass(option, message):
-    with pytest.raises(UserError, match=message):
-        tiny.config_of(*OPTIONS, "routing.replay=old_policy", option)
+def test_old_policy_routes_need_a_scoring_pass():
+    with pytest.raises(UserError, match=r"routing\.replay: got old_policy, but no pass scores the policy"):
+        tiny.config_of(*OPTIONS, "routing.replay=old_policy", "optim.updates_per_batch=1")
 
 
 PADDED = "optim.share_prompts=false"

@@ -284,16 +284,22 @@ def _routes(config: Config) -> Iterator[Problem]:
             "optim.updates_per_batch",
             "loss.old_log_probs",
         )
-    if config.optim.packing:
+
+
+def _prefixes(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.share_prefixes and not (optim.packing and optim.share_prompts):
+        field = "optim.share_prompts" if optim.packing else "optim.packing"
         yield problem(
-            "got true, but with routing.replay old_policy rows keep their padding; set it to false",
-            "optim.packing",
-            "routing.replay",
+            f"got true, but {field} is false, without which no tokens are shared; set that to true",
+            "optim.share_prefixes",
+            field,
         )
 
 
 CHECKS = (
     _rows,
+    _prefixes,
     _routes,
     _router_bias,
     _slices,
