@@ -62,8 +62,9 @@ def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray,
     scored = mask & jnp.roll(mask, 1, axis=1).at[:, 0].set(False)
 
     def loss(policy: kljax.Policy) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        stats, hidden = token_stats(ScoredPolicy(model, policy), Sequences.rows(tokens, mask, scored), temperature=1.0)
-        logits = jnp.where(mask[..., None], logits_of(model, policy.params, hidden), 0)
+        sequences = Sequences.rows(tokens, mask, scored)
+        stats, hidden = token_stats(ScoredPolicy(model, policy), sequences, temperature=1.0)
+        logits = jnp.where(mask[..., None], logits_of(model, policy.params, sequences.forest.gather(hidden)), 0)
         return -kljax.aggregate(stats.log_prob, scored, mode="token_mean"), (stats.log_prob, logits)
 
     (value, (log_probs, logits)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)

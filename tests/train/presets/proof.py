@@ -158,9 +158,9 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
     model, _ = loaded()
     log_probs, pull = scored(configs[0].temperature)
 
-    def stats_of(scored: ScoredPolicy, *_: object, **__: object) -> tuple[kljax.TokenStats, jax.Array]:
-        zeros = jnp.zeros_like(scored.policy.params)
-        return kljax.TokenStats(scored.policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
+    def stats_of(scored: ScoredPolicy, sequences: Sequences, **_: object) -> tuple[kljax.TokenStats, jax.Array]:
+        stats = kljax.TokenStats(scored.policy.params, jnp.zeros_like(scored.policy.params))
+        return stats, jnp.zeros((*sequences.forest.depth.shape, model.config.width))
 
     def loss_of_stats(
         *of: Any, token_loss: Callable[..., tuple[jax.Array, Tree]], per_token: Tree, **_: object
