@@ -41,7 +41,7 @@ from train.rl.state import policy_of
 from train.rl.step import update_rows
 from train.rollouts.collect import collect
 from train.rollouts.lag import sampling_policy
-from train.rollouts.open import open_source
+from train.rollouts.open import open_evaluation, open_stream
 from train.run.base_weights import load_initial_base
 from train.run.evaluate import evaluate
 from train.run.loop import Programs
@@ -108,11 +108,11 @@ def peaks_of(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
             state = first_state(plan, model, mesh, base, context.optimizer)
             reference = load_reference(plan, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
             jax.block_until_ready((base, state, reference))
-        source = open_source(context, continued=False)
+        stream = open_stream(context)
         programs = Programs.of(context, state)
         with phase("sample"):
-            source.update(*sampling_policy(state, base))
-            batch = jax.block_until_ready(collect(context, source, 0).batch)
+            stream.update(*sampling_policy(state, base))
+            batch = jax.block_until_ready(collect(context, stream, 0).batch)
         with phase("score"):
             batch = jax.block_until_ready(programs.score(state.trainable, base, reference, batch))
         with phase("prepare"):
@@ -123,7 +123,7 @@ def peaks_of(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
             state = jax.block_until_ready(programs.update(state, base, batch, rows, coefs, ref_head=head)[0])
         with phase("evaluate"):
             policy = policy_of(state.trainable, base)
-            evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
+            evaluate(context, open_evaluation(context), policy, purpose_key(config.seed, "held_out"), step=1)
     return peaks
 
 

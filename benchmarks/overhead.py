@@ -34,7 +34,7 @@ from train.data.tasks import Example
 from train.process.interrupt import Interrupt
 from train.rl.keys import purpose_key
 from train.rl.policy import init_params
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.run.guard import StepGuard
 from train.run.loop import train
 from train.run.metrics import MetricsWriter
@@ -168,14 +168,14 @@ def measure_steps(work: StepSizes, rounds: int) -> tuple[list[dict[str, list[Ste
         with (
             contextlib.closing(RunCheckpoints(root / "checkpoints", config.checkpoint)) as checkpoints,
             contextlib.closing(MetricsWriter(root)) as writer,
-            contextlib.closing(open_source(context)) as source,
+            contextlib.closing(open_stream(context)) as stream,
         ):
             checkpoints.carry = lambda: {"metrics": writer.mark()}
             watch = StepGuard(config, checkpoints, root / "nonfinite")
             watch.save = clocks.stalled()(watch.save)  # type: ignore[method-assign]
             writer.write = clocks.logged(writer.write)  # type: ignore[method-assign]
             writer.timing = clocks.logged(writer.timing)  # type: ignore[method-assign]
-            run = (context, learner.programs, source, learner.frozen, learner.state)
+            run = (context, learner.programs, stream, learner.frozen, learner.state)
             state = train(*run, writer=writer, watch=watch, interrupt=interrupt, advance=clocks.advance)
     return clocks.rounds[1:], sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 

@@ -26,7 +26,9 @@ from train.models.sharding import batch_sharding, make_mesh
 from train.rl.batch import Batch
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, judge_rows, shard_completions
+from train.rollouts.jax_source import JaxSource
 from train.rollouts.source import Completions
+from train.rollouts.stream import Stream
 from train.run.setup import first_state
 from train.weights.model import make_model
 
@@ -181,10 +183,15 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
     )
 
 
-def rollout_of(context: RunContext, completions: Completions) -> Rollout:
-    """Shards the rows of completions over the devices, and judges them."""
+def rollout_of(context: RunContext, completions: Completions, step: int = 0) -> Rollout:
+    """Shards the rows of completions over the devices, and judges them, after so many steps."""
     rows = RowSplit.of(batch_sharding(context.mesh), len(completions.examples))
-    return judge_rows(context, shard_completions(context, completions, rows))
+    return judge_rows(context, shard_completions(context, completions, rows, step))
+
+
+def stream_of(context: RunContext, source: Any = None) -> Stream:
+    """The stream of a source, or of the sampler of this process."""
+    return Stream(context, source or JaxSource(context))
 
 
 @dataclasses.dataclass(frozen=True)

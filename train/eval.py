@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,7 @@ def show(
             step = saved.step(step)
             policy = saved.policy(context.model, context.mesh, step)
             name = f"{what} after step {step}"
-        metrics = measure(context, policy)
+        metrics = measure(context, policy, step or 0)
     if not is_leader():
         return
     print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", metrics, config.temperature)
@@ -119,19 +120,20 @@ def show(
         write_file("--json", file, summary_text(about | metrics))
 
 
-def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
-    """Evaluates a policy on the held-out prompts, sampled and greedily, with the keys of a run.
+def measure(context: "RunContext", policy: "kljax.Policy", step: int = 0) -> dict[str, Any]:
+    """Evaluates the policy after some steps on the held-out prompts, sampled and greedily, with the keys of a run.
 
     Returns:
       `sampled` and `greedy`: mean of each reward, and `accuracy` in percent; `samples`: the first completions.
     """
     from train.rl.keys import purpose_key
-    from train.rollouts.jax_source import make_sampler
+    from train.rollouts.open import open_evaluation
     from train.run.evaluate import evaluate
 
     key = purpose_key(context.config.seed, "held_out")
-    sampled = evaluate(context, make_sampler(context, name="held_out"), policy, key)
-    greedy = evaluate(context, make_sampler(context, name="greedy", greedy=True), policy, key)
+    with closing(open_evaluation(context)) as stream:
+        sampled = evaluate(context, stream, policy, key, step=step)
+        greedy = evaluate(context, stream, policy, key, step=step, greedy=True)
     return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
 
 

@@ -8,6 +8,7 @@ from kljax.ratios.levels import level_mask as level_mask
 from kljax.ratios.proximal import loglinear_log_probs
 from kljax.ratios.rejection import rejection_mask, veto_mask
 from kljax.ratios.second_moment import second_moment_mask
+from kljax.ratios.staleness import max_lag_mask
 from kljax.ratios.weights import importance_weights, truncated_importance_weights
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "kl_rejection_mask",
     "log_ratios",
     "loglinear_log_probs",
+    "max_lag_mask",
     "off_policy_sequence_mask",
     "rejection_mask",
     "second_moment_mask",

@@ -14,7 +14,7 @@ from train.config.errors import UserError
 from train.context import RunContext
 from train.rl.token_fields import ROUTES
 from train.rollouts.collect import collect
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.rollouts.source import SourceError
 
 AREA = "recorded routes"
@@ -46,7 +46,7 @@ def _rows(change: Change, changed: Sequence[int]) -> list[dict[str, Any]]:
 def _read(path: pathlib.Path) -> None:
     """Reads the rows as a run does."""
     context = _context(path)
-    collect(context, open_source(context), 0)
+    collect(context, open_stream(context), 0)
 
 
 def _json_lines(directory: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:

@@ -87,8 +87,9 @@ def test_one_process_continues_the_batch_saved_by_two(env, tmp_path):
     # Requests to look at the server, and one batch: that of step 4, for which another run would go on.
     assert len(server.bodies) - requests == PROBES + 4 * 4
     first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
-    assert [record["rollout_lag"] for record in second] == [0, 1, 1]
-    for name in ("reward", "completion_length", "finished", "rollout_lag"):
+    # Nobody knows the version of the weights that the server keeps.
+    assert not any("rollout_lag" in record for record in first + second)
+    for name in ("reward", "completion_length", "finished"):
         assert [record[name] for record in first] == [record[name] for record in second]
 
 

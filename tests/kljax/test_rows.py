@@ -240,6 +240,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "truncated_importance_weights": [{"level": "sequence"}],
     "rejection_mask": [{"level": level, "lower": 0.6, "upper": 1.6} for level in ("token", "sequence", "geometric")],
+    "max_lag_mask": [{"max_lag": 1, "level": level} for level in ("token", "sequence")],
     "veto_mask": [{"min_ratio": 0.4, "max_ratio": 4.0}],
     "kl_rejection_mask": [{"reduction": name, "lower": -0.5, "upper": 0.5} for name in ("token", "sum", "mean", "max")],
     "divergence_mask": [{"level": "sequence", "max_divergence": 0.3}],

@@ -11,7 +11,7 @@ from benchmarks.harness.measure import Clock, resident
 from train import real
 from train.config.load import load as load_config
 from train.models import Decoder
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.run.loop import rl_step
 from train.run.setup import make_context
 from train.weights.huggingface import load_params
@@ -31,7 +31,7 @@ class KljaxSteps:
         context = make_context(config)
         bare = Decoder(dataclasses.replace(context.model.config, lora=None))
         self.learner = Learner.of(context, load_params(model, bare, context.mesh))
-        self.source, self.done = open_source(context), 0
+        self.source, self.done = open_stream(context), 0
 
     def step(self) -> dict[str, Any]:
         """Makes a step; returns its wall and CPU seconds, and the mean length of the replies."""

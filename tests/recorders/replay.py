@@ -11,7 +11,7 @@ from train.config.load import LoadedConfig, load
 from train.data.tokenizers import load_tokenizer
 from train.models.sharding import make_mesh
 from train.rollouts.collect import collect
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.run.metrics import read_metrics
 from train.run.run import run
 from train.run.saved_run import SavedRun
@@ -74,7 +74,7 @@ def verl_differences(recorded: pathlib.Path, model: pathlib.Path) -> dict[str, f
     """Reads a recording of verl; returns the largest difference of the advantages of its rows."""
     context = make_context(load_replay(recorded, model, *VERL).config)
     with jax.set_mesh(context.mesh):
-        batch = prepared_batch(context.config, collect(context, open_source(context), 0).batch)
+        batch = prepared_batch(context.config, collect(context, open_stream(context), 0).batch)
     first = context.config.data.max_prompt_length
     with np.load(recorded / "advantages.npz") as arrays:
         off = np.abs(np.asarray(batch.advantages)[:, first] - arrays["advantages"])

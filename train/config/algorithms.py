@@ -89,6 +89,7 @@ CORRECTIONS: Mapping[str, str] = {
     "veto_mask": "kljax:veto_mask",
     "off_policy_sequence_mask": "kljax:off_policy_sequence_mask",
     "second_moment_mask": "kljax:second_moment_mask",
+    "max_lag": "kljax:max_lag_mask",
 }
 """Weights and masks that correct for another sampler."""
 CONTROLLERS: Mapping[str, str] = {

@@ -153,6 +153,6 @@ class RolloutSection(Section):
     policy_lag: Lag = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     ahead: Ahead = 0
-    """openai: 1 requests the next batch before the update, so that the server samples it meanwhile, one step behind."""
+    """openai and yours: request batches this many steps before they are trained, so that they are sampled meanwhile."""
     record: PathText | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

@@ -153,6 +153,8 @@ class Eval(Section):
     """Rows sampled at once; completions are the same for any number, apart from rounding."""
     greedy: bool = True
     """Also take the most probable tokens, for `accuracy_greedy`: each prompt is then completed twice."""
+    source: Literal["jax", "rollout"] = "jax"
+    """What completes held-out prompts: `jax`, the sampler of this process; `rollout`, the source of the rollouts."""
 
     def rows(self) -> int:
         """Returns the number of rows that an evaluation samples at once; 0 without evaluations."""

@@ -96,7 +96,7 @@ Size = Annotated[int, Field(ge=1, le=10**6)]
 EvenSize = Annotated[int, Field(ge=2, le=10**6, multiple_of=2)]
 Length = Annotated[int, Field(ge=1, le=10**7)]
 Lag = Annotated[int, Field(ge=0, le=1000)]
-Ahead = Annotated[int, Field(ge=0, le=1)]
+Ahead = Annotated[int, Field(ge=0, le=1000)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -242,6 +242,7 @@ RANGES: Mapping[str, Any] = {
     "max_divergence": NonNegative,
     "max_error": Positive,
     "max_kl": NonNegative,
+    "max_lag": Lag,
     "max_log_ratio": Positive,
     "max_probability": Probability,
     "max_ratio": Positive,

@@ -84,13 +84,13 @@ def find_function(field: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def make_with(field: str, name: str, kind: type, /, *values: Any, **arguments: Any) -> Any:
+def make_with(field: str, name: str, kind: type | None, /, *values: Any, **arguments: Any) -> Any:
     """Calls a function of the user that makes an object of the trainer.
 
     Args:
       field: of the config, for errors.
       name: of the function.
-      kind: a protocol or a dataclass, whose members the object has.
+      kind: a protocol or a dataclass, whose members the object has; None: any object.
       *values: what the trainer passes.
       **arguments: what the config passes.
 
@@ -100,9 +100,19 @@ def make_with(field: str, name: str, kind: type, /, *values: Any, **arguments: A
     function = find_function(field, name)
     with user_code(f"{field}: {name} failed"):
         made = function(*values, **arguments)
+    if kind is not None:
+        check_members(field, name, made, kind)
+    return made
+
+
+def check_members(field: str, name: str, made: Any, kind: type) -> None:
+    """Checks that an object that the function `name` of the user made has the members of a protocol or dataclass.
+
+    Raises:
+      UserError: it lacks an attribute.
+    """
     members = [member for member in {**inspect.get_annotations(kind), **vars(kind)} if not member.startswith("_")]
     missing = [member for member in members if not hasattr(made, member)]
     if missing:
         returned = f"{name} returned {type(made).__name__!r} without {', '.join(missing)}"
         raise UserError(f"{field}: {returned}, expected {', '.join(members)}")
-    return made

@@ -28,13 +28,14 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
-from train.rl.token_fields import ROUTES, TOKEN_FIELDS
+from train.rl.token_fields import LAGS, ROUTES, TOKEN_FIELDS
 from train.rollouts.jax_source import (
     evaluation_programs,
     rollout_programs,
     rollout_rows,
     rollout_sampling,
 )
+from train.rollouts.lag import reads_lags
 from train.rollouts.layout import device_bytes
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler.draw import describe_draws
@@ -223,6 +224,8 @@ class AbstractRun:
         log_probs = fields.pop("log_probs")
         if records_routes(self.context):
             fields[ROUTES] = jax.ShapeDtypeStruct((1, *self.context.model.config.route_shape), jnp.int16)
+        if reads_lags(self.context.plan):
+            fields[LAGS] = jax.ShapeDtypeStruct((1,), jnp.int32)
         return Batch(
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from train.config.algorithms import UserFunction
+from train.config.algorithms import CORRECTIONS, UserFunction
 from train.config.correction import Correction
 from train.config.loss import Loss
 from train.config.plan import Plan
@@ -19,6 +19,7 @@ from train.config.signatures import Signature
 from train.rl import algorithms
 from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics, single
+from train.rl.token_fields import LAGS
 from train.rl.user_functions import check_result
 
 Array = jax.Array
@@ -44,6 +45,11 @@ def make_correction(plan: Plan) -> Callable[[Batch], tuple[Batch, Metrics]]:
         old, recorded, mask = _policies(batch)
         steps = [_step(f"correction[{n}]", signature, entry, batch) for n, (signature, entry) in enumerate(entries)]
         corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
+        bounds = [entry for signature, entry in entries if signature.target == CORRECTIONS["max_lag"]]
+        if bounds:
+            lags = required(batch.fields.get(LAGS))
+            fresh = [kljax.max_lag_mask(lags, mask, **entry.options()) for entry in bounds]
+            metrics["rollout_lag_rejected"] = kljax.masked_fraction(jnp.stack(fresh).all(0), mask)
         rejects = any(signature.returns != "Float" for signature, _ in entries)
         weights = corrected.weights
         metrics |= {
@@ -105,6 +111,7 @@ def _step(field: str, signature: Signature, entry: Correction, batch: Batch) -> 
             "sampling_log_probs": lambda: recorded,
             "mask": lambda: mask,
             "advantages": lambda: required(batch.advantages),
+            "lags": lambda: required(batch.fields.get(LAGS)),
         }
         result: Array = algorithms.call_by_name(field, signature, entry, arrays)
         check_result(field, entry, result, (mask.shape,), booleans=True)

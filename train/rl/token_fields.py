@@ -136,7 +136,16 @@ def _check_routes(values: Sequence[Any], ids: Sequence[int], vocab_size: int) ->
             raise ValueError(f"got the experts {shorten(experts)}, expected different ones, or -1 for all of them")
 
 
+def _check_versions(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
+    if any(value is not None and value < 0 for value in values):
+        raise ValueError(f"got {shorten(values)}, expected numbers of RL steps, or null")
+
+
 ROUTES = "routed_experts"
+VERSIONS = "token_versions"
+LAGS = "token_lags"
+UNKNOWN = -1
+"""In place of a version, and of a lag: nobody knows it."""
 TOKEN_FIELDS: dict[str, TokenField] = {
     # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens. Below
     # `LEAST_LOG_PROB`, as null is, nobody knows it.
@@ -145,6 +154,10 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, check=_check_kept_ids),
     # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.
     "log_kept_mass": TokenField(np.float32, recorded=False),
+    # The number of RL steps of the policy that drew a token.
+    VERSIONS: TokenField(np.int32, fill=UNKNOWN, null=UNKNOWN, check=_check_versions),
+    # The number of RL steps since then, which the trainer computes from the version.
+    LAGS: TokenField(np.int32, fill=UNKNOWN, recorded=False),
     # The experts that computed a token, which decide the log-prob of the next; -1: unknown, as of the last token of a
     # row, which the sampler never computes.
     ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, check=_check_routes),

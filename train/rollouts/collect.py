@@ -16,11 +16,14 @@ from train.distributed.exchange import agree, on_leader, run_together, send_to_l
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.shard_rows import shard_rows
 from train.rl.batch import Batch
+from train.rl.token_fields import LAGS, VERSIONS
+from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lags
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
-from train.rollouts.source import Completions, Request, Source
+from train.rollouts.source import Array, Completions, Request
+from train.rollouts.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Rollout:
       metrics: means over the completions of every named reward, the length and `finished`; the spread of the rewards;
         repeated completions and missing log-probs; and metrics of the source.
       scores: named rewards, each [B], before weights and penalties.
-      lag: RL steps between the policy that sampled the rows and the one that trains on them; None without a lag, or if
-        rows have different ones.
+      lags: [B, T] RL steps between the policy that drew each token and the one that trains on it, in the rows of
+        `completions.tokens`; -1 where nobody knows. None without versions.
+      lag: the lag of all tokens; None without a lag, or if tokens have different ones.
       arrived: when the completions were on the host, in seconds of `time.perf_counter`.
     """
 
@@ -45,31 +49,28 @@ class Rollout:
     rows: RowSplit
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     scores: Scores = dataclasses.field(default_factory=dict)
+    lags: Array | None = None
     lag: int | None = None
     arrived: float = 0.0
 
 
-def collect(context: RunContext, source: Source, step: int) -> Rollout:
-    """Samples, judges and optionally records `samples_per_prompt` completions of each prompt of a step.
+def collect(context: RunContext, stream: Stream, step: int) -> Rollout:
+    """Takes, judges and optionally records `samples_per_prompt` completions of each prompt of a step.
 
     Raises:
       SourceError: the source stopped answering, or the recording cannot be written.
     """
-    return judge_drawn(context, draw(context, source, step), step)
+    return judge_drawn(context, draw(context, stream, step), step)
 
 
-def draw(context: RunContext, source: Source, step: int) -> Rollout:
-    """Takes the completions of a step from a source, and shards their rows over the devices.
+def draw(context: RunContext, stream: Stream, step: int) -> Rollout:
+    """Takes the completions of a step from a stream, and shards their rows over the devices.
 
     Raises:
       SourceError: the source stopped answering, or its rows are wrong.
     """
-
-    def sample() -> tuple[Completions, RowSplit]:
-        request = Request.of(context, step)
-        return source.sample(request), request.rows
-
-    return shard_completions(context, *run_together("rollout", sample))
+    completions = run_together("rollout", lambda: stream.batch(step))
+    return shard_completions(context, completions, Request.of(context, step).rows, step)
 
 
 def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
@@ -82,8 +83,6 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
       SourceError: the recording cannot be written.
     """
     rollout = judge_rows(context, drawn)
-    if rollout.completions.lags is None and context.config.rollout.policy_lag > 0:
-        rollout = dataclasses.replace(rollout, lag=min(step, context.config.rollout.policy_lag))
     if context.config.rollout.record is not None:
         _record(context, rollout, Path(context.config.rollout.record), step)
     return rollout
@@ -100,8 +99,15 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
     on_leader("recording", lambda: write_rows(directory, step, rows))
 
 
-def shard_completions(context: RunContext, completions: Completions, split: RowSplit) -> Rollout:
-    """Shards the rows of completions over the devices; does not wait for a device that samples."""
+def shard_completions(context: RunContext, completions: Completions, split: RowSplit, step: int) -> Rollout:
+    """Shards the rows of completions over the devices; does not wait for a device that samples.
+
+    Args:
+      context: of the run.
+      completions: of a batch.
+      split: its rows.
+      step: RL steps done, from which the lag of each token follows.
+    """
     section = context.config.rollout
 
     def check() -> None:
@@ -111,6 +117,10 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     run_together("rollout", check)
     mask = completions.completion_mask
     fields = dict(completions.fields)
+    versions = fields.pop(VERSIONS, None)
+    lags = None if versions is None else token_lags(versions, completions.completion_mask, step)
+    if lags is not None and reads_lags(context.plan):
+        fields[LAGS] = lags
     log_probs = fields.pop("log_probs", None)
     recorded = section.record_log_probs and log_probs is not None
     if recorded:
@@ -125,7 +135,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in (rows | fields).items()})
     batch = Batch(**shard_rows(rows, context.mesh), fields=shard_rows(fields, context.mesh))
-    return Rollout(batch, completions, split)
+    return Rollout(batch, completions, split, lags=lags)
 
 
 def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
@@ -149,22 +159,24 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
 
     named_rewards, scores = judge_together(context, "rewards", score, lengths=lengths, rows=split)
     measured = {"completion_length": lengths, "finished": completions.finished}
-    if completions.lags is not None:
-        measured["rollout_lag"] = completions.lags
     measured = gather_rows("completions", measured, split.own, split.count)
-    statistics = gather_rows("statistics", measure_rows(context.config, completions, split), split.own, split.count)
-    lags = np.unique(measured.get("rollout_lag", ()))
+    own_statistics = dict(measure_rows(context.config, completions, split))
+    if drawn.lags is not None:
+        own_statistics |= lags_of_rows(split.select_own(drawn.lags))
+    statistics = gather_rows("statistics", own_statistics, split.own, split.count)
+    lag_metrics, lag = measure_lags(context.plan, statistics)
     rewards = shard_rows(scores["reward"][split.held], context.mesh)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"].std(dtype=np.float64))
     metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
+    metrics |= lag_metrics
     return dataclasses.replace(
         drawn,
         batch=dataclasses.replace(drawn.batch, rewards=rewards),
         completions=completions,
         metrics=metrics | dict(completions.metrics),
         scores=named_rewards,
-        lag=int(lags[0]) if len(lags) == 1 else None,
+        lag=lag,
         arrived=arrived,
     )
 

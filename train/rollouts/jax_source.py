@@ -22,7 +22,7 @@ from train.rl.token_fields import TOKEN_FIELDS
 from train.rl.tracing import traced_once
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
-from train.rollouts.source import Completions, Request
+from train.rollouts.source import Completions, InTurn, Request
 
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32
@@ -231,25 +231,23 @@ def completions_of(context: RunContext, samples: Samples, examples: Sequence[Exa
     )
 
 
-class JaxSource:
-    """Samples in this process, with the weights as the update has them or laid out for sampling."""
+class JaxSource(InTurn):
+    """Samples in this process, with the weights as the update has them or laid out for sampling.
 
-    def __init__(self, context: RunContext, sampler: Sampler | None = None) -> None:
-        self._repeats, samples = rollout_rows(context)
+    It answers the requests of steps and those for held-out prompts, each kind with programs of its own.
+    """
+
+    def __init__(self, context: RunContext, samplers: Mapping[str, Sampler] | None = None) -> None:
+        """Makes each sampler at its first request, unless `samplers` has it: "rollout", "held_out" or "greedy"."""
+        super().__init__()
+        self._repeats, self._samples = rollout_rows(context)
         self._context = context
-        record_kept_tokens = context.config.rollout.record_kept_tokens
-        self._sampler = sampler or make_sampler(
-            context,
-            name="rollout",
-            samples=samples,
-            record_kept_tokens=record_kept_tokens,
-            record_routes=records_routes(context),
-        )
-        self._policy: kljax.Policy | None = None
+        self._samplers = dict(samplers or {})
+        self._weights: tuple[kljax.Policy, int] | None = None
 
-    def update(self, policy: kljax.Policy, step: int) -> None:
+    def update(self, policy: kljax.Policy, version: int) -> None:
         """Sets the weights without a copy."""
-        self._policy = policy
+        self._weights = policy, version
 
     def sample(self, request: Request) -> Completions:
         """Starts to sample the completions; token n of row r depends only on the key, r, n and the prompt.
@@ -257,11 +255,11 @@ class JaxSource:
         Raises:
           ValueError: before the first `update`.
         """
-        if self._policy is None:
+        if self._weights is None:
             raise ValueError("policy: missing; call `update` before `sample`")
-        prompts = [example for example in request.examples for _ in range(self._repeats)]
+        policy, version = self._weights
         start = time.perf_counter()
-        samples = begin_samples(self._context, self._sampler, self._policy, prompts, request.key)
+        samples = self._begin(request, policy)
         completions = completions_of(self._context, samples, request.examples, request.rows)
         # All programs are started here: those that come later wait for the scores of the batch.
         measured = {"rollout_occupancy": samples.occupancy}
@@ -285,7 +283,28 @@ class JaxSource:
                 "timings": timings,
             }
 
-        return dataclasses.replace(completions, finish=finish, fields=fields)
+        return dataclasses.replace(completions, finish=finish, fields=fields).with_versions(version)
+
+    def _begin(self, request: Request, policy: kljax.Policy) -> Samples:
+        if request.first_row is None:
+            prompts = [example for example in request.examples for _ in range(self._repeats)]
+            return begin_samples(self._context, self._sampler("rollout"), policy, prompts, request.key)
+        # The last held-out prompts are filled up with repeated ones, so that every request runs the same program.
+        size = self._context.config.eval.batch_size
+        prompts = (list(request.examples) * size)[:size]
+        sampler = self._sampler("greedy" if request.greedy else "held_out")
+        return begin_samples(self._context, sampler, policy, prompts, request.key, first_row=request.first_row)
+
+    def _sampler(self, kind: str) -> Sampler:
+        if kind not in self._samplers:
+            rollout = {
+                "samples": self._samples,
+                "record_kept_tokens": self._context.config.rollout.record_kept_tokens,
+                "record_routes": records_routes(self._context),
+            }
+            options: dict[str, Any] = {"rollout": rollout, "held_out": {}, "greedy": {"greedy": True}}
+            self._samplers[kind] = make_sampler(self._context, name=kind, **options[kind])
+        return self._samplers[kind]
 
     def close(self) -> None:
         """No-op."""

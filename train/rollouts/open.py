@@ -1,17 +1,16 @@
 """Construction of the source that `rollout.source` names."""
 
-from train.config.user_functions import make_with
 from train.context import RunContext
-from train.process.waiting import waiting_for
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
-from train.rollouts.server import AheadSource, ServerSource
+from train.rollouts.server import ServerSource
 from train.rollouts.source import Source
-from train.rollouts.user_source import UserSource
+from train.rollouts.stream import Stream
+from train.rollouts.user_source import UserSource, make_user_source
 
 
-def open_source(context: RunContext, *, continued: bool = False) -> Source:
-    """Opens the source of the config, and checks its server or files before the run starts.
+def open_stream(context: RunContext, *, continued: bool = False) -> Stream:
+    """Opens the stream of a run, and checks its server or files before the run starts.
 
     Args:
       context: the run context.
@@ -20,16 +19,29 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
     Raises:
       UserError: a server or file is missing or invalid, or a function of the user fails; names the field.
     """
-    section, record = context.config.rollout.source, context.config.rollout.record
-    if record is not None:
-        open_recording(record, continued=continued)
+    if context.config.rollout.record is not None:
+        open_recording(context.config.rollout.record, continued=continued)
+    return Stream(context, open_source(context))
+
+
+def open_evaluation(context: RunContext, rollouts: Stream | None = None) -> Stream:
+    """Opens the stream that `eval.source` names; `rollouts` is that of the run, if there is one."""
+    if context.config.eval.source == "jax":
+        return Stream(context, JaxSource(context))
+    return rollouts or Stream(context, open_source(context))
+
+
+def open_source(context: RunContext) -> Source:
+    """Opens the source of the config.
+
+    Raises:
+      UserError: a server or file is missing or invalid, or a function of the user fails; names the field.
+    """
+    section = context.config.rollout.source
     if section.type == "file":
         return FileSource(context, section)
     if section.type == "openai":
-        server = ServerSource(context, section)
-        return AheadSource(context, server) if context.config.rollout.ahead else server
+        return ServerSource(context, section)
     if section.type == "custom":
-        with waiting_for(f"rollout.source: {section.function}"):
-            made = make_with("rollout.source", section.function, Source, context, **section.arguments)
-        return UserSource(context, section.function, made)
+        return UserSource(context, section.function, make_user_source(context, section))
     return JaxSource(context)

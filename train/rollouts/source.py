@@ -1,10 +1,12 @@
-"""The protocol between the trainer and a source of completions: `Request`, `Completions` and `Source`."""
+"""The protocol between the trainer and a source of completions: requests, completions and streams of them."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kljax
@@ -14,7 +16,7 @@ from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
-from train.rl.token_fields import TokenFields
+from train.rl.token_fields import TOKEN_FIELDS, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
 
@@ -26,16 +28,19 @@ class SourceError(UserError):
     """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """The request for the completions of one step.
+    """The request for completions: of the prompts of one step, or of some held-out prompts. Equal only to itself.
 
     Attributes:
-      examples: prompts of the step; none if the completions of a recording bring their own.
-      samples: completions per prompt.
+      examples: the prompts; a recording ignores them, as its completions bring their own.
+      samples: completions per prompt, in consecutive rows.
       step: number of RL steps done.
       key: random key of the completions.
       rows: the rows that the arrays of this process hold, and the rows that it judges.
+      first_row: for held-out prompts, the number of the first among all of them: the tokens of a row depend on the key
+        and this number, and not on the size of the request; None for the prompts of a step.
+      greedy: whether to take the most probable tokens.
     """
 
     examples: Sequence[Example]
@@ -43,6 +48,8 @@ class Request:
     step: int
     key: jax.Array
     rows: RowSplit
+    first_row: int | None = None
+    greedy: bool = False
 
     @classmethod
     def of(cls, context: RunContext, step: int) -> "Request":
@@ -55,6 +62,16 @@ class Request:
             key=purpose_key(config.seed, "sample", step),
             rows=RowSplit.of(batch_sharding(context.mesh), config.rows_per_batch()),
         )
+
+    @classmethod
+    def held_out(cls, context: RunContext, first: int, *, step: int, key: jax.Array, greedy: bool) -> "Request":
+        """Makes the request for one completion of `eval.batch_size` held-out prompts, or of as many as are left."""
+        size = context.config.eval.batch_size
+        examples = context.held_out[first : first + size]
+        split = RowSplit.of(batch_sharding(context.mesh), size)
+        held, own = (rows[rows < len(examples)] for rows in (split.held, split.own))
+        rows = RowSplit(len(examples), held, own)
+        return cls(examples, 1, step, key, rows, first_row=first, greedy=greedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +94,6 @@ class Completions:
         them.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
-      lags: [B] int32, RL steps between the policy that sampled a row and the one that trains on it; None if all are of
-        `rollout.policy_lag`.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
     """
@@ -93,7 +108,6 @@ class Completions:
     fields: TokenFields = dataclasses.field(default_factory=dict)
     rewards: Mapping[str, np.ndarray] | None = None
     recorded_rows: np.ndarray | None = None
-    lags: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -101,19 +115,78 @@ class Completions:
         """Returns the completions with all fields, when the devices have sampled them."""
         return self if self.finish is None else dataclasses.replace(self, finish=None, **self.finish())
 
+    def with_versions(self, version: int) -> "Completions":
+        """Returns the completions with this version for all sampled tokens, unless they have versions of their own."""
+        if VERSIONS in self.fields:
+            return self
+        field = TOKEN_FIELDS[VERSIONS]
+        where = jnp.where if isinstance(self.completion_mask, jax.Array) else np.where
+        versions = where(self.completion_mask, np.asarray(version, field.dtype), np.asarray(field.fill, field.dtype))
+        return dataclasses.replace(self, fields={**self.fields, VERSIONS: versions})
 
-class Source(Protocol):
-    """A source of completions.
 
-    The trainer calls `update` before every `sample`, with the policy and its number of RL steps. Both raise
-    `SourceError` when a server or file is gone.
+@dataclasses.dataclass(frozen=True)
+class FinishedSamples:
+    """Finished samples: all of a request, or some of its rows.
+
+    Attributes:
+      request: the very object that was given to `start`.
+      completions: of `rows`; or of the request, as `Completions` says.
+      rows: [n] numbers of the rows in the request, each of them one of `request.rows.own`, for arrays of n rows on the
+        host; None for the whole request. A process without own rows gets one part without rows.
+      seconds: from the start of the request to its last token, if the source knows; None otherwise.
     """
 
-    def update(self, policy: kljax.Policy, step: int) -> None:
-        """Sets the weights of the following samples."""
+    request: Request
+    completions: Completions
+    rows: np.ndarray | None = None
+    seconds: float | None = None
 
-    def sample(self, request: Request) -> Completions:
-        """Returns the completions of one step."""
+
+class Source(Protocol):
+    """A stream of samples. Every method may raise `SourceError`, when a server or file is gone.
+
+    The trainer starts requests, several before it takes the first with `rollout.ahead`, and takes samples until a batch
+    is full. Requests may finish in any order, and in parts. The samples say in the token field `token_versions` how
+    many RL steps the policy had that drew each token.
+
+    Attributes:
+      row_count: number of the rows that come again in every epoch; None if every sample is new.
+    """
+
+    row_count: int | None
+
+    def update(self, policy: kljax.Policy, version: int) -> None:
+        """Sets the weights of what is drawn from now on, with the number of their RL steps."""
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins to draw the completions of these requests, and returns at once if it can."""
+
+    def take(self) -> FinishedSamples:
+        """Waits for the next finished samples of any request that was started."""
+        ...
 
     def close(self) -> None:
-        """Frees the resources of the source outside this process."""
+        """Ends what is in flight, and frees the resources of the source outside this process."""
+
+
+class InTurn:
+    """The stream of a source that has nothing in flight: `sample` answers a request when it is taken, in turn."""
+
+    row_count: int | None = None
+
+    def __init__(self) -> None:
+        self._started: deque[Request] = deque()
+
+    def sample(self, request: Request) -> Completions:
+        """Returns the completions of one request."""
+        raise NotImplementedError
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Notes the requests."""
+        self._started.extend(requests)
+
+    def take(self) -> FinishedSamples:
+        """Answers the oldest request that was not taken."""
+        request = self._started.popleft()
+        return FinishedSamples(request, self.sample(request))

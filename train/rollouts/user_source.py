@@ -1,35 +1,98 @@
 """A source of the user: errors of its code name it, and what it returns is checked, also what lies on devices."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 
 import kljax
-from train.config.user_functions import user_code
+from train.config.errors import UserError
+from train.config.rollout import UserSourceSection
+from train.config.user_functions import check_members, make_with, user_code
 from train.context import RunContext
 from train.data.prompts import encode_prompts
 from train.data.tasks import Example
-from train.distributed.global_arrays import to_host_rows
+from train.distributed.global_arrays import RowSplit, to_host_rows
 from train.process.waiting import waiting_for
 from train.rl.token_fields import LEAST_LOG_PROB
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import has_log_prob
-from train.rollouts.source import Completions, Request, Source, SourceError
+from train.rollouts.source import Completions, FinishedSamples, InTurn, Request, SourceError
+
+
+class OneCallSource(Protocol):
+    """The other form of a source of the user: `sample` returns all completions of a request."""
+
+    def update(self, policy: kljax.Policy, step: int) -> None:
+        """Sets the weights of the following samples."""
+
+    def sample(self, request: Request) -> Completions:
+        """Returns the completions of a request."""
+
+    def close(self) -> None:
+        """Frees the resources of the source outside this process."""
+
+
+class StreamSource(Protocol):
+    """What the trainer calls of a source of the user that is a stream; see `Source`."""
+
+    def update(self, policy: kljax.Policy, version: int) -> None:
+        """Sets the weights of what is drawn from now on."""
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins to draw the completions of these requests."""
+
+    def take(self) -> FinishedSamples:
+        """Waits for the next finished samples."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is in flight."""
+
+
+def make_user_source(context: RunContext, section: UserSourceSection) -> StreamSource | OneCallSource:
+    """Calls the function of the user.
+
+    Raises:
+      UserError: it cannot be imported or fails, or what it returns is no source; or that has nothing in flight, and the
+        run is to be ahead.
+    """
+    field = "rollout.source"
+    with waiting_for(f"{field}: {section.function}"):
+        made = make_with(field, section.function, None, context, **section.arguments)
+    is_stream = hasattr(made, "start") or hasattr(made, "take")
+    check_members(field, section.function, made, StreamSource if is_stream else OneCallSource)
+    if context.config.rollout.ahead and not is_stream:
+        raise UserError(
+            f"rollout.ahead: got {context.config.rollout.ahead}, but {section.function} returned "
+            f"{type(made).__name__!r} with sample alone, which has nothing in flight; give it start and take, or set 0"
+        )
+    return made
 
 
 class UserSource:
-    """Calls a source of the user: every failure is a `SourceError` that names it, and a wait of a minute is told."""
+    """Calls a source of the user, in either form: every failure is a `SourceError` that names it, its samples are
+    checked, and a wait of a minute is told.
 
-    def __init__(self, context: RunContext, name: str, source: Source) -> None:
+    Samples without versions have that of the weights that were set when their request was started.
+    """
+
+    row_count: int | None = None
+
+    def __init__(self, context: RunContext, name: str, source: StreamSource | OneCallSource) -> None:
         """Takes the name of the function that made the source."""
         self._context = context
         self._source = source
+        self._answers_in_turn = not hasattr(source, "take")
+        self._stream: Any = _Turns(source) if self._answers_in_turn else source
         self._label = f"rollout.source: {name}"
+        self._version = 0
+        self._versions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     @contextmanager
     def _calling(self, method: str) -> Iterator[None]:
@@ -37,44 +100,84 @@ class UserSource:
         with waiting_for(label), user_code(label, SourceError):
             yield
 
-    def update(self, policy: kljax.Policy, step: int) -> None:
+    def update(self, policy: kljax.Policy, version: int) -> None:
         """Sets the weights of the following samples."""
         with self._calling("update"):
-            self._source.update(policy, step)
+            self._source.update(policy, version)
+        self._version = version
 
     def sample(self, request: Request) -> Completions:
-        """Returns the completions of a step, checked; where devices still sample them, the checks wait for `finish`.
+        """Returns the completions of one request, checked."""
+        self.start([request])
+        return self.take().completions
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins to draw completions."""
+        with self._calling("start"):
+            self._stream.start(requests)
+        self._versions.update(dict.fromkeys(requests, self._version))
+
+    def take(self) -> FinishedSamples:
+        """Returns finished samples, checked; where devices still sample them, the checks wait for `finish`.
 
         Raises:
           SourceError: the source fails, or its rows are wrong.
         """
-        with self._calling("sample"):
-            completions = self._source.sample(request)
-            self._check_form(completions, request)
+        method = "sample" if self._answers_in_turn else "take"
+        with self._calling(method):
+            finished = self._stream.take()
+            self._check_part(finished, method)
+            completions, request = finished.completions, finished.request
+            if finished.rows is not None:
+                request = dataclasses.replace(request, rows=RowSplit(len(finished.rows), finished.rows, finished.rows))
+            self._check_form(completions, request, method)
+        version = self._versions[finished.request]
         finish = completions.finish
         if finish is None:
-            with self._calling("sample"):
+            with self._calling(method):
                 self._check(completions, request)
-            return dataclasses.replace(completions, **self._numbers(completions))
+            completions = dataclasses.replace(completions, **self._numbers(completions))
+        else:
 
-        def finish_and_check() -> Mapping[str, Any]:
-            with self._calling("finish"):
-                finished = finish()
-                completed = dataclasses.replace(completions, finish=None, **finished)
-                self._check(completed, request)
-                return {**finished, **self._numbers(completed)}
+            def finish_and_check() -> Mapping[str, Any]:
+                with self._calling("finish"):
+                    values = finish()
+                    completed = dataclasses.replace(completions, finish=None, **values)
+                    self._check(completed, request)
+                    return {**values, **self._numbers(completed)}
 
-        return dataclasses.replace(completions, finish=finish_and_check)
+            completions = dataclasses.replace(completions, finish=finish_and_check)
+        return dataclasses.replace(finished, completions=completions.with_versions(version))
 
     def close(self) -> None:
         """Frees the resources of the source."""
         with self._calling("close"):
             self._source.close()
 
-    def _check_form(self, completions: Any, request: Request) -> None:
+    def _check_part(self, finished: Any, method: str) -> None:
+        """Checks that samples are of a request that was started, and which rows of it they are."""
+        if not isinstance(finished, FinishedSamples):
+            raise SourceError(f"{self._label}: {method} returned {type(finished).__name__}, expected FinishedSamples")
+        if not isinstance(finished.request, Request) or finished.request not in self._versions:
+            raise SourceError(f"{self._label}: {method} returned samples of a request that was not started")
+        rows = finished.rows
+        if rows is None:
+            return
+        if getattr(finished.completions, "finish", None) is not None:
+            raise SourceError(
+                f"{self._label}: rows: got some of a request whose completions have finish, expected None"
+            )
+        own = finished.request.rows.own
+        is_subset = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and np.isin(rows, own).all()
+        if not is_subset or len(np.unique(rows)) < len(rows):
+            raise SourceError(
+                f"{self._label}: rows: got {rows}, expected an array of some of the numbers {own.tolist()}, each once"
+            )
+
+    def _check_form(self, completions: Any, request: Request, method: str) -> None:
         """Checks types and shapes, which need no values."""
         if not isinstance(completions, Completions):
-            raise SourceError(f"{self._label}: sample returned {type(completions).__name__}, expected Completions")
+            raise SourceError(f"{self._label}: {method} returned {type(completions).__name__}, expected Completions")
         data = self._context.config.data
         rows = request.rows
         width = data.max_prompt_length + data.max_completion_length
@@ -85,7 +188,10 @@ class UserSource:
                 raise SourceError(f"{self._label}: {name}: got {type(x).__name__}, expected an array")
             # Arrays on the devices have the rows of all processes.
             expected = (rows.count if isinstance(x, jax.Array) else len(rows.held), width)
-            if x.dtype.kind != kind or x.shape != expected:
+            # The sampler of this process fills the last held-out rows up.
+            filled = isinstance(x, jax.Array) and request.first_row is not None and x.shape[0] > expected[0]
+            shape = (expected[0], *x.shape[1:]) if filled else x.shape
+            if x.dtype.kind != kind or shape != expected:
                 raise SourceError(
                     f"{self._label}: {name}: got {x.dtype}{list(x.shape)}, expected {text} {list(expected)}"
                 )
@@ -99,7 +205,8 @@ class UserSource:
         self._check_rows(completions, request)
         names = ("tokens", "token_mask", "completion_mask")
         arrays = {name: getattr(completions, name) for name in names} | dict(completions.fields)
-        arrays = {name: to_host_rows(x) if isinstance(x, jax.Array) else x for name, x in arrays.items()}
+        held = len(request.rows.held)
+        arrays = {name: to_host_rows(x)[:held] if isinstance(x, jax.Array) else x for name, x in arrays.items()}
         tokens, token_mask, completion_mask = (arrays.pop(name) for name in names)
         length = self._context.config.data.max_prompt_length
         vocab_size = self._context.model.config.vocab_size
@@ -112,9 +219,10 @@ class UserSource:
             )
         if not completion_mask.any():
             raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
-        check_routes(
-            self._context, dataclasses.replace(completions, fields=arrays, token_mask=token_mask), request.rows
-        )
+        if len(request.rows.own) == len(request.examples) * request.samples:
+            # Of some rows, the joined ones are checked.
+            rows = dataclasses.replace(completions, fields=arrays, token_mask=token_mask)
+            check_routes(self._context, rows, request.rows)
         prompts, prompt_mask = encode_prompts(request.examples, self._context.tokenizer, length)
         number = request.rows.held // request.samples
         differs = (token_mask[:, :length] != prompt_mask[number]).any(1)
@@ -163,6 +271,14 @@ class UserSource:
                     raise SourceError(f"{self._label}: {kind}[{name!r}]: got {value!r}, expected a finite number")
                 values[name] = float(value)
         return numbers
+
+
+class _Turns(InTurn):
+    """The stream of a source with `sample` alone."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.sample = source.sample  # type: ignore[method-assign]
 
 
 def _is_same(example: Any, expected: Example) -> bool:

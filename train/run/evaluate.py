@@ -1,6 +1,6 @@
 """Accuracy on held-out prompts."""
 
-import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +9,13 @@ import numpy as np
 import kljax
 from train.context import RunContext
 from train.data.tasks import Example
-from train.data.tasks.rewards import judge
+from train.data.tasks.rewards import Scores, judge
 from train.data.tokenizers import Tokenizer
 from train.distributed.exchange import exchange_json
 from train.distributed.global_arrays import RowSplit
-from train.models.sharding import batch_sharding
 from train.rollouts.collect import judge_together
-from train.rollouts.jax_source import Sampler, begin_samples, completions_of
-from train.rollouts.source import Completions
+from train.rollouts.source import Completions, Request
+from train.rollouts.stream import Stream
 
 SHOWN = 16
 
@@ -33,49 +32,63 @@ class Evaluation(NamedTuple):
     samples: list[dict[str, Any]]
 
 
-def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
+def evaluate(
+    context: RunContext, stream: Stream, policy: kljax.Policy, key: jax.Array, *, step: int, greedy: bool = False
+) -> Evaluation:
     """Computes the mean of every named reward over the held-out examples, and `accuracy` in percent.
 
-    The sampler of this process draws the completions, wherever rollouts come from: it runs the policy that is trained,
-    not a server's copy, with the same keys every time. The tokens of an example depend on the key and its index among
-    the held-out examples, and not on `eval.batch_size`. The last batch is filled up with repeated examples, which are
-    neither judged nor counted, so that every batch runs the same program.
+    With the sampler of this process the tokens of an example depend on the key and its index among the held-out
+    examples, and not on `eval.batch_size`.
+
+    Args:
+      context: of the run.
+      stream: gets the weights, and completes the prompts; see `open_evaluation`.
+      policy: the policy that is evaluated.
+      key: of the samples, the same for every evaluation.
+      step: number of RL steps of the policy.
+      greedy: whether to take the most probable tokens.
     """
     examples = context.held_out
     size = context.config.eval.batch_size
-    filled_rows = RowSplit.of(batch_sharding(context.mesh), size)
+    requests = [
+        Request.held_out(context, first, step=step, key=key, greedy=greedy) for first in range(0, len(examples), size)
+    ]
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
 
-    def begin(start: int) -> Completions:
-        chunk = examples[start : start + size]
-        samples = begin_samples(context, sampler, policy, (chunk * size)[:size], key, first_row=start)
-        return completions_of(context, samples, chunk, filled_rows.first(len(chunk)))
+    def begin(request: Request) -> Completions:
+        stream.start([request])
+        return stream.take(request)
 
-    begun = begin(0)
-    for start in range(0, len(examples), size):
+    stream.update(policy, step)
+    begun = begin(requests[0])
+    for number, request in enumerate(requests):
         completions = begun
-        if start + size < len(examples):
+        if number + 1 < len(requests):
             # A chunk is judged while the devices sample the next one; two at once would take twice the memory.
             jax.block_until_ready(completions.tokens)
-            begun = begin(start + size)
+            begun = begin(requests[number + 1])
         completions = completions.completed()
-        chunk = examples[start : start + size]
-        rows = filled_rows.first(len(chunk))
+        rows = request.rows
         lengths = rows.select_own(completions.completion_mask).sum(-1)
         answers = completions.examples, completions.texts, completions.finished
-        score = functools.partial(judge, context.task, *answers)
+
+        def score(
+            answers: tuple[Any, Any, Any] = answers, rewards: Mapping[str, np.ndarray] | None = completions.rewards
+        ) -> Scores:
+            return judge(context.task, *answers) if rewards is None else dict(rewards)
+
         _, judged = judge_together(context, "evaluation", score, lengths=lengths, rows=rows)
         scores.append(judged)
         if len(shown) < SHOWN:
-            shown += _shown(context.tokenizer, chunk[: SHOWN - len(shown)], completions, rows, judged)
+            shown += _shown(context.tokenizer, request.examples[: SHOWN - len(shown)], completions, rows, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
     return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
 
 
 def _shown(
     tokenizer: Tokenizer,
-    examples: list[Example],
+    examples: Sequence[Example],
     completions: Completions,
     rows: RowSplit,
     judged: dict[str, np.ndarray],

@@ -13,7 +13,7 @@ from train.config.errors import UserError
 from train.config.plan import STEERED
 from train.context import RunContext
 from train.data.tasks.user_score import RewardError
-from train.distributed.exchange import any_of, of_leader, run_together
+from train.distributed.exchange import any_of, of_leader
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt, StepLeftError, leave_if_stopping
 from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
@@ -37,10 +37,9 @@ from train.rl.step import (
     update_rows,
 )
 from train.rollouts.collect import Rollout, draw, judge_drawn
-from train.rollouts.jax_source import Sampler, make_sampler
 from train.rollouts.lag import next_past, sampling_policy
-from train.rollouts.recorded import FileSource
-from train.rollouts.source import Source, SourceError
+from train.rollouts.source import SourceError
+from train.rollouts.stream import Stream
 from train.run.display import Phase
 from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
@@ -65,41 +64,40 @@ class Programs:
     update: UpdateProgram
     control: Control | None
     follow: Follow | None
-    held_out: Sampler
-    greedy: Sampler
     pack: Packer | None = None
     store: ReferenceStore | None = None
 
     @classmethod
     def of(
-        cls, context: RunContext, state: TrainState, source: Source | None = None, *, per_token: bool = False
+        cls, context: RunContext, state: TrainState, recorded_rows: int | None = None, *, per_token: bool = False
     ) -> "Programs":
-        """Compiles, lazily, the programs of a run for states of this layout; programs of a recording know its rows.
+        """Compiles, lazily, the programs of a run for states of this layout.
 
-        With `per_token` updates return the values of each token too.
+        Args:
+          context: of the run.
+          state: its layout counts.
+          recorded_rows: number of the rows of a recording, which come again in every epoch; None for other samples.
+          per_token: whether updates return the values of each token too.
         """
         plan = context.plan
         model = context.model
         mesh = context.mesh
         moving = with_abstract_reference(plan, state).reference
-        recorded = source.row_count if isinstance(source, FileSource) else None
         return cls(
             score=make_score(plan, model, mesh),
             prepare=make_prepare(plan, mesh),
             update=make_update(plan, model, context.optimizer, _updated_part(state), mesh, per_token=per_token),
             control=make_control(plan, mesh),
             follow=None if moving is None else make_follow(context.config, moving),
-            held_out=make_sampler(context, name="held_out"),
-            greedy=make_sampler(context, name="greedy", greedy=True),
             pack=make_packer(plan, mesh),
-            store=make_reference_store(plan, model, mesh, recorded),
+            store=make_reference_store(plan, model, mesh, recorded_rows),
         )
 
 
 def rl_step(
     context: RunContext,
     programs: Programs,
-    source: Source,
+    stream: Stream,
     frozen: FrozenWeights,
     state: TrainState,
     *,
@@ -108,7 +106,7 @@ def rl_step(
     recorder: RolloutRecorder | None = None,
     interrupt: Interrupt | None = None,
 ) -> tuple[TrainState, dict, dict]:
-    """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
+    """Takes one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
 
     `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token. The programs
     of a `recorder` are per token.
@@ -121,10 +119,10 @@ def rl_step(
     plan = context.plan
     began = time.perf_counter()
     enter(step + 1, "rollout")
-    run_together("rollout", lambda: source.update(*sampling_policy(state, frozen.base)))
+    stream.update(*sampling_policy(state, frozen.base))
     leaving = nullcontext if interrupt is None else interrupt.leaving_steps
     with leaving():
-        drawn = draw(context, source, step)
+        drawn = draw(context, stream, step)
     context.layout.release()
 
     # The updates read the references and the past, and must not donate them.
@@ -229,7 +227,7 @@ def evaluation_phase(context: RunContext, step: int) -> str:
     return f"evaluation of step {step}: {len(context.held_out)} held-out prompts, {kinds}"
 
 
-def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Policy, writer: Metrics, step: int) -> None:
+def write_evaluation(context: RunContext, stream: Stream, policy: kljax.Policy, writer: Metrics, step: int) -> None:
     """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
     `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy`, if the config
@@ -237,10 +235,11 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
     """
     enter(step, "evaluation")
     key = purpose_key(context.config.seed, "held_out")
-    sampled = evaluate(context, programs.held_out, policy, key)
+    sampled = evaluate(context, stream, policy, key, step=step)
     metrics = dict(sampled.metrics)
     if context.config.eval.greedy:
-        metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
+        greedy = evaluate(context, stream, policy, key, step=step, greedy=True)
+        metrics["accuracy_greedy"] = greedy.metrics["accuracy"]
     writer.write("eval", step, metrics)
     writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
@@ -248,7 +247,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
 def train(
     context: RunContext,
     programs: Programs,
-    source: Source,
+    stream: Stream,
     frozen: FrozenWeights,
     state: TrainState,
     *,
@@ -256,6 +255,7 @@ def train(
     watch: StepGuard,
     interrupt: Interrupt,
     advance: Callable[[str], None],
+    evaluation: Stream | None = None,
     recorder: RolloutRecorder | None = None,
     phase: Phase = nullcontext,
     traced: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
@@ -263,6 +263,21 @@ def train(
     """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
     The metrics of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
+
+    Args:
+      context: of the run.
+      programs: of the run.
+      stream: of the rollouts.
+      frozen: the weights that no update changes.
+      state: the first state.
+      writer: writes the metrics.
+      watch: checks metrics and state, and saves.
+      interrupt: tells of signals.
+      advance: is told of every step.
+      evaluation: completes the held-out prompts; None: nothing is evaluated.
+      recorder: records rollouts.
+      phase: shows what is under way.
+      traced: encloses a step that is profiled.
 
     Raises:
       SourceError: the source of completions failed; the state before the step is saved.
@@ -280,7 +295,7 @@ def train(
                 state, values, seconds = rl_step(
                     context,
                     programs,
-                    source,
+                    stream,
                     frozen,
                     state,
                     step=done,
@@ -304,9 +319,9 @@ def train(
         rollout_watch.check(done, values)
         state = watch.check(state, values)
         last = done == config.steps
-        if context.held_out and (last or done % config.eval.every == 0):
+        if evaluation is not None and (last or done % config.eval.every == 0):
             with phase(evaluation_phase(context, done)):
-                write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
+                write_evaluation(context, evaluation, policy_of(state.trainable, frozen.base), writer, done)
         stop = any_of("interrupt", interrupt.requested)
         if last or stop or done % config.checkpoint.every == 0:
             enter(done, "save")

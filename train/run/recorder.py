@@ -21,11 +21,11 @@ from train.distributed.global_arrays import place_whole
 from train.distributed.peers import is_leader
 from train.models.sharding import replicated
 from train.rl.batch import Batch
+from train.rl.token_fields import UNKNOWN, VERSIONS
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
 from train.rollouts.row_checks import has_holes
-from train.rollouts.source import Completions
 from train.weights.files import usable_directory
 
 
@@ -214,6 +214,8 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
     completions = rollout.completions
+    versions = completions.fields.get(VERSIONS)
+    own_versions = None if versions is None else rollout.rows.select_own(versions)
     described = {}
     for index, row in enumerate(rollout.rows.own.tolist()):
         if row not in rows:
@@ -224,7 +226,7 @@ def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) 
             "step": step,
             "row": row,
             "group": row // config.rollout.samples_per_prompt,
-            "policy_version": _policy_version(config, step, completions, index),
+            "policy_version": None if own_versions is None else _oldest(own_versions[index]),
             # A lone surrogate of a prompt has no UTF-8.
             **{name: text.encode("utf-8", errors="replace").decode() for name, text in texts.items()},
             "finished": bool(completions.finished[index]),
@@ -233,8 +235,7 @@ def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) 
     return described
 
 
-def _policy_version(config: Config, step: int, completions: Completions, index: int) -> int | None:
-    """Returns the number of RL steps of the policy that sampled a row; None if nobody knows."""
-    if completions.lags is not None:
-        return step - 1 - int(completions.lags[index])
-    return None if config.rollout.source.type == "file" else max(step - 1 - config.rollout.policy_lag, 0)
+def _oldest(versions: np.ndarray) -> int | None:
+    """Returns the oldest version of the tokens of a row; None if nobody knows one."""
+    known = versions[versions != UNKNOWN]
+    return int(known.min()) if len(known) else None

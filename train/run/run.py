@@ -27,9 +27,8 @@ from train.references.load import check_reference, pinned_steps, start_reference
 from train.references.record import assert_unchanged, restore_record, saved_entries
 from train.rl.kl_metrics import KL_METRICS
 from train.rl.state import TrainState, policy_of
-from train.rollouts.open import open_source
-from train.rollouts.server import AheadSource
-from train.rollouts.source import Source
+from train.rollouts.open import open_evaluation, open_stream
+from train.rollouts.stream import Stream
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.display import (
@@ -97,12 +96,12 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     context = make_context(config)
     if context.config.mesh != config.mesh:
         console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
-    source, expected, saved = run_together("start", lambda: _prepare(context, continued))
+    stream, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
         open_run(config, resume=resume, start=start) as directory,
         jax.set_mesh(context.mesh),
-        closing(source),
+        closing(stream),
         closing(
             RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config), run_id=directory.run_id)
         ) as checkpoints,
@@ -122,7 +121,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
                 expected.check_run(directory.root)
             state = _reinforce(
                 context,
-                source,
+                stream,
                 base,
                 state,
                 saved=saved,
@@ -161,8 +160,8 @@ def _check_directory(config: Config, *, resume: bool) -> RunDirectory | None:
 
 def _prepare(
     context: RunContext, continued: RunDirectory | None
-) -> tuple[Source, ExpectedBase | None, SavedReference | None]:
-    """Checks all that can be checked before anything is written, and opens the source; no process waits for another."""
+) -> tuple[Stream, ExpectedBase | None, SavedReference | None]:
+    """Checks all that can be checked before anything is written, and opens the stream; no process waits for another."""
     config = context.config
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
@@ -172,7 +171,7 @@ def _prepare(
     steps = [] if continued is None else continued.steps()
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)
-    return open_source(context, continued=continued is not None), expected, saved
+    return open_stream(context, continued=continued is not None), expected, saved
 
 
 def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
@@ -227,7 +226,7 @@ def _continue_records(
 
 def _reinforce(
     context: RunContext,
-    source: Source,
+    stream: Stream,
     base: Tree,
     state: TrainState,
     *,
@@ -239,16 +238,16 @@ def _reinforce(
     interrupt: Interrupt,
 ) -> TrainState:
     """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
-    if isinstance(source, AheadSource):
-        source.attach(checkpoints, int(state.step))
     done = int(state.step)
+    stream.attach(checkpoints, done)
+    evaluation = open_evaluation(context, stream) if context.held_out else None
     recorder = RolloutRecorder(context, directory.rollouts, done=done) if context.config.report.rollouts else None
-    programs = Programs.of(context, state, source, per_token=recorder is not None)
+    programs = Programs.of(context, state, stream.row_count, per_token=recorder is not None)
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
-        if context.held_out:
+        if evaluation is not None:
             with bars.phase(evaluation_phase(context, 0)):
-                write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
+                write_evaluation(context, evaluation, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()
     frozen, state, before = start_reference(
@@ -267,9 +266,10 @@ def _reinforce(
         state = train(
             context,
             programs,
-            source,
+            stream,
             frozen,
             state,
+            evaluation=evaluation,
             writer=writer,
             watch=watch,
             interrupt=interrupt,

@@ -12,6 +12,7 @@ from train.config.plan import Plan
 from train.rl.algorithms import estimate_advantages, policy_loss
 from train.rl.batch import Batch
 from train.rl.correction import make_correction
+from train.rl.token_fields import LAGS
 
 
 def check_user_functions(plan: Plan) -> None:
@@ -50,4 +51,5 @@ def _abstract_batch(rows: int, length: int) -> Batch:
         rewards=_array(rows),
         group_ids=_array(rows, dtype=jnp.int32),
         **{name: _array(rows, length) for name in per_token},
+        fields={LAGS: _array(rows, length, dtype=jnp.int32)},
     )

@@ -102,7 +102,7 @@ def check_saved(step: int, saved: Sequence[int]) -> None:
 class RunCheckpoints:
     """The numbered checkpoints of one run: `<directory>/<step>/state`, with `reference` and `batch` beside it.
 
-    `reference` is there if it is updated, `batch` if the batch of the next step was drawn before the save.
+    `reference` is there if it is updated, `batch` if batches of later steps were in flight at the save.
 
     Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
     temporary directory, which the next start removes. The newest `keep` checkpoints are kept, checkpoints of
@@ -111,7 +111,7 @@ class RunCheckpoints:
 
     Attributes:
       carry: returns JSON values to save beside each state, which `carried` reads; None for none.
-      batch_of: returns the batch of a step if it is drawn before the step begins, else None; None if none ever is.
+      batch_of: returns the batches from a step on that are in flight before it begins, or None; None if none ever is.
     """
 
     carry: Callable[[], Mapping[str, Any]] | None = None
@@ -184,14 +184,25 @@ class RunCheckpoints:
                 self._set_aside(step, error)
         return None
 
-    def restore_batch(self, step: int, like: Tree) -> Tree | None:
-        """Restores the batch beside the state of a step; None if there is none.
+    def restore_batch(self, step: int, sharding: jax.sharding.Sharding) -> Tree | None:
+        """Restores the tree of `batch_of` beside the state of a step, all of one sharding; None if there is none.
 
         Raises:
-          UserError: it is damaged, or has other shapes or dtypes than `like`.
+          UserError: it is damaged.
         """
         directory = self._directory / str(step) / BATCH
-        return restore_base(directory, like, "rollout.ahead") if directory.is_dir() else None
+        if not directory.is_dir():
+            return None
+
+        def describe() -> Tree:
+            tree = read_metadata(directory).tree
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+        try:
+            like = run_together("rollout.ahead", describe)
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(f"rollout.ahead: {error}") from error
+        return restore_base(directory, like, "rollout.ahead")
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
         items = _read_together("checkpoint", lambda: self._read(step, _items(like)))

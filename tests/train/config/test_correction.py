@@ -16,7 +16,11 @@ OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"
 AHEAD = "rollout.ahead=1"
 FILE = "rollout.source={type: file, path: tests}"
 WEIGHTS = "correction=[{type: truncated_importance_weights}]"
-REQUIRED = {"divergence_mask": {"max_divergence": 0.1}, "off_policy_sequence_mask": {"max_kl": 0.1}}
+REQUIRED = {
+    "divergence_mask": {"max_divergence": 0.1},
+    "off_policy_sequence_mask": {"max_kl": 0.1},
+    "max_lag": {"max_lag": 2},
+}
 BOUNDED = {"rejection_mask": {"upper": 2.0}, "kl_rejection_mask": {"upper": 2.0}}
 
 
@@ -30,7 +34,7 @@ def test_an_entry_has_the_defaults_of_its_function(name: str) -> None:
         **{p.name: p.default for p in signature.parameters if p.keyword and p.type is not None},
         **fields,
     }
-    assert signature.returns == ("Bool" if name.endswith("mask") else "Float")
+    assert signature.returns == ("Bool" if CORRECTIONS[name].endswith("mask") else "Float")
     assert parse(parse_yaml(dump_yaml(config))[0])[0] == config
     plan = Plan.of(config)
     assert (plan.old_log_probs, plan.rollout_log_probs, plan.scores_policy) == (True, True, True)

@@ -153,10 +153,6 @@ def test_user_task_has_the_default_lengths_of_records(user):
             ("rollout.source={type: '{user}:counting', nme: a}",),
             "rollout.source.arguments: {user}:counting has no argument 'nme', expected some of name; did",
         ),
-        (
-            ("rollout.source={type: '{user}:counting'}", "rollout.ahead=1"),
-            "rollout.ahead: got 1, but rollout.source.type custom does not use it; leave it at 0",
-        ),
     ],
 )
 def test_mistake_is_found_before_the_function_is_imported(user, changes, message):

@@ -19,7 +19,7 @@ from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.run.loop import Programs, rl_step
 
 PROMPTS, PER_EPOCH, EPOCHS, STOPPED = 6, 3, 3, 4
@@ -62,13 +62,13 @@ class Runs:
     def __init__(self, directory) -> None:
         self.config = tiny.config_of(recording(directory), *TRAINED)
         self.context = tiny.context_of(self.config)
-        self.source = open_source(self.context)
+        self.source = open_stream(self.context)
         self.first = tiny.state_of(self.config, self.context.optimizer)
         params = tiny.moved(tiny.host_params(), 0.02)
         model = self.context.model
         self.frozen = FrozenWeights(None, ScoredPolicy(model, kljax.Policy(jax.tree.map(jnp.asarray, params))))
         with jax.set_mesh(self.context.mesh):
-            self.programs = Programs.of(self.context, self.first, self.source)
+            self.programs = Programs.of(self.context, self.first, self.source.row_count)
             self.scored = Counted(store.make_reference_score(Plan.of(self.config), model, self.context.mesh))
 
     def fresh(self) -> Programs:

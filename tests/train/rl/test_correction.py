@@ -255,3 +255,23 @@ def test_recorded_log_probs_can_be_the_old_policy():
     masked = corrected(REJECTING, options=("loss.old_log_probs=sampler",))[1]
     np.testing.assert_array_equal(masked.kept_mask, expected_of("rejected", np.asarray(batch.completion_mask)))
     np.testing.assert_array_equal(masked.old_log_probs, batch.rollout_log_probs)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_old_tokens_are_rejected_and_counted(level):
+    """By loops over the lags of a batch, of which some are unknown, beside another mask that sees what is left."""
+    mask = np.asarray(batch_of().completion_mask)
+    lags = np.where(mask, np.random.default_rng(5).integers(-1, 5, mask.shape), -1).astype(np.int32)
+    kept = mask.copy()
+    for row, column in np.argwhere(mask):
+        if lags[row, column] > 3:
+            kept[row, column if level == "token" else slice(None)] = False
+    assert 0 < kept.sum() < mask.sum()
+    config = tiny.config_of(f"correction=[{{type: max_lag, max_lag: 3, level: {level}}}, {ENTRIES['rejected']}]")
+    batch = dataclasses.replace(batch_of(), returns=None, fields={"token_lags": jnp.asarray(lags)})
+    prepared, _, metrics = make_preparation(Plan.of(config))(batch, controllers_of(config))
+    np.testing.assert_array_equal(prepared.kept_mask, kept & expected_of("rejected", mask))
+    assert float(metrics["rollout_lag_rejected"].value()) == pytest.approx(1 - kept.sum() / mask.sum(), rel=1e-6)
+    rejected = 1 - np.asarray(prepared.kept_mask).sum() / mask.sum()
+    assert float(metrics["correction_rejected"].value()) == pytest.approx(rejected, rel=1e-6)
+    np.testing.assert_array_equal(np.asarray(prepared.correction_weights) > 0, prepared.kept_mask)

@@ -41,8 +41,7 @@ from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rl.token_fields import ROUTES
 from train.rollouts.collect import Rollout, collect
-from train.rollouts.jax_source import JaxSource
-from train.rollouts.open import open_source
+from train.rollouts.open import open_source, open_stream
 from train.rollouts.source import Request, SourceError
 from train.run.routes import verify_routes
 from train.weights.model import make_policy_model
@@ -59,9 +58,9 @@ def recording(tmp_path_factory) -> tuple[Path, Rollout]:
     path = tmp_path_factory.mktemp("recording")
     config = tiny.config_of(*OPTIONS, "rollout.slots=3", f"rollout.record={path}")
     context = tiny.context_of(config)
-    source = JaxSource(context)
-    source.update(kljax.Policy(weights(context.model)), 0)
-    return path, collect(context, source, 0)
+    stream = tiny.stream_of(context)
+    stream.update(kljax.Policy(weights(context.model)), 0)
+    return path, collect(context, stream, 0)
 
 
 def weights(model: Decoder) -> dict:
@@ -108,14 +107,14 @@ def test_sampler_records_the_experts_of_every_computed_token(recording):
 def test_recorded_routes_are_read_back(recording):
     path, rollout = recording
     context = context_of(path)
-    batch = collect(context, open_source(context), 0).batch
+    batch = collect(context, open_stream(context), 0).batch
     np.testing.assert_array_equal(batch.fields[ROUTES], rollout.batch.fields[ROUTES])
 
 
 def test_other_routes_change_policy_but_no_reference(recording):
     context = context_of(recording[0])
     plan = Plan.of(context.config)
-    batch = collect(context, open_source(context), 0).batch
+    batch = collect(context, open_stream(context), 0).batch
     state = state_of(plan, context.model, context.mesh)
     reference = ScoredPolicy(context.model, policy_of(state.trainable, None))
     score = make_score(plan, context.model, context.mesh)
@@ -140,7 +139,7 @@ def test_old_policy_routes_come_from_the_scoring_pass(recording, shared):
     context = context_of(recording[0], *options)
     plan, model, mesh = Plan.of(context.config), context.model, context.mesh
     state = state_of(plan, model, mesh)
-    batch = collect(context, open_source(context), 0).batch
+    batch = collect(context, open_stream(context), 0).batch
     turned = other_experts(batch.fields[ROUTES], batch.token_mask)
     batch = dataclasses.replace(batch, fields={**batch.fields, ROUTES: jax.device_put(turned)})
     batch = make_score(plan, model, mesh)(state.trainable, None, None, batch)
@@ -188,7 +187,7 @@ def test_update_uses_recorded_routes_in_every_layout(name, recording):
     plan, model = Plan.of(context.config), context.model
     with jax.set_mesh(mesh):
         state = state_of(plan, model, mesh)
-        batch = collect(context, open_source(context), 0).batch
+        batch = collect(context, open_stream(context), 0).batch
         routes = other_experts(batch.fields[ROUTES], batch.token_mask)
         routes = jax.device_put(routes, batch.fields[ROUTES].sharding)
         batch = dataclasses.replace(batch, fields={**batch.fields, ROUTES: routes})
@@ -346,7 +345,7 @@ def test_wrong_routes_are_named_before_a_step(problem, message, recording):
 def test_routes_of_a_dense_model_are_refused(recording):
     context = context_of(recording[0], "model.experts=null")
     with pytest.raises(SourceError, match=r"the model has no experts; set routing\.replay=none"):
-        collect(context, open_source(context), 0)
+        collect(context, open_stream(context), 0)
 
 
 def test_recorded_duplicates_are_named_with_their_line(recording, tmp_path):

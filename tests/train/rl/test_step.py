@@ -25,7 +25,6 @@ from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts.collect import collect
-from train.rollouts.jax_source import JaxSource
 
 MODEL = tiny.model_of(tiny.config_of())
 ALL_ROWS = np.arange(tiny.ROWS)
@@ -439,9 +438,9 @@ def test_kept_tokens_renormalise_every_policy():
     options = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "optim.updates_per_batch=2", "temperature=0.8")
     config = tiny.config_of(*options, "rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")
     context, state = tiny.context_of(config), tiny.state_of(config, tiny.keep_gradient())
-    source = JaxSource(context)
-    source.update(policy_of(state.trainable, None), 0)
-    batch = collect(context, source, 0).batch
+    stream = tiny.stream_of(context)
+    stream.update(policy_of(state.trainable, None), 0)
+    batch = collect(context, stream, 0).batch
     mask = np.asarray(batch.completion_mask)
     assert ((np.asarray(batch.fields["kept_ids"])[mask] >= 0).sum(-1) > 1).any()
     scored = make_score(Plan.of(config), MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)

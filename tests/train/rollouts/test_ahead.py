@@ -1,108 +1,24 @@
-"""A server one step ahead: what it is asked and when, from which weights, and how a run with it is continued."""
+"""A server one step ahead: what it is asked and when, from which weights, and how a run with it is continued.
+
+More steps are in `test_stream`.
+"""
 
 import dataclasses
 import json
 import threading
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import jax
 import numpy as np
 import pytest
 
-from tests import tiny
-from tests.train.rollouts.conftest import FROZEN, OPTIONS
-from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
+from tests.train.rollouts.conftest import EOS, REQUESTS, SECONDS, VersionedServer
+from tests.train.rollouts.fake_server import PROBES, Answer
 from train.config.errors import UserError
-from train.config.plan import Plan
 from train.config.schema import Checkpoint
 from train.data.tasks.user_score import RewardError
-from train.data.tokenizers import ByteTokenizer
-from train.process.interrupt import Interrupt
-from train.rollouts.open import open_source
 from train.rollouts.source import SourceError
-from train.run.guard import StepGuard
-from train.run.loop import train
 from train.weights.orbax import RunCheckpoints
-
-EOS = ByteTokenizer().eos_id
-SOURCE = "rollout.source={{type: openai, url: '{}', model: m, retries: 0, timeout: 20.0}}"
-AHEAD = ("rollout.ahead=1", "temperature=1.0", "eval.every=1000", "optim.learning_rate=3e-2")
-REQUESTS, SECONDS = 4 * 8, 30
-
-
-class Versions:
-    """Names each version of the weights by its step instead of sending it."""
-
-    def load(self, policy: object, step: int) -> str:
-        return f"v{step}"
-
-    def close(self) -> None:
-        pass
-
-
-class VersionedServer(Digits):
-    """Draws other digits with other weights; lists the versions that were asked for, in their order."""
-
-    def _choice(self, body: dict) -> dict:
-        version = int(body["model"].removeprefix("v") if body["model"] != "m" else 0)
-        return super()._choice(body | {"seed": body["seed"] + 3 * version})
-
-    @property
-    def versions(self) -> list[str]:
-        requests = [body["model"] for body in self.bodies[PROBES:]]
-        batches = [requests[start : start + REQUESTS] for start in range(0, len(requests), REQUESTS)]
-        assert all(len({*batch}) == 1 for batch in batches)
-        return [batch[0] for batch in batches]
-
-
-class Writer:
-    """Keeps the metrics of the steps."""
-
-    def __init__(self) -> None:
-        self.records: list[dict] = []
-
-    def write(self, phase: str, step: int, values: dict) -> None:
-        self.records.append({"step": step, **values})
-
-    def timing(self, step: int, values: dict) -> None:
-        pass
-
-
-@pytest.fixture
-def go_on(steps, tmp_path, monkeypatch):
-    """Trains with a server until a step, from the last checkpoint if there is one, in a directory of this name."""
-    monkeypatch.setattr("train.rollouts.server.source.make_sync", lambda *_: Versions())
-    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *_: None)
-
-    def run(name, server, count, *options, stop_after=None, changes=(), programs=steps.programs):
-        writer, interrupt = Writer(), Interrupt()
-
-        def advance(note: str) -> None:
-            interrupt.requested = len(writer.records) + 1 == stop_after
-
-        with serving(server) as url, jax.set_mesh(steps.context.mesh):
-            config = tiny.config_of(*OPTIONS, *AHEAD, SOURCE.format(url), f"steps={count}", *options)
-            context = dataclasses.replace(steps.context, plan=Plan.of(config), **dict(changes))
-            checkpoints = RunCheckpoints(tmp_path / name, config.checkpoint)
-            first = steps.first(0)
-            with closing(open_source(context)) as source, closing(checkpoints):
-                state = checkpoints.restore_last(first) or first
-                source.attach(checkpoints, int(state.step))
-                state = train(
-                    context,
-                    programs,
-                    source,
-                    FROZEN,
-                    state,
-                    writer=writer,
-                    watch=StepGuard(config, checkpoints, tmp_path / "nonfinite"),
-                    interrupt=interrupt,
-                    advance=advance,
-                )
-        assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
-        return state, writer.records
-
-    return run
 
 
 def assert_equal(state, other) -> None:
@@ -132,7 +48,8 @@ def test_next_batch_is_requested_before_the_update(steps, go_on, tmp_path):
     assert server.versions == ["v0", "v0", "v1", "v2"]
     assert [record["rollout_lag"] for record in records] == [0, 1, 1]
     rows = [json.loads(line) for line in (tmp_path / "rows" / "00000001.jsonl").read_text().splitlines()]
-    assert {row["lag"] for row in rows} == {1}
+    # The batch of step 2 has the weights before the first update.
+    assert {version for row in rows for version in row["token_versions"]} == {0}
 
 
 @pytest.mark.parametrize("way", ["more steps", "interrupted"])

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
-from train.rollouts.collect import judge_drawn
+from train.rl.token_fields import VERSIONS
 from train.rollouts.source import Completions, SourceError
 from train.run.routes import flips_by_lag
 
@@ -32,30 +32,52 @@ def completions_of(**changes) -> Completions:
     return dataclasses.replace(full, **changes)
 
 
-def collected(completions: Completions):
-    config = tiny.config_of("rollout.samples_per_prompt=2")
+def collected(completions: Completions, *options: str, step: int = 0):
+    config = tiny.config_of("rollout.samples_per_prompt=2", *options)
     task = Task("fixed", EXAMPLES, EXAMPLES, lambda example, text, finished: {"reward": 1.0, "correct": 1.0})
-    return tiny.rollout_of(tiny.context_of(config, task=task), completions)
+    return tiny.rollout_of(tiny.context_of(config, task=task), completions, step)
 
 
 def test_fitting_rows_are_accepted_with_any_masked_values() -> None:
     assert collected(completions_of()).metrics["reward"] == 1
 
 
-@pytest.mark.parametrize(("lags", "lag"), [(None, None), ([2, 2, 2, 2], 2), ([0, 0, 1, 1], None)])
-def test_rows_of_one_lag_name_the_flips(lags, lag) -> None:
+def versions_of(*rows: int) -> dict:
+    """The fields of four rows with these versions."""
+    fields = dict(completions_of().fields)
+    mask = completions_of().completion_mask
+    return {**fields, VERSIONS: np.where(mask, np.array(rows)[:, None], -1).astype(np.int32)}
+
+
+@pytest.mark.parametrize(("versions", "lag"), [(None, None), ([3, 3, 3, 3], 2), ([5, 5, 4, 4], None)])
+def test_rows_of_one_lag_name_the_flips(versions, lag) -> None:
     """Flips of rows with several lags have no name, and neither have those of a run without a lag."""
-    rollout = collected(completions_of(lags=None if lags is None else np.array(lags, np.int32)))
+    rollout = collected(completions_of(**({} if versions is None else {"fields": versions_of(*versions)})), step=5)
     assert rollout.lag == lag
     flips = flips_by_lag({"routing_flips": 0.25}, rollout.lag)
     assert flips == ({} if lag is None else {"routing_flips_lag_2": 0.25})
     assert flips_by_lag({"reward": 1.0}, rollout.lag) == {}
 
 
-def test_policy_lag_grows_from_zero_to_its_limit() -> None:
-    context = tiny.context_of(tiny.config_of("rollout.samples_per_prompt=2", "rollout.policy_lag=2"))
-    drawn = tiny.rollout_of(context, completions_of(rewards={"reward": np.ones(4, np.float32)}))
-    assert [judge_drawn(context, drawn, step).lag for step in range(4)] == [0, 1, 2, 2]
+def test_lags_are_measured_over_tokens() -> None:
+    """Tokens of unknown versions, and of versions that this run has not made, count in no metric."""
+    shape = completions_of().tokens.shape
+    mask = np.zeros(shape, bool)
+    mask[:, tiny.PROMPT : tiny.PROMPT + 3] = True
+    versions = np.full(shape, -1, np.int32)
+    versions[0, tiny.PROMPT : tiny.PROMPT + 3] = 5, 4, 2
+    versions[1, tiny.PROMPT] = 9
+    fields = {"log_probs": np.where(mask, -1.0, 0).astype(np.float32), VERSIONS: versions}
+    rollout = collected(completions_of(token_mask=mask, completion_mask=mask, fields=fields), step=5)
+    assert rollout.metrics["rollout_lag"] == (0 + 1 + 3) / 3
+    assert rollout.metrics["rollout_lag_max"] == 3
+    assert rollout.lag is None
+
+
+@pytest.mark.parametrize("option", ["rollout.policy_lag=2", "rollout.policy_lag=0"])
+def test_lags_of_zero_are_measured_if_there_may_be_others(option) -> None:
+    metrics = collected(completions_of(fields=versions_of(1, 1, 1, 1)), option, step=1).metrics
+    assert ("rollout_lag" in metrics) == (option == "rollout.policy_lag=2")
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])

@@ -17,7 +17,7 @@ from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.policy import init_adapter, init_params
-from train.rollouts.open import open_source
+from train.rollouts.open import open_source, open_stream
 from train.rollouts.source import SourceError
 from train.run.guard import StepGuard
 from train.run.loop import train
@@ -52,7 +52,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
         context = dataclasses.replace(steps.context, plan=Plan.of(config))
         checkpoints = RunCheckpoints(directory, config.checkpoint)
         first = steps.first(0)
-        with closing(open_source(context)) as answers, closing(checkpoints):
+        with closing(open_stream(context)) as answers, closing(checkpoints):
             state = train(
                 context,
                 steps.programs,

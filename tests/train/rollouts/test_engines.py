@@ -190,6 +190,11 @@ def test_requests_go_to_the_least_busy_engine(engines):
     assert (len(slow.sampled), len(quick.sampled)) == (1, ROWS - 1)
 
 
+def asks_of(*bodies):
+    """Requests with these bodies, whose answers are JSON."""
+    return [lambda body=body: (body, json.loads) for body in bodies]
+
+
 def test_all_requests_end_with_the_first_error():
     """The others are not waited for, and the connections can be used again."""
     done = threading.Event()
@@ -202,13 +207,13 @@ def test_all_requests_end_with_the_first_error():
     began = time.monotonic()
     with serving(answer) as url, contextlib.closing(Client(timeout=30, retries=3)) as client:
         engines = Engines(client, tiny.config_of(url).rollout.source)
-        bodies = [{"wait": True}, {"fail": True}, {"wait": True}]
+        asks = asks_of({"wait": True}, {"fail": True}, {"wait": True})
         with pytest.raises(SourceError, match=r"was refused with status 400: no$"):
-            wait_for(engines.complete("/v1/x", bodies, [json.loads] * 3, most_bytes=100))
+            wait_for(engines.complete("/v1/x", asks, most_bytes=100))
         assert time.monotonic() - began < 5
         done.set()
         bodies = [{"number": number} for number in range(20)]
-        assert wait_for(engines.complete("/v1/x", bodies, [json.loads] * 20, most_bytes=100)) == bodies
+        assert wait_for(engines.complete("/v1/x", asks_of(*bodies), most_bytes=100)) == bodies
 
 
 # An engine fails.
@@ -366,10 +371,14 @@ def test_engine_lost_in_another_process_is_left_out(engines, monkeypatch):
     """Each process sends requests of its own; the leader alone sends weights."""
     with serving_all(engines) as urls, opened(in_list(urls) + ", on_engine_failure: drop") as (context, source):
         step(context, source, 0)
-        monkeypatch.setattr("train.rollouts.server.engines.exchange_json", lambda label, lost: [lost, [urls[0]]])
+        monkeypatch.setattr(
+            "train.rollouts.server.engines.exchange_json", lambda label, state: [state, [[urls[0]], []]]
+        )
         assert step(context, source, 1).metrics == {"rollout_engines": 1.0}
         assert versions(engines[0]) == ["0"]
-        monkeypatch.setattr("train.rollouts.server.engines.exchange_json", lambda label, lost: [lost, [urls[1]]])
+        monkeypatch.setattr(
+            "train.rollouts.server.engines.exchange_json", lambda label, state: [state, [[urls[1]], []]]
+        )
         with pytest.raises(SourceError, match=rf"urls: no engine is left; the last one to fail was {urls[1]}"):
             step(context, source, 2)
 

@@ -11,7 +11,8 @@ from tests import tiny
 from tests.train.rollouts.test_user_source import right_rows
 from train.rollouts.collect import collect
 from train.rollouts.row_checks import has_holes
-from train.rollouts.source import Completions, Request, SourceError
+from train.rollouts.source import Completions, InTurn, Request, SourceError
+from train.rollouts.stream import Stream
 from train.run.recorder import RolloutRecorder, recorded_steps
 
 SOURCE = "def make(context):\n    return None\n"
@@ -26,9 +27,14 @@ def with_hole(rows: Completions, row: int = 1) -> Completions:
     return dataclasses.replace(rows, token_mask=token_mask, completion_mask=completion_mask)
 
 
-class Holed:
+class Holed(InTurn):
     def __init__(self, change) -> None:
+        super().__init__()
         self.sample = lambda request: change(right_rows(request))
+
+
+def holed(context, change) -> Stream:
+    return Stream(context, Holed(change))
 
 
 def context_of(tmp_path, *options: str):
@@ -58,15 +64,15 @@ def test_recording_refuses_holes_before_the_update(tmp_path):
     context = context_of(tmp_path, f"rollout.record={tmp_path / 'recorded'}")
     (tmp_path / "recorded").mkdir()
     with pytest.raises(SourceError, match=r"^rollout\.record: row 1 has tokens between .*; set rollout\.record=null$"):
-        collect(context, Holed(with_hole), 0)
+        collect(context, holed(context, with_hole), 0)
     assert not list((tmp_path / "recorded").iterdir())
-    collect(context, Holed(lambda rows: rows), 0)
+    collect(context, holed(context, lambda rows: rows), 0)
     assert [path.name for path in (tmp_path / "recorded").glob("*.jsonl")] == ["00000000.jsonl"]
 
 
 def test_rows_with_holes_are_trained_as_they_are(tmp_path):
     context = context_of(tmp_path)
-    rollout = collect(context, Holed(with_hole), 0)
+    rollout = collect(context, holed(context, with_hole), 0)
     expected = with_hole(right_rows(Request.of(context, 0)))
     np.testing.assert_array_equal(rollout.batch.completion_mask, expected.completion_mask)
     np.testing.assert_array_equal(rollout.batch.token_mask, expected.token_mask)
@@ -78,7 +84,7 @@ def recorded(tmp_path, *changes) -> list[Path]:
     context = context_of(tmp_path)
     recorder = RolloutRecorder(context, tmp_path / "rollouts", done=0)
     for step, change in enumerate(changes):
-        rollout = collect(context, Holed(change), step)
+        rollout = collect(context, holed(context, change), step)
         recorder.record(step + 1, rollout, rollout.batch, [])
     recorder.close()
     return [tmp_path / "rollouts" / f"{step:08d}.parquet" for step in recorded_steps(tmp_path / "rollouts")]

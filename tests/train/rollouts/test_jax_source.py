@@ -56,9 +56,9 @@ FINISHED = [True, True, True, True, True, False, False, True]
 def collected(*overrides: str):
     context = tiny.context_of(tiny.config_of(*overrides), task=TASK)
     context = dataclasses.replace(context, prompts=tiny.SamePrompts(EXAMPLES))
-    source = JaxSource(context, scripted(TEXTS, FINISHED))
-    source.update(kljax.Policy({}), 0)
-    return collect(context, source, 0)
+    stream = tiny.stream_of(context, JaxSource(context, {"rollout": scripted(TEXTS, FINISHED)}))
+    stream.update(kljax.Policy({}), 0)
+    return collect(context, stream, 0)
 
 
 def test_rows_follow_their_prompts_and_are_scored_individually():

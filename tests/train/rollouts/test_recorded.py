@@ -19,8 +19,7 @@ from train.data.tokenizers.folder import FolderTokenizer
 from train.report.rollouts import read_parquet
 from train.rl.state import policy_of
 from train.rollouts.collect import collect
-from train.rollouts.jax_source import JaxSource
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.recorded.files import JsonLinesFile, open_files
 from train.rollouts.recorded.row_checks import with_checks
@@ -55,8 +54,7 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     """Also the float32 of a log-prob, and the reward that the task gave."""
     config = tiny.config_of(f"rollout.record={tmp_path / 'r'}")
     context = tiny.context_of(config)
-    source = open_source(context)
-    assert isinstance(source, JaxSource)
+    source = open_stream(context)
     source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
     rollouts = [collect(context, source, step) for step in range(2)]
     assert sorted(file.name for file in (tmp_path / "r").iterdir()) == [
@@ -66,7 +64,7 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     ]
 
     reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
-    recorded = open_source(reading)
+    recorded = open_stream(reading)
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
         assert again.completions.texts == rollout.completions.texts
@@ -77,8 +75,8 @@ def test_recording_is_read_back_row_for_row(tmp_path):
         selected = np.asarray(rollout.batch.token_mask)
         np.testing.assert_array_equal(again.batch.tokens[selected], rollout.batch.tokens[selected])
     with pytest.raises(UserError, match=r"rollout\.record: got .* holds recordings already"):
-        open_source(context)
-    open_source(context, continued=True)
+        open_stream(context)
+    open_stream(context, continued=True)
 
 
 def test_kept_tokens_are_read_back(tmp_path):
@@ -86,12 +84,12 @@ def test_kept_tokens_are_read_back(tmp_path):
     options = ("rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")
     config = tiny.config_of(f"rollout.record={tmp_path / 'r'}", *options)
     context = tiny.context_of(config)
-    source = open_source(context)
+    source = open_stream(context)
     source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
     rollout = collect(context, source, 0)
     assert 0 < rollout.metrics["rollout_kept_mass"] < 0.2
     reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
-    batch = collect(reading, open_source(reading), 0).batch
+    batch = collect(reading, open_stream(reading), 0).batch
     np.testing.assert_array_equal(batch.rollout_log_probs, rollout.batch.rollout_log_probs)
     ids = np.asarray(rollout.batch.fields["kept_ids"])
     longest = (ids >= 0).sum(-1).max()
@@ -105,15 +103,15 @@ def prompts_of(context, source, steps) -> list[list[int]]:
 def test_epochs_are_permutations_and_resume_continues_them(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     context = context_of(path)
-    full = prompts_of(context, open_source(context), range(10))
+    full = prompts_of(context, open_stream(context), range(10))
     flat = [prompt for step in full for prompt in step]
     epochs = [tuple(flat[start : start + 5]) for start in range(0, 20, 5)]
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert len(set(epochs)) > 1
-    assert prompts_of(context, open_source(context), range(7, 10)) == full[7:]
+    assert prompts_of(context, open_stream(context), range(7, 10)) == full[7:]
     ordered = context_of(path, shuffle=False)
-    assert prompts_of(ordered, open_source(ordered), range(3)) == [[0, 1], [2, 3], [4, 0]]
-    batch = collect(ordered, open_source(ordered), 1).batch
+    assert prompts_of(ordered, open_stream(ordered), range(3)) == [[0, 1], [2, 3], [4, 0]]
+    batch = collect(ordered, open_stream(ordered), 1).batch
     np.testing.assert_array_equal(batch.rewards, [0, 1, 0, 1])
     np.testing.assert_array_equal(batch.rollout_log_probs[0, tiny.PROMPT :], [-2, -0.5, 0, 0])
 
@@ -125,7 +123,7 @@ def test_texts_are_encoded_and_scored_like_a_run(tmp_path):
         for i, (t, f) in enumerate(texts)
     ]
     context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
-    rollout = collect(context, open_source(context), 0)
+    rollout = collect(context, open_stream(context), 0)
     np.testing.assert_array_equal(rollout.batch.rewards, [1, 0, 0, 0])
     prompt = [TOKENIZER.bos_id, *TOKENIZER.encode("1+2=")]
     np.testing.assert_array_equal(rollout.batch.tokens[0, : tiny.PROMPT + 2], [*prompt, ord("3"), EOS])
@@ -138,7 +136,7 @@ def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
     rows = [row(7, sample) for sample in range(4)] + long
     context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
     with caplog.at_level(logging.WARNING):
-        source = open_source(context)
+        source = open_stream(context)
     assert "1 of 3 groups are longer than data.max_prompt_length = 5" in caplog.text
     np.testing.assert_array_equal(collect(context, source, 0).batch.rewards, [0, 1, 2, 3])
     np.testing.assert_array_equal(collect(context, source, 0).batch.group_ids, [0, 0, 1, 1])
@@ -149,7 +147,7 @@ def test_tokens_with_floors_have_no_log_prob(tmp_path):
     rows = [row(7, sample) for sample in range(128)]
     rows[3]["log_probs"][1], rows[5]["log_probs"][0] = None, -9999.0
     context = context_of(write(tmp_path / "a.jsonl", rows), "rollout.samples_per_prompt=64", shuffle=False)
-    rollout = collect(context, open_source(context), 0)
+    rollout = collect(context, open_stream(context), 0)
     mask = np.asarray(rollout.batch.completion_mask)
     assert [tuple(indices) for indices in np.argwhere(rollout.completions.completion_mask & ~mask)] == [
         (3, tiny.PROMPT + 1),
@@ -166,7 +164,7 @@ def test_recording_full_of_floors_is_refused(tmp_path):
     rows = [row(7, sample, log_probs=[-9999.0, -1.0, -1.0]) for sample in range(4)]
     context = context_of(write(tmp_path / "a.jsonl", rows))
     with pytest.raises(SourceError, match=r"rollout: 4 of the 12 sampled tokens have no log-prob of the sampler"):
-        collect(context, open_source(context), 0)
+        collect(context, open_stream(context), 0)
 
 
 BAD = {
@@ -200,7 +198,7 @@ BAD = {
 def test_a_bad_row_is_named(tmp_path, problem):
     path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1), BAD[problem]])
     with pytest.raises(UserError) as caught:
-        open_source(context_of(path))
+        open_stream(context_of(path))
     assert str(caught.value).startswith(f"rollout.source.path: {path}, line 3: {problem}")
 
 
@@ -223,11 +221,11 @@ def test_unusable_files_are_named(tmp_path):
     for name, (text, problem) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError) as caught:
-            open_source(context_of(tmp_path / name))
+            open_stream(context_of(tmp_path / name))
         assert problem in str(caught.value)
     path = write(tmp_path / "f.jsonl", [row(0, sample, log_probs=None) for sample in range(2)])
     with pytest.raises(UserError, match="has no log_probs, which this config needs"):
-        open_source(context_of(path, "kl.rollout.coef=0.1"))
+        open_stream(context_of(path, "kl.rollout.coef=0.1"))
 
 
 def test_text_without_tokens_is_named_with_its_line(tmp_path):
@@ -236,7 +234,7 @@ def test_text_without_tokens_is_named_with_its_line(tmp_path):
     few = FolderTokenizer(tokenizer, special={}, eos_ids=[1])
     write(tmp_path / "a.jsonl", [{"prompt": "1", "completion": text, "reward": 1.0} for text in ("1", "2")])
     with pytest.raises(UserError) as caught:
-        open_source(dataclasses.replace(context, tokenizer=few))
+        open_stream(dataclasses.replace(context, tokenizer=few))
     message = (
         f"rollout.source.path: {tmp_path / 'a.jsonl'}, line 2: model.path: the tokenizer cannot spell '2' of the text"
     )
@@ -255,7 +253,7 @@ def test_recording_in_another_form_is_named(tmp_path, encode, problem):
     path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
     path.write_bytes(encode(path.read_bytes().strip()))
     with pytest.raises(UserError) as caught:
-        open_source(context_of(path))
+        open_stream(context_of(path))
     assert str(caught.value).startswith(f"rollout.source.path: {path}, line 1: ")
     assert problem in str(caught.value)
 
@@ -263,7 +261,7 @@ def test_recording_in_another_form_is_named(tmp_path, encode, problem):
 def test_recording_may_begin_with_a_mark(tmp_path):
     path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)])
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert open_source(context_of(path)).row_count == 2
+    assert open_stream(context_of(path)).row_count == 2
 
 
 def test_parquet_gives_the_same_rows(tmp_path):
@@ -274,7 +272,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
     single = context_of(tmp_path / "a.parquet")
     other = context_of(write(tmp_path / "a.jsonl", ROWS))
     for step in (0, 3):
-        batches = [jax.device_get(collect(context, open_source(context), step).batch) for context in (single, other)]
+        batches = [jax.device_get(collect(context, open_stream(context), step).batch) for context in (single, other)]
         jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
@@ -282,7 +280,7 @@ def test_missing_pyarrow_error_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match="is Parquet, which needs pyarrow; install it, or convert"):
-        open_source(context_of(tmp_path / "a.parquet"))
+        open_stream(context_of(tmp_path / "a.parquet"))
 
 
 def test_every_damage_to_a_recorded_file_is_named(tmp_path):
@@ -332,7 +330,7 @@ def test_row_of_a_later_format_is_refused(tmp_path, suffix, checked):
     check = {"kljax_check": "1/2 of another kind"} if checked else {}
     save([{**row(1, sample), "kljax_format": 2, **check} for sample in range(2)])
     with pytest.raises(UserError, match=NEWER.format(suffix=suffix)):
-        open_source(context_of(path))
+        open_stream(context_of(path))
     save(list(with_checks(ROWS[:4])) if checked else [{**one, "kljax_format": 1} for one in ROWS[:4]])
     records = [record for _, _, record in open_files(path)[0]]
     assert records == ROWS[:4]
@@ -347,7 +345,7 @@ def test_parquet_of_a_later_format_is_refused(tmp_path, metadata, message):
     table, path = pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet"
     parquet.write_table(table.replace_schema_metadata({"kljax": metadata}), path)
     with pytest.raises(UserError, match="rollout.source.path: .*" + message.format(suffix="parquet")):
-        open_source(context_of(path))
+        open_stream(context_of(path))
     (note,) = read_parquet(path.rename(tmp_path / "00000001.parquet").parent, 10).notes
     assert "00000001.parquet (" in note
     assert "'kljax' are damaged" in note or "update kljax" in note

@@ -16,7 +16,7 @@ from train.data.prompts import Prompts
 from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 from train.rollouts.collect import collect
-from train.rollouts.open import open_source
+from train.rollouts.open import open_stream
 
 EOS = ByteTokenizer().eos_id
 ROWS = [{"prompt_ids": [1, 2 + i // 2], "completion_ids": [3, EOS], "reward": i % 2} for i in range(16)]
@@ -51,7 +51,7 @@ def test_recording_is_the_task_unless_one_is_set(tmp_path):
 def test_recorded_rewards_and_prompts_are_trained_on(tmp_path):
     context = replayed(write(tmp_path / "a.jsonl"))
     assert context.prompts.batch(3) == []
-    source = open_source(context)
+    source = open_stream(context)
     for step in range(2):
         batch = collect(context, source, step).batch
         np.testing.assert_array_equal(batch.rewards, [0, 1] * 4)
@@ -100,18 +100,18 @@ def test_rows_without_rewards_need_a_task(tmp_path):
     with pytest.raises(
         UserError, match=r"rollout\.source\.path: the rows of .* have no rewards; add them, or set a task"
     ):
-        open_source(context)
+        open_stream(context)
 
 
 def test_weight_of_an_unrecorded_reward_is_an_error(tmp_path):
     context = replayed(write(tmp_path / "a.jsonl"), "rewards.weights={style: 1.0}")
     with pytest.raises(UserError, match=r"rewards\.weights: got 'style', expected some of reward"):
-        open_source(context)
+        open_stream(context)
 
 
 def test_longest_rows_are_named_with_dropped_groups(tmp_path, caplog):
     long = {"prompt_ids": [1] * 9, "completion_ids": [3] * 7, "reward": 1}
-    open_source(replayed(write(tmp_path / "a.jsonl", [*ROWS, long, long])))
+    open_stream(replayed(write(tmp_path / "a.jsonl", [*ROWS, long, long])))
     assert "1 of 9 groups are longer than data.max_prompt_length = 5" in caplog.text
     assert "the longest prompt has 9 tokens, the longest completion 7" in caplog.text
 
@@ -119,7 +119,7 @@ def test_longest_rows_are_named_with_dropped_groups(tmp_path, caplog):
 def test_recorded_padding_tokens_are_warned_of(tmp_path, capsys, monkeypatch):
     context = replayed(write(tmp_path / "a.jsonl"))
     monkeypatch.setattr("train.rollouts.recorded.source.trained_pad", lambda _: 2)
-    open_source(context)
+    open_stream(context)
     assert "2 of 16 recorded rows have token 2, the pad_token_id of config.json" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """Limits of an answer, and the key of a server: where it comes from, and where it goes."""
 
+import dataclasses
 import json
 import math
 from contextlib import closing
@@ -130,3 +131,38 @@ def test_unusable_environment_is_an_error_of_the_address(monkeypatch, name, valu
     with pytest.raises(SourceError, match=r"^rollout\.source\.url: cannot use the proxies or cert") as caught:
         Client(timeout=1, retries=0)
     assert "hunter2" not in str(caught.value)
+
+
+SPANS = [{"version": "b", "start": 0, "end": 2}, {"version": "c", "start": 2, "end": 3}]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, [2, 2, 2]),
+        (
+            {"weight_versions": SPANS},
+            [2, 2, 3],
+        ),
+        ({"weight_versions": [{"version": "c"}]}, [3, 3, 3]),
+        ({"metadata": {"weight_version": "c"}}, [3, 3, 3]),
+        ({"weight_versions": [{"version": "a", "start": 0, "end": 1}]}, "got a, expected b"),
+        ({"metadata": {"weight_version": "x"}}, "got x, expected b"),
+    ],
+)
+def test_versions_that_an_answer_tells_are_those_of_its_tokens(told, expected):
+    """Weights may be newer than when the request was sent, and not older."""
+    choice = {"token_ids": [0, 0, 1], "finish_reason": "stop"}
+    answer = {"choices": [choice | {name: x for name, x in told.items() if name == "weight_versions"}]}
+    answer |= {name: x for name, x in told.items() if name == "metadata"}
+    known = {"a": 1, "b": 2, "c": 3}
+    requested = Requested([1], 4, 2, eos_ids=(1,), log_probs=False, version=2, versions=known)
+    content = json.dumps(answer).encode()
+    if isinstance(expected, str):
+        with pytest.raises(AnswerError, match=expected) as caught:
+            read_answer(requested, content)
+        assert caught.value.stale
+    else:
+        assert read_answer(requested, content).fields["token_versions"] == expected
+    # Without labels of the run's weights what an answer tells is of something else.
+    assert read_answer(dataclasses.replace(requested, versions=None), content).fields["token_versions"] == [2, 2, 2]

@@ -18,13 +18,15 @@ from tests.goldens.server_routes import npy
 from tests.train.models import test_experts
 from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.config.errors import UserError
+from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.models import ExpertsConfig
-from train.rl.token_fields import ROUTES
-from train.rollouts.open import open_source
+from train.rl.token_fields import ROUTES, TOKEN_FIELDS
+from train.rollouts.open import open_source, open_stream
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.routes import decode_routes
 from train.rollouts.source import Request, SourceError
+from train.weights.orbax import RunCheckpoints
 
 RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "server_routes.json").read_text())
 PROMPT, ROUTED = RECORDED["prompt"], [np.array(routes) for routes in RECORDED["routes"]]
@@ -177,17 +179,27 @@ def test_server_source_records_routes_of_its_tokens(server):
     np.testing.assert_array_equal(rollout.batch.fields[ROUTES], completions.fields[ROUTES])
 
 
-def test_batch_ahead_is_saved_with_its_routes():
-    """The checkpoint has the rows that were requested, and a resumed run finds them by shape and dtype."""
+def test_batch_ahead_is_saved_with_its_routes(tmp_path):
+    """The checkpoint has the rows that were requested, and a resumed run takes them from there."""
     with serving(RoutedDigits("vllm")) as url:
         context = tiny.context_of(tiny.config_of(*OPTIONS, SOURCE.format(url), "rollout.ahead=1"))
-        with closing(open_source(context)) as source:
-            source.update(None, 0)
-            source.sample(Request.of(context, 0))
-            batch, abstract = source.batch_of(1), source.abstract_batch()
-    assert batch.keys() == abstract.keys()
-    assert all((batch[name].shape, batch[name].dtype) == (x.shape, x.dtype) for name, x in abstract.items())
-    assert (np.asarray(batch[ROUTES]) >= 0).any()
+        with closing(open_stream(context)) as stream, closing(RunCheckpoints(tmp_path, Checkpoint())) as checkpoints:
+            state = tiny.state_of(tiny.config_of(), context.optimizer)
+            stream.attach(checkpoints, 0)
+            stream.update(None, 0)
+            stream.batch(0)
+            batch = stream.saved(1)["1"]
+            checkpoints.save(state, 1)
+            checkpoints.wait()
+            resumed = open_stream(context)
+            resumed.attach(checkpoints, 1)
+            restored = resumed.batch(1)
+            resumed.close()
+    assert (np.asarray(batch["fields"][ROUTES]) >= 0).any()
+    assert restored.fields.keys() == batch["fields"].keys()
+    for name, array in restored.fields.items():
+        assert array.dtype == TOKEN_FIELDS[name].dtype
+        np.testing.assert_array_equal(array, batch["fields"][name])
 
 
 def test_rows_without_routes_are_named_unless_chosen():

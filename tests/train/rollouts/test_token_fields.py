@@ -21,10 +21,9 @@ from train.rl.keys import purpose_key
 from train.rl.packing import StepPacking, make_packer
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.rl.token_fields import TOKEN_FIELDS, TokenField
+from train.rl.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
 from train.rollouts.collect import Rollout, collect
-from train.rollouts.jax_source import JaxSource
-from train.rollouts.open import open_source
+from train.rollouts.open import open_source, open_stream
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.sampler import draw, engine
 from train.rollouts.source import Request, SourceError
@@ -68,9 +67,9 @@ def recording(tmp_path_factory) -> Iterator[tuple[Path, Rollout]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         declare(monkeypatch)
         context = tiny.context_of(config)
-        source = JaxSource(context)
-        source.update(policy_of(tiny.state_of(config, tiny.keep_gradient()).trainable, None), 0)
-        yield path, collect(context, source, 0)
+        stream = tiny.stream_of(context)
+        stream.update(policy_of(tiny.state_of(config, tiny.keep_gradient()).trainable, None), 0)
+        yield path, collect(context, stream, 0)
 
 
 def context_of(path, *options: str, mesh=None):
@@ -92,14 +91,14 @@ def test_sampled_field_has_the_values_of_its_tokens(recording):
 def test_recorded_field_is_read_back(recording):
     path, rollout = recording
     context = context_of(path)
-    batch = collect(context, open_source(context), 0).batch
+    batch = collect(context, open_stream(context), 0).batch
     check_values(batch)
     mask = np.asarray(batch.token_mask)
     np.testing.assert_array_equal(batch.fields[NAME], rollout.batch.fields[NAME])
     np.testing.assert_array_equal(batch.tokens[mask], rollout.batch.tokens[mask])
     (first, *_) = (path / "00000000.jsonl").read_text().splitlines()
     row = json.loads(first)
-    assert list(row)[-5:] == ["log_probs", "kept_ids", NAME, "kljax_format", "kljax_check"]
+    assert list(row)[-5:] == ["kept_ids", VERSIONS, NAME, "kljax_format", "kljax_check"]
     assert np.shape(row[NAME]) == (len(row["prompt_ids"]) + len(row["completion_ids"]), 2, 3)
 
 
@@ -149,7 +148,7 @@ def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
     with jax.set_mesh(mesh):
         params = tiny.placed(policy_of({"params": tiny.drawn(model, jax.random.key(0))}, None), model, mesh).params
         state = tiny.first_state(Plan.of(config), model, mesh, params, tiny.keep_gradient())
-        batch = collect(context, open_source(context), 0).batch
+        batch = collect(context, open_stream(context), 0).batch
         check_values(batch)
         updates, packer = update_rows(config, purpose_key(0, "rows", 0)), make_packer(Plan.of(config), mesh)
         packing = StepPacking.off(updates) if packer is None else packer(batch, updates)
@@ -185,7 +184,7 @@ def test_recording_without_the_field_is_still_read(recording, tmp_path):
     rows = [{name: value for name, value in row.items() if name != NAME} for row in rows_of(recording[0])]
     write_rows(tmp_path, 0, rows)
     context = context_of(tmp_path)
-    batch = collect(context, open_source(context), 0).batch
+    batch = collect(context, open_stream(context), 0).batch
     assert batch.fields.keys() == {"kept_ids"}
     np.testing.assert_array_equal(batch.fields["kept_ids"], recording[1].batch.fields["kept_ids"])
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kljax
 from tests import tiny
 from train.config.errors import UserError
 from train.data.prompts import encode_prompts
@@ -17,8 +18,8 @@ from train.data.tokenizers import ByteTokenizer
 from train.process import waiting
 from train.rollouts import collect
 from train.rollouts.jax_source import JaxSource
-from train.rollouts.open import open_source
 from train.rollouts.source import Completions, Request, SourceError
+from train.rollouts.stream import Stream
 from train.rollouts.user_source import UserSource
 
 CONFIG = tiny.config_of("rollout={prompts_per_step: 2, samples_per_prompt: 2}")
@@ -69,7 +70,7 @@ def opened(change: Any = lambda rows: rows, **methods: Any) -> UserSource:
 
 def collected(change: Any) -> Completions:
     """The completions of a step, when the devices have sampled them."""
-    drawn = collect.draw(CONTEXT, opened(change), 0)
+    drawn = collect.draw(CONTEXT, Stream(CONTEXT, opened(change)), 0)
     return drawn.completions.completed()
 
 
@@ -96,7 +97,7 @@ def without_log_prob(rows: Completions, floor: float) -> Completions:
 
 @pytest.mark.parametrize("floor", [-np.inf, -9999.0])
 def test_token_without_log_prob_is_left_out_of_the_batch(floor):
-    drawn = collect.draw(CONTEXT, opened(lambda rows: without_log_prob(rows, floor)), 0)
+    drawn = collect.draw(CONTEXT, Stream(CONTEXT, opened(lambda rows: without_log_prob(rows, floor))), 0)
     mask = np.asarray(drawn.batch.completion_mask)
     assert not mask[0, tiny.PROMPT]
     assert mask.sum() == 2 * ROWS - 1
@@ -217,7 +218,10 @@ ERRORS = [SystemExit(0), KeyError("a"), UserError("a server is gone"), Generator
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_error_of_a_method_names_source_and_method(method, error) -> None:
     source = opened(**{method: fail(error)})
-    calls = {"update": lambda: source.update(None, 0), "sample": lambda: collect.draw(CONTEXT, source, 0)}
+    calls = {
+        "update": lambda: source.update(None, 0),
+        "sample": lambda: collect.draw(CONTEXT, Stream(CONTEXT, source), 0),
+    }
     with pytest.raises(SourceError, match=rf"^rollout\.source: mine\.py:make: {method}: ") as caught:
         calls.get(method, source.close)()
     assert str(error) in str(caught.value)
@@ -231,9 +235,9 @@ def test_error_of_finish_names_the_source() -> None:
 
 def test_interrupt_and_source_error_pass_through() -> None:
     with pytest.raises(KeyboardInterrupt):
-        opened(sample=fail(KeyboardInterrupt())).sample(None)
+        opened(sample=fail(KeyboardInterrupt())).sample(Request.of(CONTEXT, 0))
     with pytest.raises(SourceError, match=r"^mine$"):
-        opened(sample=fail(SourceError("mine"))).sample(None)
+        opened(sample=fail(SourceError("mine"))).sample(Request.of(CONTEXT, 0))
 
 
 @pytest.mark.parametrize("returned", [None, 3, {"tokens": []}])
@@ -258,8 +262,8 @@ def test_rows_of_the_own_sampler_stay_unread(monkeypatch) -> None:
         raise AssertionError("checked")
 
     monkeypatch.setattr(collect, "check_values", check)
-    source = open_source(CONTEXT)
-    assert isinstance(source, JaxSource)
+    source = JaxSource(CONTEXT)
+    source.update(kljax.Policy({}), 0)
     rows = in_flight(right_rows(Request.of(CONTEXT, 0)))
     monkeypatch.setattr(source, "sample", lambda request: rows)
-    assert collect.draw(CONTEXT, source, 0).completions is rows
+    assert collect.draw(CONTEXT, Stream(CONTEXT, source), 0).completions is rows

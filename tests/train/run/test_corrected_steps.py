@@ -11,7 +11,6 @@ from train.config.schema import Checkpoint
 from train.rl.objective import make_preparation
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
-from train.rollouts.jax_source import JaxSource
 from train.rollouts.server import Client
 from train.run.loop import Programs, rl_step
 from train.weights.orbax import RunCheckpoints
@@ -29,14 +28,14 @@ def test_corrected_steps_compile_once_and_continue_equally(tmp_path):
     context = tiny.context_of(LAGGED)
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(LAGGED, context.optimizer)
-        programs, source = Programs.of(context, state), JaxSource(context)
+        programs, stream = Programs.of(context, state), tiny.stream_of(context)
         compilations: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
 
         def steps(state, number):
             metrics = []
             for step in range(int(state.step), int(state.step) + number):
-                state, values, _ = rl_step(context, programs, source, FrozenWeights(None, None), state, step=step)
+                state, values, _ = rl_step(context, programs, stream, FrozenWeights(None, None), state, step=step)
                 metrics.append(values)
             return state, metrics
 

@@ -10,10 +10,11 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example, Task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
-from train.rollouts.jax_source import make_sampler
+from train.rollouts.jax_source import JaxSource, begin_samples, make_sampler
+from train.rollouts.open import open_evaluation
 from train.rollouts.sampler import Samples
 from train.run.evaluate import evaluate
-from train.run.loop import Programs, write_evaluation
+from train.run.loop import write_evaluation
 
 TOKENIZER = ByteTokenizer()
 EXAMPLES = [Example(f"{digit}+1=", str(digit + 1), str(digit + 1)) for digit in range(5)]
@@ -40,12 +41,17 @@ def knows(digits: set[int], seen: list[int]):
     return draw
 
 
+def stream_of(context, sampler):
+    """The stream whose sampler for held-out prompts is this one."""
+    return tiny.stream_of(context, JaxSource(context, {"held_out": sampler}))
+
+
 def measure(digits: set[int], batch_size: int, examples=EXAMPLES):
     seen: list[int] = []
     task = Task("plus one", EXAMPLES, EXAMPLES, score)
     config = tiny.config_of(f"eval.batch_size={batch_size}")
     context = tiny.context_of(config, task=task, held_out=examples)
-    metrics = evaluate(context, knows(digits, seen), kljax.Policy({}), jax.random.key(0))
+    metrics = evaluate(context, stream_of(context, knows(digits, seen)), kljax.Policy({}), jax.random.key(0), step=0)
     return metrics, seen
 
 
@@ -75,9 +81,8 @@ def test_greedy_evaluation_can_be_left_out(greedy):
     task, drawn = Task("plus one", EXAMPLES, EXAMPLES, score), {"held_out": [], "greedy": []}
     context = tiny.context_of(config, task=task, held_out=EXAMPLES)
     samplers = {name: knows({0, 1}, seen) for name, seen in drawn.items()}
-    programs = Programs(score=None, prepare=None, update=None, control=None, follow=None, **samplers)
     writer = MetricsRecorder()
-    write_evaluation(context, programs, kljax.Policy({}), writer, 3)
+    write_evaluation(context, tiny.stream_of(context, JaxSource(context, samplers)), kljax.Policy({}), writer, 3)
     assert drawn == {"held_out": [5], "greedy": [5] * greedy}
     assert writer.written["accuracy"] == 40
     assert ("accuracy_greedy" in writer.written) == greedy
@@ -109,7 +114,7 @@ def test_chunk_is_scored_while_the_next_samples():
 
     task = Task("plus one", EXAMPLES, EXAMPLES, judged)
     context = tiny.context_of(config, task=task, held_out=EXAMPLES)
-    evaluate(context, sampler, kljax.Policy({}), jax.random.key(0))
+    evaluate(context, stream_of(context, sampler), kljax.Policy({}), jax.random.key(0), step=0)
     judging = ["judge", "judge"]
     assert events == ["sample", "sample", *judging, "sample", *judging, "judge"]
 
@@ -124,7 +129,7 @@ def test_judge_is_asked_once_for_each_example(batch_size):
 
     config = tiny.config_of(f"eval.batch_size={batch_size}")
     context = tiny.context_of(config, task=Task("plus one", EXAMPLES, EXAMPLES, judged), held_out=EXAMPLES)
-    result = evaluate(context, knows({0}, []), kljax.Policy({}), jax.random.key(0))
+    result = evaluate(context, stream_of(context, knows({0}, [])), kljax.Policy({}), jax.random.key(0), step=0)
     assert questions == [(example.prompt, "1" if example is EXAMPLES[0] else "?") for example in EXAMPLES]
     assert result.metrics["accuracy"] == 20
 
@@ -136,10 +141,33 @@ def test_completions_do_not_depend_on_the_batch_size():
         config = tiny.config_of(f"eval.batch_size={batch_size}")
         context = tiny.context_of(config, task=Task("plus one", EXAMPLES, EXAMPLES, score), held_out=examples)
         policy = kljax.Policy(jax.device_put(tiny.host_params()))
-        _, samples = evaluate(context, make_sampler(context, name="held_out"), policy, jax.random.key(0))
+        _, samples = evaluate(context, open_evaluation(context), policy, jax.random.key(0), step=0)
         return [(sample["prompt"], sample["completion"], sample["conversation"]) for sample in samples]
 
     whole = completions(8)
     assert len({completion for _, completion, _ in whole}) == 5
     assert completions(2) == completions(5) == whole
     assert completions(2, EXAMPLES[:3]) == whole[:3]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_draws_are_those_of_the_bare_sampler(greedy):
+    """Through the protocol the programs get the same keys, rows and padding, and draw the same tokens to the bit."""
+    config = tiny.config_of("eval.batch_size=2")
+    context = tiny.context_of(config, task=Task("plus one", EXAMPLES, EXAMPLES, score), held_out=EXAMPLES)
+    policy, key = kljax.Policy(jax.device_put(tiny.host_params())), jax.random.key(7)
+    drawn: list[Samples] = []
+
+    def keeping(*arguments):
+        drawn.append(make(*arguments))
+        return drawn[-1]
+
+    name = "greedy" if greedy else "held_out"
+    make = make_sampler(context, name=name, greedy=greedy)
+    stream = tiny.stream_of(context, JaxSource(context, {name: keeping}))
+    evaluate(context, stream, policy, key, step=3, greedy=greedy)
+    assert len(drawn) == 3
+    for number, samples in enumerate(drawn):
+        chunk = EXAMPLES[2 * number : 2 * number + 2]
+        expected = begin_samples(context, make, policy, (chunk * 2)[:2], key, first_row=2 * number)
+        jax.tree.map(np.testing.assert_array_equal, samples, expected)

@@ -20,7 +20,6 @@ from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
-from train.rollouts.jax_source import JaxSource
 from train.run.guard import StepGuard
 from train.run.loop import Programs, require_fields, rl_step, train
 
@@ -57,7 +56,7 @@ def test_rollout_without_a_needed_field_stops_early():
         state = tiny.state_of(CONFIG, context.optimizer)
         programs = dataclasses.replace(Programs.of(context, state), score=never, prepare=never, update=never)
         with pytest.raises(UserError, match="lacks rollout_log_probs"):
-            rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
+            rl_step(context, programs, tiny.stream_of(context), frozen_of(CONFIG), state, step=0)
 
 
 def test_missing_fields_are_named_with_present_ones():
@@ -115,14 +114,14 @@ def test_three_steps_compile_once_and_carry_state():
     context = tiny.context_of(CONFIG)
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(CONFIG, context.optimizer)
-        programs, source, frozen = Programs.of(context, state), JaxSource(context), frozen_of(CONFIG)
+        programs, stream, frozen = Programs.of(context, state), tiny.stream_of(context), frozen_of(CONFIG)
         compilations: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
         metrics = []
         for step in range(3):
             if step == 2:
                 compilations.clear()
-            state, values, _ = rl_step(context, programs, source, frozen, state, step=step)
+            state, values, _ = rl_step(context, programs, stream, frozen, state, step=step)
             metrics.append(values)
     # Not only traced once (which ends the run): an input laid out otherwise compiles again without a new trace.
     assert not [event for event in compilations if "compile" in event]
@@ -146,12 +145,12 @@ def test_guard_is_told_the_metrics_of_the_leader(monkeypatch):
     monkeypatch.setattr("train.run.loop.of_leader", lambda label, values: of_leader[label](values))
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(CONFIG, context.optimizer)
-        programs, source, frozen = Programs.of(context, state), JaxSource(context), frozen_of(CONFIG)
+        programs, stream, frozen = Programs.of(context, state), tiny.stream_of(context), frozen_of(CONFIG)
 
         def inspect(batch, state, values, tokens):
             told.append(values["skipped_updates"])
 
-        _, values, _ = rl_step(context, programs, source, frozen, state, step=0, inspect=inspect)
+        _, values, _ = rl_step(context, programs, stream, frozen, state, step=0, inspect=inspect)
     assert told == [values["skipped_updates"]] == [0.5]
 
 
@@ -174,7 +173,7 @@ def test_devices_score_while_the_host_verifies():
         programs = Programs.of(context, state)
         named = {name: noting(name, getattr(programs, name)) for name in ("score", "prepare", "update")}
         programs = dataclasses.replace(programs, **named)
-        rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
+        rl_step(context, programs, tiny.stream_of(context), frozen_of(CONFIG), state, step=0)
     rows = tiny.ROWS
     assert events == ["score", *["decode"] * rows, *["judge"] * rows, "prepare", "update", "update"]
 

@@ -205,8 +205,6 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
         update=make_update(Plan.of(config), model, context.optimizer, loop._updated_part(state), mesh),
         control=make_control(Plan.of(config), mesh),
         follow=None,
-        held_out=None,
-        greedy=None,
         pack=make_packer(Plan.of(config), mesh),
     )
 

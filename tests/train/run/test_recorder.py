@@ -17,7 +17,6 @@ from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
-from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded.table import TokenRows, make_table
 from train.run.loop import Programs, rl_step
 from train.run.recorder import (
@@ -43,9 +42,9 @@ def two_steps(directory: Path | None) -> tuple[list[dict[str, float]], list[np.n
         reference = ScoredPolicy(context.model, kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())))
         recorder = None if directory is None else RolloutRecorder(context, directory, done=0)
         programs = Programs.of(context, state, per_token=recorder is not None)
-        source, frozen, metrics = JaxSource(context), FrozenWeights(None, reference), []
+        stream, frozen, metrics = tiny.stream_of(context), FrozenWeights(None, reference), []
         for step in range(2):
-            state, values, _ = rl_step(context, programs, source, frozen, state, step=step, recorder=recorder)
+            state, values, _ = rl_step(context, programs, stream, frozen, state, step=step, recorder=recorder)
             metrics.append(values)
         if recorder is not None:
             recorder.close()
@@ -157,8 +156,8 @@ def test_first_update_alone_measures_the_sampling_bias():
             return state, metrics
 
         counted = dataclasses.replace(programs, update=update)
-        source, frozen = JaxSource(context), FrozenWeights(None, reference)
-        _, values, _ = rl_step(context, counted, source, frozen, state, step=0)
+        stream, frozen = tiny.stream_of(context), FrozenWeights(None, reference)
+        _, values, _ = rl_step(context, counted, stream, frozen, state, step=0)
     first, second = updates
     for name in ("sampling_bias", "sampling_bias_z"):
         assert first[name] != second[name]

@@ -69,6 +69,27 @@ def _weights(config: Config) -> Iterator[Problem]:
             yield problem(text, path, "loss.old_log_probs", "loss.type")
 
 
+def _lags(config: Config) -> Iterator[Problem]:
+    """Checks that the lags that a correction reads are known."""
+    source = config.rollout.source
+    for number, signature in enumerate(Plan.of(config).corrections):
+        if "lags" not in signature:
+            continue
+        path, kind = f"correction[{number}]", config.correction[number].type
+        if source.type == "file" and source.shuffle:
+            text = (
+                f"got {kind}, which reads the lag of each token, but shuffled rows of a recording have none; set "
+                "rollout.source.shuffle=false, or remove the entry"
+            )
+            yield problem(text, path, "rollout.source.shuffle")
+        if source.type == "openai" and source.sync == "none":
+            text = (
+                f"got {kind}, which reads the lag of each token, but with rollout.source.sync none nobody knows it; "
+                "remove the entry"
+            )
+            yield problem(text, path, "rollout.source.sync")
+
+
 def _unused(config: Config) -> Iterator[Problem]:
     """Checks for fields that change nothing."""
     plan = Plan.of(config)
@@ -82,7 +103,7 @@ def _unused(config: Config) -> Iterator[Problem]:
         yield problem(text, "loss.old_log_probs", "loss.type")
 
 
-CHECKS = (_bounds, _recorded, _weights, _unused)
+CHECKS = (_bounds, _recorded, _weights, _lags, _unused)
 
 
 def warnings(config: Config) -> Iterator[str]:
@@ -94,7 +115,8 @@ def warnings(config: Config) -> Iterator[str]:
     if section.policy_lag > 0:
         other = f"rollout.policy_lag: completions come from the policy of {section.policy_lag} steps ago"
     elif section.ahead > 0:
-        other = "rollout.ahead: completions come from the policy of 1 step ago"
+        steps = "1 step" if section.ahead == 1 else f"{section.ahead} steps"
+        other = f"rollout.ahead: completions come from the policy of {steps} ago"
     elif section.source.type != "jax":
         other = f"rollout.source.type: {section.source.type} samples outside of this process"
     if other is not None:

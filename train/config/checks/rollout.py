@@ -24,13 +24,20 @@ def _ignored(config: Config) -> Iterator[Problem]:
         "jax": ("ahead",),
         "openai": ("slots", "record_kept_tokens"),
         "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "ahead", "record"),
-        "custom": ("ahead",),
+        "custom": (),
     }[kind]
     for name, value, default in changed(section, ignored):
         off = "false" if default is False else {None: "null", (): "[]"}.get(default, default)
         shown = list(value) if isinstance(value, tuple) else value
+        reason = "does not use it"
+        if name == "ahead":
+            reason = (
+                "cannot sample while the devices update; set rollout.policy_lag for samples of an earlier policy"
+                if kind == "jax"
+                else "has nothing in flight"
+            )
         yield problem(
-            f"got {shown!r}, but rollout.source.type {kind} does not use it; leave it at {off}",
+            f"got {shown!r}, but rollout.source.type {kind} {reason}; leave it at {off}",
             f"rollout.{name}",
             "rollout.source.type",
         )
@@ -40,6 +47,12 @@ def _file(config: Config) -> Iterator[Problem]:
     source = config.rollout.source
     if source.type == "file" and not Path(source.path).exists():
         yield problem(f"got {source.path!r}, but there is no such file or directory", "rollout.source.path")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    if config.eval.prompts and config.eval.source == "rollout" and config.rollout.source.type == "file":
+        text = "got rollout, but a recording does not complete held-out prompts; set jax, or eval.prompts=0"
+        yield problem(text, "eval.source", "rollout.source.type")
 
 
 def _server(config: Config) -> Iterator[Problem]:
@@ -134,4 +147,4 @@ def _user_source(config: Config) -> Iterator[Problem]:
         yield from function_problems(source.function, source.arguments, name, arguments, supplied=("context",))
 
 
-CHECKS = (_ignored, _file, _user_source, _server, _slots, _kept_tokens)
+CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens)

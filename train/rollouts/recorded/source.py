@@ -18,10 +18,11 @@ from train.context import RunContext
 from train.data.padding import pad_rows
 from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
-from train.rl.token_fields import TOKEN_FIELDS
+from train.rl.token_fields import TOKEN_FIELDS, VERSIONS
+from train.rollouts.lag import reads_lags
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
-from train.rollouts.source import Completions, Request, SourceError
+from train.rollouts.source import Completions, InTurn, Request, SourceError
 from train.weights.model import trained_pad, warn_of_pad
 
 _LOG = logging.getLogger(__name__)
@@ -73,11 +74,14 @@ def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str,
     return sizes
 
 
-class FileSource:
+class FileSource(InTurn):
     """Groups of recorded completions, in file order or shuffled by the seed; a pure function of the step.
 
     Step `s` has the groups at indices `s * prompts_per_step + 0, 1, ...` of endless epochs, each a new permutation if
     shuffled, so a resumed run continues with the next row.
+
+    Attributes:
+      row_count: number of rows in the groups that fit.
     """
 
     def __init__(self, context: RunContext, section: FileSourceSection) -> None:
@@ -87,22 +91,23 @@ class FileSource:
           UserError: a row is malformed (names file, line and field), no group fits, or the rows have no log-probs and
             the objective needs them.
         """
+        super().__init__()
         self._context = context
         self._path = Path(section.path)
         self._files = open_files(self._path)
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long
-        self._sizes = scan.sizes or {}
+        self._sizes = dict(scan.sizes or {})
+        if section.shuffle:
+            # They count the steps of the run that recorded them, which the order of the file alone repeats.
+            self._sizes.pop(VERSIONS, None)
         order = grain.MapDataset.source(range(len(scan.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
-    @property
-    def row_count(self) -> int:
-        """Returns the number of rows in the groups that fit."""
-        return len(self.groups) * self._context.config.rollout.samples_per_prompt
+        self.row_count = len(scan.groups) * context.config.rollout.samples_per_prompt
 
-    def update(self, policy: kljax.Policy, step: int) -> None:
+    def update(self, policy: kljax.Policy, version: int) -> None:
         """No-op: recorded completions do not depend on the weights."""
 
     def sample(self, request: Request) -> Completions:
@@ -222,4 +227,9 @@ class FileSource:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
                 "correction, or a ratio to the policy that sampled)"
+            )
+        if VERSIONS not in (scan.sizes or {}) and reads_lags(self._context.plan):
+            raise UserError(
+                f"rollout.source.path: {self._path} has no {VERSIONS}, the policy versions whose lag this config reads "
+                "(correction); record them, or remove the entry"
             )

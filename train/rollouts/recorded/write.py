@@ -70,8 +70,6 @@ def record_rows(
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
-        if completions.lags is not None:
-            record["lag"] = int(completions.lags[row])
         for name, values in fields.items():
             field = TOKEN_FIELDS[name]
             record[name] = field.lists(values[row][token_mask[row] if field.prompts else is_completion])

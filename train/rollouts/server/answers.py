@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.models.config import DecoderConfig
 from train.models.experts import NO_EXPERT
-from train.rl.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES
+from train.rl.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES, UNKNOWN, VERSIONS
 from train.rollouts.server.routes import decode_routes, routes_size
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
@@ -50,6 +50,8 @@ class _LogProbs(_Form):
 
 class _Span(_Form):
     version: str
+    start: int | None = None
+    end: int | None = None
 
 
 class _Choice(_Form):
@@ -94,6 +96,8 @@ EXPECTED = {
     "id": "text",
     "metadata": "an object, or null",
     "version": "text",
+    "start": "a number of tokens",
+    "end": "a number of tokens",
     "weight_version": "text, or null",
     "weight_versions": "a list of spans with a version, or null",
     "logprobs": "an object with token_logprobs",
@@ -120,8 +124,8 @@ class ServerAnswer(NamedTuple):
 
     Attributes:
       tokens: the ids.
-      fields: if requested, log-probs of the ids, minus infinity for a floor; and the experts of all ids but the last,
-        of prompt and completion.
+      fields: `token_versions` of the ids; if requested, their log-probs, minus infinity for a floor; and the experts of
+        all ids but the last, of prompt and completion.
       finished: whether it ended before the longest completion.
     """
 
@@ -174,7 +178,9 @@ class Requested:
       stops: whether texts end one too.
       log_probs: whether each id has a log-prob.
       routes_of: the decoder whose experts are read; None: none are.
-      version: the label of the weights that an answer with one has to have; None: of any weights.
+      version: number of RL steps of the weights when the request was sent; -1 if nobody knows.
+      versions: number of RL steps by the label of weights, of all that were sent by now; an answer with a label has to
+        have one of them, and none that is older than `version`. None: answers have labels of something else.
     """
 
     prompt: Sequence[int]
@@ -184,7 +190,8 @@ class Requested:
     stops: bool = False
     log_probs: bool = True
     routes_of: DecoderConfig | None = None
-    version: str | None = None
+    version: int = UNKNOWN
+    versions: Mapping[str, int] | None = None
 
 
 def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
@@ -235,8 +242,9 @@ def _read(choice: _Choice, completions: _Completions, requested: Requested) -> S
     if outside := [token for token in tokens if token >= requested.vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {requested.vocab_size}, the vocabulary that is trained")
     _check_end(choice, requested)
-    _check_version(choice, completions, requested)
-    fields: dict[str, Any] = {"log_probs": _log_probs(choice, len(tokens))} if requested.log_probs else {}
+    fields: dict[str, Any] = {VERSIONS: _versions(choice, completions, requested)}
+    if requested.log_probs:
+        fields["log_probs"] = _log_probs(choice, len(tokens))
     if requested.routes_of is not None:
         fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
     return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
@@ -254,14 +262,29 @@ def _check_end(choice: _Choice, requested: Requested) -> None:
         raise _wrong("finish_reason", "stop", f"length, as the last id is {last}, none of stop_token_ids = {ends}")
 
 
-def _check_version(choice: _Choice, completions: _Completions, requested: Requested) -> None:
-    """Raises AnswerError if the answer tells of other weights: vLLM for spans of tokens, SGLang for the whole."""
-    versions = [span.version for span in choice.weight_versions or ()]
+def _versions(choice: _Choice, completions: _Completions, requested: Requested) -> list[int]:
+    """Returns the version of each token: what the answer tells, of spans of tokens (vLLM) or the whole (SGLang).
+
+    Raises:
+      AnswerError: it tells of weights that were never sent, or of older ones than those of the request.
+    """
+    count = len(choice.token_ids)
+    versions = [requested.version] * count
+    if requested.versions is None:
+        return versions
+    spans = list(choice.weight_versions or ())
     if completions.metadata is not None and completions.metadata.weight_version is not None:
-        versions.append(completions.metadata.weight_version)
-    if requested.version is not None and any(version != requested.version for version in versions):
-        text = f"weight_version of the answer: got {', '.join(dict.fromkeys(versions))}, expected {requested.version}"
+        spans.insert(0, _Span(version=completions.metadata.weight_version))
+    known = requested.versions
+    if any(known.get(span.version, UNKNOWN) < requested.version for span in spans):
+        got = ", ".join(dict.fromkeys(span.version for span in spans))
+        newest = [label for label, version in known.items() if version == requested.version][-1:]
+        text = f"weight_version of the answer: got {got}, expected {''.join(newest) or 'a label of this run'}"
         raise AnswerError(text, stale=True)
+    for span in spans:
+        for index in range(count)[span.start : span.end]:
+            versions[index] = known[span.version]
+    return versions
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:

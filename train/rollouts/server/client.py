@@ -9,14 +9,13 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import httpx
 from pydantic_core import from_json
 
-from train.process.interrupt import leave_if_stopping
 from train.rollouts.server.answers import AnswerError
 from train.rollouts.server.body import ENCODINGS, BrokenBodyError, TooLongError, read_body
 from train.rollouts.source import SourceError
@@ -56,15 +55,9 @@ POLL_SECONDS = 0.25
 """A wait for answers hears of a signal within this time."""
 
 
-def wait_for(future: Future[_Parsed], *, leaves_step: bool = False) -> _Parsed:
-    """Returns the result of a future; an interrupt of the caller cancels it.
-
-    With `leaves_step` so does `StepLeftError`, after the first signal.
-    """
+def wait_for(future: Future[_Parsed]) -> _Parsed:
+    """Returns the result of a future; an interrupt of the caller cancels it."""
     try:
-        while leaves_step and not future.done():
-            leave_if_stopping()
-            wait([future], timeout=POLL_SECONDS)
         return future.result()
     except BaseException:
         future.cancel()
@@ -152,7 +145,8 @@ class Client:
             self._client = httpx.AsyncClient(
                 transport=transport,
                 timeout=httpx.Timeout(None, connect=min(timeout, CONNECT_SECONDS)),
-                limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+                # `request` bounds what is queued; what controls a server has no part of that bound.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
                 headers={"Accept-Encoding": ", ".join(ENCODINGS), **headers},
             )
         except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
@@ -186,36 +180,40 @@ class Client:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         read: Callable[[bytes], _Parsed],
-        server: Callable[[], AbstractContextManager[str]],
+        server: Callable[[], AbstractAsyncContextManager[str]],
         *,
         most_bytes: int = MOST_BYTES,
         attempts: int | None = None,
         fresh: bool = False,
+        queued: bool = False,
     ) -> _Parsed:
         """Sends a request until it is answered, refused, or has failed too often.
 
         Args:
           method: of HTTP.
           path: after the address of the server.
-          body: JSON; None for none.
+          body: JSON, or a function that makes it for each attempt; None for none.
           read: reads the answer, or raises `AnswerError`.
-          server: called for each attempt, which it encloses: yields the address, and may turn an error into another.
+          server: called for each attempt, which it encloses: yields the address when the attempt may begin, and may
+            turn an error into another.
           most_bytes: limit of the answer, also after decompression.
           attempts: the most attempts; None: one more than the retries of the client.
           fresh: closes the connection after the answer, so that a balancer of connections may choose another server.
+          queued: waits until fewer than `connections` queued requests are under way.
 
         Raises:
           SourceError: no attempt was answered, or an answer cannot be used.
         """
         start = time.monotonic()
         attempts = self.retries + 1 if attempts is None else attempts
-        async with self._connections:
+        async with self._connections if queued else contextlib.nullcontext():
             for attempt in range(1, attempts + 1):
                 try:
-                    with server() as url:
-                        exchange = self._exchange(method, url + path, body, most_bytes=most_bytes, fresh=fresh)
+                    async with server() as url:
+                        content = body() if callable(body) else body
+                        exchange = self._exchange(method, url + path, content, most_bytes=most_bytes, fresh=fresh)
                         return await self._attempt(f"{method} {url}{path}", exchange, read)
                 except AttemptError as error:
                     last, retry_after = str(error), error.retry_after

@@ -62,7 +62,7 @@ class Server:
         except RefusedError:
             return None
 
-    def _address(self) -> contextlib.AbstractContextManager[str]:
+    def _address(self) -> contextlib.AbstractAsyncContextManager[str]:
         return contextlib.nullcontext(self.url)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -29,14 +29,18 @@ class Engines:
     Attributes:
       urls: the addresses in use.
       endpoints: of the program that all of them run.
-      version: the label of the weights that each of them has to have; None before the first update.
+      label: of the weights that each of them has to have; None before the first update.
+      versions: number of RL steps of the weights by their label, of all that were sent.
+      labels_in_use: of the weights that requests of any process may still name, as of the last `agree`.
     """
 
     def __init__(self, client: Client, section: OpenAISourceSection) -> None:
         """Takes the client of the requests, and the addresses."""
         self.urls = [url.rstrip("/") for url in section.urls or (section.url or "",)]
         self.endpoints: Endpoints = endpoints_of("")
-        self.version: str | None = None
+        self.label: str | None = None
+        self.versions: dict[str, int] = {}
+        self.labels_in_use: set[str] = set()
         self._client = client
         self._router = section.router and section.router.rstrip("/")
         self._drops = section.on_engine_failure == "drop"
@@ -47,6 +51,13 @@ class Engines:
         self._under_way: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
         self._warned = False
+        # Of the event loop alone: what is under way, by the label of its weights, and what waits to go on.
+        self._users: Counter[str | None] = Counter()
+        self._unfinished = 0
+        self._may_go_on = asyncio.Event()
+        self._may_go_on.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -96,12 +107,14 @@ class Engines:
             )
 
     def agree(self) -> None:
-        """Takes the engines out that another process has lost.
+        """Takes the engines out that another process has lost, and collects the labels that requests may still name.
 
         Raises:
           SourceError: none is left.
         """
-        for url in sorted({url for lost in exchange_json("engines", sorted(self._lost)) for url in lost}):
+        parts = exchange_json("engines", [sorted(self._lost), sorted(self._client.run(self._labels_of_requests()))])
+        self.labels_in_use = {label for _, labels in parts for label in labels}
+        for url in sorted({url for lost, _ in parts for url in lost}):
             if url in self.urls:
                 if len(self.urls) == 1:
                     raise SourceError(f"rollout.source.urls: no engine is left; the last one to fail was {url}")
@@ -129,9 +142,19 @@ class Engines:
         self._client.run(self._resume_if_possible([url for url in urls if url not in self.urls]))
         self.everywhere(self.endpoints.resume)
 
-    def expect(self, version: str, *, adapter: bool = False) -> None:
-        """Sets the label of the weights that every engine has to have from now on."""
-        self.version, self._of_adapter = version, adapter
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Waits for the requests of this process that are under way; the others begin after the block."""
+        self._client.run(self._hold_back())
+        try:
+            yield
+        finally:
+            self._client.run(self._go_on())
+
+    def expect(self, label: str, version: int, *, adapter: bool = False) -> None:
+        """Sets the label of the weights that every engine has to have from now on, and their number of RL steps."""
+        self.versions[label] = version
+        self.label, self._of_adapter = label, adapter
 
     def confirm(self) -> None:
         """Reads the label of the weights back from every engine."""
@@ -140,34 +163,44 @@ class Engines:
     def complete(
         self,
         path: str,
-        bodies: Sequence[Mapping[str, Any]],
-        reads: Sequence[Callable[[bytes], _Parsed]],
+        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
         *,
         most_bytes: int,
         url: str | None = None,
     ) -> Future[list[_Parsed]]:
-        """Begins to post all bodies, and returns at once; the first error ends all.
+        """Begins to post requests, and returns at once; the first error ends all.
 
         A request that an engine fails goes to another. At the end each engine tells its weights again, and requests
         that an engine with other weights answered are repeated.
 
         Args:
           path: path of the requests.
-          bodies: JSON of each request.
-          reads: for each request, reads the answer or raises `AnswerError`.
+          asks: for each request, called when it is sent: the JSON, and what reads the answer or raises `AnswerError`.
           most_bytes: limit of each answer, also after decompression.
           url: the engine to ask; None: any.
 
         Returns:
           The answers to come, in order, for `wait_for`.
         """
-        return self._client.start(self._complete(path, bodies, reads, most_bytes, url))
+        return self._client.start(self._complete(path, asks, most_bytes, url))
 
     async def _complete(
         self,
         path: str,
-        bodies: Sequence[Mapping[str, Any]],
-        reads: Sequence[Callable[[bytes], _Parsed]],
+        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
+        most_bytes: int,
+        url: str | None,
+    ) -> list[_Parsed]:
+        self._unfinished += 1
+        try:
+            return await self._answers(path, asks, most_bytes, url)
+        finally:
+            self._unfinished -= 1
+
+    async def _answers(
+        self,
+        path: str,
+        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
         most_bytes: int,
         url: str | None,
     ) -> list[_Parsed]:
@@ -176,18 +209,29 @@ class Engines:
         async def ask(number: int) -> None:
             tried: list[str] = [] if url is None else [url]
             attempts = self._client.retries + (1 if url or self._router else len(self.urls))
+            reading: list[Callable[[bytes], _Parsed]] = []
+
+            def body() -> Mapping[str, Any]:
+                content, read_answer = asks[number]()
+                reading[:] = [read_answer]
+                return content
+
+            def read(content: bytes) -> _Parsed:
+                return reading[0](content)
+
             answer = await self._client.request(
                 "POST",
                 path,
-                bodies[number],
-                reads[number],
+                body,
+                read,
                 lambda: contextlib.nullcontext(url) if url else self._choose(tried),
                 most_bytes=most_bytes,
                 attempts=attempts,
+                queued=True,
             )
             answers[number] = tried[-1], answer
 
-        while missing := [number for number in range(len(bodies)) if number not in answers]:
+        while missing := [number for number in range(len(asks)) if number not in answers]:
             try:
                 async with asyncio.TaskGroup() as group:
                     for number in missing:
@@ -197,15 +241,48 @@ class Engines:
             if url is not None:
                 break
             before = len(self.urls)
-            await self._judge({*self.urls} if self._router else {asked for asked, _ in answers.values()})
+            async with self._under_way_with_weights():
+                await self._judge({*self.urls} if self._router else {asked for asked, _ in answers.values()})
             if len(self.urls) < before:
                 # Nobody knows which requests a router sent to the lost engine.
                 answers = {} if self._router else {n: pair for n, pair in answers.items() if pair[0] in self.urls}
-        return [answers[number][1] for number in range(len(bodies))]
+        return [answers[number][1] for number in range(len(asks))]
+
+    @contextlib.asynccontextmanager
+    async def _under_way_with_weights(self) -> AsyncIterator[None]:
+        """Waits until nothing is held back, and encloses what needs the weights of then until it ends."""
+        await self._may_go_on.wait()
+        label = self.label
+        self._users[label] += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._users[label] -= 1
+            if not self._users.total():
+                self._is_idle.set()
+
+    async def _hold_back(self) -> None:
+        self._may_go_on.clear()
+        await self._is_idle.wait()
+
+    async def _go_on(self) -> None:
+        self._may_go_on.set()
+
+    async def _labels_of_requests(self) -> set[str]:
+        """Returns the labels of what is under way, and the newest one if a request is still to be sent."""
+        labels = {label for label, count in self._users.items() if count}
+        return {label for label in labels | ({self.label} if self._unfinished else set()) if label is not None}
+
+    @contextlib.asynccontextmanager
+    async def _choose(self, tried: list[str]) -> AsyncIterator[str]:
+        """Yields the address for an attempt; an engine that fails it is avoided by later ones."""
+        async with self._under_way_with_weights():
+            with self._chosen(tried) as url:
+                yield url
 
     @contextlib.contextmanager
-    def _choose(self, tried: list[str]) -> Iterator[str]:
-        """Yields the address for an attempt; an engine that fails it is avoided by later ones."""
+    def _chosen(self, tried: list[str]) -> Iterator[str]:
         if self._router:
             url = self._router
         else:
@@ -271,18 +348,18 @@ class Engines:
 
     async def _judge(self, urls: Collection[str]) -> None:
         """Asks engines for the label of their weights, and those that failed a request whether they are there."""
-        version = self.version
+        label = self.label
 
         async def check(server: Server) -> None:
-            if version is None:
+            if label is None:
                 await server.get("/v1/models", read_models)
-            elif not await check_version(self.endpoints, server, version, adapter=self._of_adapter):
+            elif not await check_version(self.endpoints, server, label, adapter=self._of_adapter):
                 self._warn_unchecked(server.url)
 
-        await self._everywhere(check, {*self._down} if version is None else {*urls, *self._down})
+        await self._everywhere(check, {*self._down} if label is None else {*urls, *self._down})
         self._down.clear()
-        if self._router and version is not None:
-            await check_version(self.endpoints, Server(self._client, self._router), version, adapter=self._of_adapter)
+        if self._router and label is not None:
+            await check_version(self.endpoints, Server(self._client, self._router), label, adapter=self._of_adapter)
 
     def _warn_unchecked(self, url: str) -> None:
         if not self._warned:

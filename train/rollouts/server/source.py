@@ -1,11 +1,13 @@
 """A source that samples on OpenAI-compatible servers."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,18 +19,19 @@ from train.config.rollout import OpenAISourceSection
 from train.context import RunContext
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
-from train.distributed.exchange import any_of, run_together
-from train.distributed.global_arrays import gather_rows
-from train.rl.token_fields import ROUTES
+from train.distributed.exchange import run_together
+from train.process.interrupt import leave_if_stopping
+from train.rl.token_fields import ROUTES, UNKNOWN, VERSIONS
 from train.rollouts.routes import records_routes
 from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_probe
-from train.rollouts.server.client import MOST_BYTES, Client, wait_for
+from train.rollouts.server.client import MOST_BYTES, POLL_SECONDS, Client, wait_for
 from train.rollouts.server.engines import Engines
 from train.rollouts.server.key import read_key
 from train.rollouts.server.probe import FIRST_PROMPT, TEMPERATURES, Probe, check_probes, probe_body, second_prompt
 from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
 from train.rollouts.server.weights import Sync, make_sync
-from train.rollouts.source import Completions, Request, SourceError
+from train.rollouts.source import Completions, FinishedSamples, Request, SourceError
+from train.rollouts.stream import Stream
 
 BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
@@ -47,45 +50,42 @@ UNCHANGED: Mapping[str, Any] = {
 
 Where a request leaves them out, a server takes its own defaults or the model's `generation_config.json`.
 """
+GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Fields at the values that take the most probable tokens."""
 
 
 def field_sizes(context: RunContext) -> dict[str, tuple[int, ...]]:
     """Returns the per-token fields of a server's answers, with the sizes of their trailing axes."""
-    sizes: dict[str, tuple[int, ...]] = {"log_probs": ()} if context.config.rollout.record_log_probs else {}
+    sizes: dict[str, tuple[int, ...]] = {VERSIONS: ()}
+    if context.config.rollout.record_log_probs:
+        sizes["log_probs"] = ()
     return sizes | ({ROUTES: context.model.config.route_shape} if records_routes(context) else {})
+
+
+class RequestedWeights(NamedTuple):
+    """The weights that requests ask for: the name of the model, and its number of RL steps; -1 if nobody knows."""
+
+    model: str
+    version: int
 
 
 @dataclasses.dataclass
 class Sent:
-    """The requests of one step, which may be under way.
+    """One request of the trainer, which may be under way.
 
     Attributes:
       request: the request of all processes, of which each sends its own rows.
       prompts: the ids of the prompt of each of them.
-      lag: RL steps since the server got its weights.
       answers: the completions, to come.
-      began: when it was sent, in seconds of `time.perf_counter`.
+      began: when it was started, in seconds of `time.perf_counter`.
       ended: when the last answer was there; None before.
     """
 
     request: Request
     prompts: list[list[int]]
-    lag: int
     answers: Future[list[ServerAnswer]]
     began: float
     ended: float | None = None
-
-    def end(self) -> None:
-        """Marks the request as complete."""
-        self.ended = time.perf_counter()
-
-
-class Received(NamedTuple):
-    """The rows of one step that this process holds: the arrays of `Completions`, `finished` and `lags` by name."""
-
-    step: int
-    arrays: dict[str, np.ndarray]
-    timings: dict[str, float]
 
 
 _Read = TypeVar("_Read")
@@ -106,12 +106,25 @@ def row_seeds(key: jax.Array, count: int) -> list[int]:
     return list(seeds)
 
 
+def _seeds(request: Request) -> list[int]:
+    """Returns the seed of each row; those of held-out prompts do not depend on the size of the request."""
+    if request.first_row is None:
+        return row_seeds(request.key, request.rows.count)
+    rows = range(request.first_row, request.first_row + request.rows.count)
+    return [seed for row in rows for seed in row_seeds(jax.random.fold_in(request.key, row), 1)]
+
+
 class ServerSource:
     """Requests each completion, as token ids, with a seed of its own; texts are decoded by the tokenizer of the run.
+
+    The weights may change while requests are in flight: a request has those of the moment when it is sent, so that the
+    completions of one prompt may have two versions.
 
     Servers repeat their tokens only for the same batching. A resumed run is therefore the same algorithm with other
     samples.
     """
+
+    row_count: int | None = None
 
     def __init__(self, context: RunContext, section: OpenAISourceSection, client: Client | None = None) -> None:
         """Connects to the servers, and checks the responses of each to short greedy requests.
@@ -129,8 +142,10 @@ class ServerSource:
             field="rollout.source.urls" if section.urls else "rollout.source.url",
         )
         self._engines = Engines(self._client, section)
-        self._model = section.model
-        self._step = -1
+        self._weights = RequestedWeights(section.model, UNKNOWN)
+        self._step: int | None = None
+        self._in_flight: list[Sent] = []
+        self._finished: SimpleQueue[Sent] = SimpleQueue()
         try:
             self._sync: Sync = make_sync(self._engines, context)
             self._check()
@@ -138,44 +153,71 @@ class ServerSource:
             self._client.close()
             raise
 
-    def update(self, policy: kljax.Policy, step: int) -> None:
-        """Sends the weights of a new step to the servers."""
-        if step != self._step:
-            self._engines.agree()
-            self._model = self._sync.load(policy, step)
-            self._engines.agree()
-            self._step = step
+    def update(self, policy: kljax.Policy, version: int) -> None:
+        """Sends the weights of a new version to the servers."""
+        if version == self._step:
+            return
+        self._engines.agree()
+        with contextlib.ExitStack() as stack:
+            if self._sync.in_place:
+                run_together("rollout", lambda: stack.enter_context(self._engines.held_back()))
+            model = self._sync.load(policy, version)
+            self._weights = RequestedWeights(model, UNKNOWN if self._section.sync == "none" else version)
+        self._engines.agree()
+        self._step = version
 
     def sample(self, request: Request) -> Completions:
         """Requests all completions, `concurrency` at a time; the first error ends all requests."""
-        return self.completions(request, self.receive(self.send(request)))
+        stream = Stream(self._context, self)
+        stream.start([request])
+        return stream.take(request)
 
-    def send(self, request: Request) -> Sent:
-        """Begins to request the completions of all prompts from the server's weights, and returns at once."""
-        began = time.perf_counter()
-        rows = request.rows
-        of_prompts = self._prompts(request)
-        seeds = row_seeds(request.key, rows.count)
-        prompts = [of_prompts[row // request.samples] for row in rows.own]
-        bodies = [self._body(prompt, seeds[row]) for prompt, row in zip(prompts, rows.own, strict=True)]
-        answers = self._start(bodies, read_answer)
-        sent = Sent(request, prompts, request.step - self._step, answers, began)
-        answers.add_done_callback(lambda _: sent.end())
-        return sent
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins to request the completions of all prompts, and returns at once."""
+        for request in requests:
+            began = time.perf_counter()
+            rows = request.rows
+            of_prompts = self._prompts(request)
+            seeds = _seeds(request)
+            prompts = [of_prompts[row // request.samples] for row in rows.own]
+            bodies = [self._body(prompt, seeds[row]) for prompt, row in zip(prompts, rows.own, strict=True)]
+            if request.greedy:
+                bodies = [{**body, **GREEDY} for body in bodies]
+            sent = Sent(request, prompts, self._ask(bodies, read_answer), began)
+            self._in_flight.append(sent)
+            sent.answers.add_done_callback(functools.partial(self._end, sent))
 
-    def receive(self, sent: Sent) -> Received:
-        """Waits for the answers, and pads them; processes that share rows exchange them."""
-        began = time.perf_counter()
-        answers = run_together("rollout", lambda: wait_for(sent.answers, leaves_step=True))
-        now = time.perf_counter()
-        arrays = self._held_rows(sent, answers)
-        seconds = (sent.ended or now) - sent.began
-        tokens = int(arrays["completion_mask"].sum())
-        timings = {"rollout_tokens_per_second": tokens / seconds, "rollout_wait": now - began}
-        return Received(sent.request.step, arrays, timings)
+    def take(self) -> FinishedSamples:
+        """Waits for the answers of the request that ends next, and pads the rows of this process."""
+        sent = self._next_finished()
+        self._in_flight.remove(sent)
+        completions = self._completions(sent, sent.answers.result())
+        assert sent.ended is not None
+        return FinishedSamples(sent.request, completions, sent.request.rows.own, seconds=sent.ended - sent.began)
+
+    def _next_finished(self) -> Sent:
+        """Waits for the request that ends next; an interrupt of the caller ends all that are in flight."""
+        try:
+            while True:
+                try:
+                    return self._finished.get(timeout=POLL_SECONDS)
+                except Empty:
+                    leave_if_stopping()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
+        for sent in self._in_flight:
+            sent.answers.cancel()
+
+    def _end(self, sent: Sent, _: Future[list[ServerAnswer]]) -> None:
+        sent.ended = time.perf_counter()
+        self._finished.put(sent)
 
     def close(self) -> None:
-        """Unloads the adapter, removes the written weights, and closes the connections."""
+        """Ends what is in flight, unloads the adapters, removes the written weights, and closes the connections."""
+        self._cancel()
         self._client.hurry()
         try:
             self._sync.close()
@@ -192,7 +234,7 @@ class ServerSource:
         config = self._context.config
         section = self._context.config.rollout
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self._weights.model,
             "prompt": list(prompt),
             "n": 1,
             "max_tokens": config.data.max_completion_length,
@@ -214,22 +256,26 @@ class ServerSource:
             body["return_routed_experts"] = True
         return body
 
-    def _start(
+    def _ask(
         self, bodies: Sequence[dict[str, Any]], read: Callable[[Requested, bytes], _Read], url: str | None = None
     ) -> Future[list[_Read]]:
         """Begins to request completions, which come in the order of their requests, of one server or any."""
+
+        def ask(body: dict[str, Any]) -> tuple[dict[str, Any], Callable[[bytes], _Read]]:
+            weights = self._weights
+            return body | {"model": weights.model}, functools.partial(read, self._requested(body, weights))
+
         tokens = max((len(body["prompt"]) + body["max_tokens"] for body in bodies), default=0)
         routes_bytes = routes_size(self._context.model.config) * MOST_BYTES_PER_EXPERT
         per_token = BYTES_PER_TOKEN + (routes_bytes if records_routes(self._context) else 0)
         return self._engines.complete(
             "/v1/completions",
-            bodies,
-            [functools.partial(read, self._requested(body)) for body in bodies],
+            [functools.partial(ask, body) for body in bodies],
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * per_token,
             url=url,
         )
 
-    def _requested(self, body: Mapping[str, Any]) -> Requested:
+    def _requested(self, body: Mapping[str, Any], weights: RequestedWeights) -> Requested:
         return Requested(
             prompt=body["prompt"],
             max_new_tokens=body["max_tokens"],
@@ -238,52 +284,29 @@ class ServerSource:
             stops="stop" in body,
             log_probs=self._context.config.rollout.record_log_probs,
             routes_of=self._context.model.config if records_routes(self._context) else None,
-            version=None if self._model != self._section.model else self._engines.version,
+            version=weights.version,
+            versions=self._engines.versions if weights.model == self._section.model and self._engines.label else None,
         )
 
-    def _held_rows(self, sent: Sent, answers: Sequence[ServerAnswer]) -> dict[str, np.ndarray]:
-        """Pads the own rows of this process, and returns the rows that it holds."""
-        config = self._context.config
+    def _completions(self, sent: Sent, answers: Sequence[ServerAnswer]) -> Completions:
+        """Pads and decodes the rows that this process judges."""
+        data = self._context.config.data
+        rows = sent.request.rows.own
         padded = pad_rows(
             sent.prompts,
             [answer.tokens for answer in answers],
             {name: [answer.fields[name] for answer in answers] for name in field_sizes(self._context)},
-            lengths=(config.data.max_prompt_length, config.data.max_completion_length),
+            lengths=(data.max_prompt_length, data.max_completion_length),
             pad_id=self._context.tokenizer.pad_id,
             sizes=field_sizes(self._context),
         )
-        arrays = {
-            "tokens": padded["tokens"],
-            "token_mask": padded["token_mask"],
-            "completion_mask": padded["completion_mask"],
-            **padded["fields"],
-            "finished": np.array([answer.finished for answer in answers], bool),
-            "lags": np.full(len(answers), sent.lag, np.int32),
-        }
-        rows = sent.request.rows
-        if any_of("rollout", not np.array_equal(rows.own, rows.held)):
-            gathered = gather_rows("rollout", arrays, rows.own, rows.count)
-            arrays = {name: array[rows.held] for name, array in gathered.items()}
-        return arrays
-
-    def completions(self, request: Request, received: Received) -> Completions:
-        """Decodes the rows that this process judges."""
-        arrays = received.arrays
-        config = self._context.config
-        select_own = request.rows.select_own
-        sequences = arrays["tokens"], arrays["token_mask"], arrays["completion_mask"]
-        tokens, token_mask, mask = (select_own(array) for array in sequences)
+        sequences = padded["tokens"], padded["token_mask"], padded["completion_mask"]
         return Completions(
-            examples=[request.examples[row // request.samples] for row in request.rows.own],
-            tokens=arrays["tokens"],
-            token_mask=arrays["token_mask"],
-            completion_mask=arrays["completion_mask"],
-            fields={name: arrays[name] for name in field_sizes(self._context)},
-            finished=select_own(arrays["finished"]),
-            lags=select_own(arrays["lags"]) if config.rollout.ahead else None,
+            examples=[sent.request.examples[row // sent.request.samples] for row in rows],
+            **padded,
+            finished=np.array([answer.finished for answer in answers], bool),
             metrics=self._engines.metrics,
-            texts=decode_completions(tokens, token_mask, mask, self._context.tokenizer),
-            timings=received.timings,
+            texts=decode_completions(*sequences, self._context.tokenizer),
         )
 
     def _check(self) -> None:
@@ -323,7 +346,7 @@ class ServerSource:
         sent = {}
         for url, prompt in prompts.items():
             body = probe_body(self._body(prompt, 0), self._context.config, prompt, temperature)
-            sent[url] = self._start([body], read_probe, url)
+            sent[url] = self._ask([body], read_probe, url)
         return {url: wait_for(answers)[0] for url, answers in sent.items()}
 
 

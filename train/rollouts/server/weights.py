@@ -29,7 +29,13 @@ from train.weights.peft_experts import stacked_targets
 
 
 class Sync(Protocol):
-    """Transfers the weights of a policy to every server."""
+    """Transfers the weights of a policy to every server.
+
+    Attributes:
+      in_place: whether the new weights take the place of the old ones, so that no request may be under way.
+    """
+
+    in_place: bool
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """Sends the weights and returns the model name for requests; raises `SourceError`."""
@@ -54,6 +60,8 @@ class Transfer(Protocol):
 
 class NoSync:
     """A no-op: the server keeps its weights."""
+
+    in_place = False
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -113,11 +121,13 @@ class _FolderSync:
     def __init__(self, engines: Engines, context: RunContext, *, model: str, folder: str | None) -> None:
         self._engines, self._context, self._model = engines, context, model
         self._folders = _VersionFolders(folder, context.config.name)
-        self._current: Path | None = None
+        self._written: list[Path] = []
 
 
 class LoraSync(_FolderSync):
-    """Loads each adapter under a new name before it unloads the previous adapter; requests use that name as model."""
+    """Loads each adapter under a new name, which later requests use as model; unloads one when no request names it."""
+
+    in_place = False
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """Loads the adapter and returns its name."""
@@ -131,29 +141,33 @@ class LoraSync(_FolderSync):
             return path
 
         path = run_together("weights for the server", write)
-        name = on_leader("weights for the server", lambda: self._exchange(path))
-        self._engines.expect(name, adapter=True)
+        name = on_leader("weights for the server", lambda: self._exchange(path, step))
+        self._engines.expect(name, step, adapter=True)
         return self._engines.endpoints.model_of(self._model, name)
 
-    def _exchange(self, path: Path) -> str:
+    def _exchange(self, path: Path, step: int) -> str:
         endpoints = self._engines.endpoints
         self._engines.everywhere(lambda server: endpoints.load_adapter(server, path.name, path))
-        self._engines.expect(path.name, adapter=True)
+        self._engines.expect(path.name, step, adapter=True)
         self._engines.confirm()
-        old = self._current
-        self._current = path
-        self._unload(old)
+        older = self._written
+        self._written = [path]
+        for old in older:
+            if old.name in self._engines.labels_in_use:
+                self._written.append(old)
+            else:
+                self._unload(old)
         return path.name
 
-    def _unload(self, path: Path | None) -> None:
-        if path is not None:
-            self._engines.everywhere(lambda server: self._engines.endpoints.unload_adapter(server, path.name))
-            shutil.rmtree(path, ignore_errors=True)
+    def _unload(self, path: Path) -> None:
+        self._engines.everywhere(lambda server: self._engines.endpoints.unload_adapter(server, path.name))
+        shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Unloads the last adapter, if the servers are still reachable."""
+        """Unloads the adapters that are left, if the servers are still reachable."""
         with contextlib.suppress(SourceError):
-            self._unload(self._current)
+            for path in self._written:
+                self._unload(path)
         self._folders.close()
 
 
@@ -161,8 +175,11 @@ class WeightSync(_FolderSync):
     """Writes all weights, merged with any adapter, and makes the servers load them in place.
 
     They are rounded to the dtype of the sampler, as a server would round them: bfloat16 is half of the bytes. All
-    servers are paused until the last of them has the new weights.
+    servers are paused until the last of them has the new weights. They finish the completions that they have begun;
+    requests that were not sent yet wait for the new weights.
     """
+
+    in_place = True
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """Loads the weights and returns the name of the base model."""
@@ -178,22 +195,22 @@ class WeightSync(_FolderSync):
             return path
 
         path = run_together("weights for the server", write)
-        self._engines.expect(on_leader("weights for the server", lambda: self._exchange(path)))
+        self._engines.expect(on_leader("weights for the server", lambda: self._exchange(path, step)), step)
         return self._model
 
-    def _exchange(self, path: Path) -> str:
+    def _exchange(self, path: Path, step: int) -> str:
         endpoints = self._engines.endpoints
         with self._engines.paused():
             self._engines.everywhere(lambda server: endpoints.load_folder(server, path, path.name))
-            self._engines.expect(path.name)
+            self._engines.expect(path.name, step)
             self._engines.confirm()
         self._remove()
-        self._current = path
+        self._written = [path]
         return path.name
 
     def _remove(self) -> None:
-        if self._current is not None:
-            shutil.rmtree(self._current, ignore_errors=True)
+        for path in self._written:
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Removes the written weights, which the servers have read."""
@@ -203,6 +220,8 @@ class WeightSync(_FolderSync):
 
 class UserSync:
     """Lets a transfer of the user bring the weights, while all servers are paused."""
+
+    in_place = True
 
     def __init__(self, engines: Engines, context: RunContext, name: str, model: str) -> None:
         self._engines, self._context, self._model = engines, context, model
@@ -218,8 +237,8 @@ class UserSync:
         with contextlib.ExitStack() as stack:
             run_together("weights for the server", lambda: stack.enter_context(pause))
             run_together("weights for the server", lambda: self._send(policy, version))
-            on_leader("weights for the server", lambda: self._confirm(version))
-        self._engines.expect(version)
+            on_leader("weights for the server", lambda: self._confirm(version, step))
+        self._engines.expect(version, step)
         return self._model
 
     def _send(self, policy: kljax.Policy, version: str) -> None:
@@ -227,9 +246,9 @@ class UserSync:
         with waiting_for(label), user_code(label, SourceError):
             self._transfer.send(policy, version, tuple(self._engines.urls))
 
-    def _confirm(self, version: str) -> None:
+    def _confirm(self, version: str, step: int) -> None:
         self._engines.everywhere(lambda server: self._engines.endpoints.set_version(server, version))
-        self._engines.expect(version)
+        self._engines.expect(version, step)
         self._engines.confirm()
 
     def close(self) -> None:
