@@ -1,5 +1,6 @@
 """Files that a command writes where the user says: never in the place of a run's own file, an input or a device."""
 
+import argparse
 import errno
 import os
 import stat
@@ -16,6 +17,13 @@ RUN_ENTRIES = frozenset(
     )
 )
 """What the trainer writes into the directory of a run; the page and files of the user may lie beside it."""
+
+
+def local_file(text: str) -> str:
+    """Reads an argument of a command line that names a file or folder; an address in an object store is none."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"got {text!r} (an address; copy it here, or name a path of a mount)")
+    return text
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from train.config.errors import UserError
 from train.config.installation import recipe_path
 from train.config.load import LoadedConfig, load
+from train.config.storage import local_argument
 from train.process.console import (
     add_process_flags,
     check_output,
@@ -38,12 +39,19 @@ def parser() -> argparse.ArgumentParser:
         "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=recipe_path, help="directory of a run, or a config")
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=_run_or_config, help="directory of a run, or a config")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
-    command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
+    command.add_argument(
+        "--json", metavar="FILE", type=local_argument, help="also write the numbers and some completions"
+    )
     add_process_flags(command)
     return command
+
+
+def _run_or_config(text: str) -> Path:
+    """Reads the name of a recipe, or a path."""
+    return recipe_path(str(local_argument(text)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from train.config.errors import UserError, warn
+from train.config.storage import local_argument
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command
 from train.process.interrupt import exit_with
 
@@ -38,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "train.export", "Write the policy of a run as a folder that others load. Nothing is ever overwritten.", EXAMPLES
     )
-    command.add_argument("run", metavar="RUN", type=Path, help="directory of a run, such as runs/quickstart")
-    command.add_argument("--to", metavar="FOLDER", type=Path, help="where to write; must not exist yet")
+    command.add_argument("run", metavar="RUN", type=local_argument, help="directory of a run, such as runs/quickstart")
+    command.add_argument("--to", metavar="FOLDER", type=local_argument, help="where to write; must not exist yet")
     command.add_argument(
         "--push",
         metavar="ORG/NAME",

@@ -24,6 +24,7 @@ from typing import Any
 
 from train.config.errors import UserError
 from train.config.installation import INSTALLED, ROOT, as_installed, child_environment
+from train.config.storage import local_argument
 from train.process.console import run_command
 
 PLACE = pathlib.Path() if INSTALLED else ROOT
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = argparse.ArgumentParser(prog=as_installed("python -m train.real"), description=summary)
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
-    command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")
+    command.add_argument("--show", metavar="RUN", type=local_argument, help="show the comparison of a run, and end")
     options = command.parse_intermixed_args(arguments)
 
     def run() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
+from train.config.storage import local_argument
 from train.process.console import check_output, make_parser, run_command, write_file
 
 if TYPE_CHECKING:
@@ -27,9 +28,15 @@ DUMPS = (".npz", ".safetensors")
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
     command = make_parser("train.report", "Write the page of a run: one HTML file that needs no network.", EXAMPLES)
-    command.add_argument("what", metavar="RUN", type=Path, help="a run, an export of prime-rl, or a dump of a batch")
-    command.add_argument("other", metavar="OTHER", type=Path, nargs="?", help="another of the same kind, to compare")
-    command.add_argument("--output", metavar="FILE", type=Path, help="the file; report.html in the run if left out")
+    command.add_argument(
+        "what", metavar="RUN", type=local_argument, help="a run, an export of prime-rl, or a dump of a batch"
+    )
+    command.add_argument(
+        "other", metavar="OTHER", type=local_argument, nargs="?", help="another of the same kind, to compare"
+    )
+    command.add_argument(
+        "--output", metavar="FILE", type=local_argument, help="the file; report.html in the run if left out"
+    )
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument(
         "--rollouts", metavar="N", type=int, default=2000, help="most rollouts of a run on the page (%(default)s)"

@@ -257,11 +257,3 @@ def test_repeated_keys_are_found_at_every_depth(write):
 def test_recursive_alias_is_an_error_not_a_loop(write):
     problems = problems_of_file(write("steps: 1\nkl: &a {loss: *a}\n"))
     assert any(problem.startswith("kl.loss") for problem in problems)
-
-
-@pytest.mark.parametrize("field", ["output", "model.path", "data.train", "rollout.record"])
-@pytest.mark.parametrize("address", ["gs://bucket/runs", "s3://bucket/a/b", "hf://org/name"])
-def test_address_is_no_path(write, field, address):
-    problems = problems_of_file(write(), f"{field}={address}")
-    why = "an address: mount the bucket, and name a folder of the mount"
-    assert any(problem.startswith(f"{field}: got '{address}' ({why}), expected a path") for problem in problems)
