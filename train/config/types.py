@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from train.config.float32 import FLOAT32_TINY, fits_float32
 from train.config.signatures import read_choices
-from train.config.storage import local_problem
+from train.config.storage import address_problem, is_address, local_problem
 
 if TYPE_CHECKING:
     from kljax.typing import Direction, EmptyRows, Estimator, KLGradient, Level
@@ -68,6 +68,17 @@ def expanded_path(text: str, info: ValidationInfo) -> str:
     return os.path.join(info.context["start"], path) if info.context else path
 
 
+def stored_path(text: str, info: ValidationInfo) -> str:
+    """Does the same to a path, and leaves an address in a store as it is.
+
+    Raises:
+      ValueError: the address cannot be used.
+    """
+    if problem := address_problem(text):
+        raise ValueError(problem)
+    return text.rstrip("/") if is_address(text) else expanded_path(text, info)
+
+
 def _expanded_directory(value: Any, info: ValidationInfo) -> Any:
     """Does the same to the path of a directory, in whose place true or false may stand."""
     if isinstance(value, bool):
@@ -114,6 +125,9 @@ NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded_path), "a path of the file system"]
+StoredPath = Annotated[
+    str, Field(min_length=1), AfterValidator(stored_path), "a path of the file system, or an address of s3:// or gs://"
+]
 CacheDirectory = Annotated[bool | str, BeforeValidator(_expanded_directory), "true, false or a path of the file system"]
 CommitHash = Annotated[
     str,

@@ -21,6 +21,7 @@ from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
 from train.rollouts.source import Completions, Request, Source
+from train.storage.paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
     if rollout.completions.lags is None and context.config.rollout.policy_lag > 0:
         rollout = dataclasses.replace(rollout, lag=min(step, context.config.rollout.policy_lag))
     if context.config.rollout.record is not None:
-        _record(context, rollout, Path(context.config.rollout.record), step)
+        _record(context, rollout, as_path(context.config.rollout.record), step)
     return rollout
 
 
