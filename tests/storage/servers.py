@@ -84,10 +84,10 @@ class Generations:
 
     def of(self, bucket: str, name: str) -> str:
         """Returns the generation of an object; "0" if there is none."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._target, timeout=60)
-        connection.request("GET", f"/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}")
-        response = connection.getresponse()
-        content = response.read()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._target, timeout=60)) as connection:
+            connection.request("GET", f"/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}")
+            response = connection.getresponse()
+            content = response.read()
         return str(json.loads(content)["generation"]) if response.status == 200 else "0"
 
     def matches(self, path: str, body: bytes) -> bool:
@@ -146,11 +146,11 @@ def proxy(target: int, generations: Generations | None = None) -> Iterator[Proxy
                 self._pass_on(body, generations.header(self.path) if self.command == "GET" else [])
 
         def _pass_on(self, body: bytes, more: list[tuple[str, str]]) -> None:
-            connection = http.client.HTTPConnection("127.0.0.1", target, timeout=60)
             headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-            connection.request(self.command, self.path, body, headers)
-            response = connection.getresponse()
-            content = response.read()
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", target, timeout=60)) as connection:
+                connection.request(self.command, self.path, body, headers)
+                response = connection.getresponse()
+                content = response.read()
             passed.requests.append((self.command, self.path))
             skipped = ("transfer-encoding", "connection", "content-length")
             kept = [(name, value) for name, value in response.getheaders() if name.lower() not in skipped]
@@ -201,9 +201,9 @@ def s3(bucket: str = "bucket") -> Iterator[tuple[Proxy, dict[str, str]]]:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{passed.port}",
         }
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("PUT", f"/{bucket}")
-        assert connection.getresponse().status == 200
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("PUT", f"/{bucket}")
+            assert connection.getresponse().status == 200
         yield passed, variables
 
 
@@ -226,13 +226,14 @@ def gcs(bucket: str = "bucket") -> Iterator[dict[str, str]]:
     port = free_port()
     arguments = ("start", "--in-memory", "--host", "127.0.0.1", "--port", str(port))
     with server("gcp-storage-emulator", *arguments, port=port), proxy(port, Generations(port)) as passed:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/storage/v1/b?project=p", json.dumps({"name": bucket}), {"Content-Type": JSON})
-        assert connection.getresponse().status == 200
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("POST", "/storage/v1/b?project=p", json.dumps({"name": bucket}), {"Content-Type": JSON})
+            assert connection.getresponse().status == 200
         address = f"http://127.0.0.1:{passed.port}"
         # The first is read by gcsfs, the others by TensorStore.
         yield {
             "STORAGE_EMULATOR_HOST": address,
             "TENSORSTORE_GCS_HTTP_URL": address,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }

@@ -71,7 +71,11 @@ def test_every_problem_is_reported_at_once(write):
             "model.head_dim: got 3, expected an integer >= 2 and <= 1_000_000 and a multiple of 2",
         ),
         ("model.qk_norm=yes", "model.qk_norm: got 'yes', expected true or false"),
-        ("output=7", "output: got 7, expected a path of the file system (quote it: '7')"),
+        ("compile_cache=7", "compile_cache: got 7 (no directory), expected true, false or a path of the file system"),
+        (
+            "output=7",
+            "output: got 7, expected a path of the file system, or an address of s3:// or gs:// (quote it: '7')",
+        ),
         ("kl=3", "kl: got 3, expected a mapping with reward, loss, advantage, rollout"),
         ("lora=3", "lora: got 3, expected a mapping with rank, alpha, rslora, targets, path or null"),
         ("mesh=", "mesh: got null, expected a mapping with data, fsdp, expert, context, tensor, slices"),
