@@ -161,12 +161,13 @@ def test_wrong_bucket_and_missing_objects_are_named(s3, env, tmp_path):
     line = refused(run(env, *QUICK, "output=s3://nobody/runs"))
     assert line == "error: output: got 's3://nobody/runs', but there is no bucket nobody; make it first"
     none = "s3://bucket/none"
+    without = "eval.prompts=0", "warm_start.steps=0"
     cases = {
         "model.path": ("model=null", f"model.path={none}"),
         "lora.path": (f"lora.path={none}",),
         "reference.path": (f"reference={{source: checkpoint, path: '{none}'}}",),
         "warm_start.checkpoint": (f"warm_start.checkpoint={none}",),
-        "rollout.source.path": (f"rollout.source={{type: file, path: '{none}'}}", "task=recording"),
+        "rollout.source.path": (f"rollout.source={{type: file, path: '{none}'}}", "task=recording", *without),
     }
     for field, overrides in cases.items():
         assert f"{field}: " in refused(run(env, *QUICK, f"output={tmp_path}", *overrides)), field
