@@ -5,6 +5,7 @@ VLLM_VENV := .venv-vllm
 TORCH_VENV := .venv-torch
 TUNIX_VENV := .venv-tunix
 LAUNCH_VENV := .venv-launch
+STORAGE_VENV := .venv-storage
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
@@ -34,7 +35,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-storage test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -161,6 +162,13 @@ test-launch: $(VENV)/.ready $(LAUNCH_VENV)/.ready ## configs/launch: schemas, dr
 	  apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } || true
 	LAUNCH_ENV=$(abspath $(LAUNCH_VENV)) $(BIN)/python -m pytest -q -n 0 -rs $(call tests,tests/launch) $(ARGS)
 
+# Servers of S3 and of Google Cloud Storage on this machine, with the packages that speak to them.
+$(STORAGE_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(STORAGE_VENV),PYTHON,$(PYTHONS),--extra s3 --extra gcs --group storage)
+
+test-storage: $(STORAGE_VENV)/.ready ## runs, kills, exports and pages in buckets, on local servers of S3 and GCS
+	$(STORAGE_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/storage) $(ARGS)
+
 test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
 	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group report
@@ -179,7 +187,7 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen
 	$(MAKE) test-newest $(LONG)
-	$(MAKE) test-recorders test-transformers test-real test-tunix test-launch test-vllm
+	$(MAKE) test-recorders test-transformers test-real test-tunix test-launch test-storage test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,5 +1,6 @@
 """Files that a command writes where the user says: never in the place of a run's own file, an input or a device."""
 
+import argparse
 import errno
 import os
 import stat
@@ -18,12 +19,27 @@ RUN_ENTRIES = frozenset(
 """What the trainer writes into the directory of a run; the page and files of the user may lie beside it."""
 
 
+def local_file(text: str) -> str:
+    """Reads an argument of a command line that names a file or folder.
+
+    Raises:
+      ArgumentTypeError: it is an address in an object store.
+    """
+    if _is_in_store(text):
+        raise argparse.ArgumentTypeError(f"got {text!r} (an address; copy it here, or name a path of a mount)")
+    return text
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Writes a file atomically: a killed process leaves the old file or the new file, and an error the old one.
 
     Raises:
       OSError: it cannot be written, or something else than a file is there, which is not replaced.
     """
+    if _is_in_store(path):
+        # One request, and the store has the old object or the new one.
+        path.write_bytes(text.encode())
+        return
     _check_regular(path)
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -60,8 +76,9 @@ def check_output(path: Path, inputs: Iterable[Path] = (), *, option: str = "") -
 
 def check_outside_of_runs(path: Path, *, option: str = "") -> None:
     """Raises ValueError naming the option if a path is, or lies in, what the trainer wrote into a run directory."""
-    resolved = Path(os.path.realpath(path))
-    for root in resolved.parents:
+    resolved = path if _is_in_store(path) else Path(os.path.realpath(path))
+    # An address has the store itself and the root above its bucket.
+    for root in list(resolved.parents)[: -2 if _is_in_store(path) else None]:
         entry, *inner = resolved.relative_to(root).parts
         # The file system may take names in capitals for the same.
         if entry.casefold() in RUN_ENTRIES and _is_run(root, marked_by_metrics=not inner):
@@ -76,12 +93,19 @@ def write_output(path: Path, text: str) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    if _is_stream(path) or Path(os.path.abspath(path)).parts[1:2] in (("dev",), ("proc",)):
+    if _is_in_store(path):
+        write_text_atomic(path, text)
+    elif _is_stream(path) or Path(os.path.abspath(path)).parts[1:2] in (("dev",), ("proc",)):
         with path.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
     else:
         # The file that a link names, so that the link stays.
         write_text_atomic(Path(os.path.realpath(path)), text)
+
+
+def _is_in_store(path: str | Path) -> bool:
+    """Whether a path is that of epath in an object store, which has no links, devices and permissions of files."""
+    return "://" in os.fspath(path)
 
 
 def _named(option: str, problem: str) -> str:
@@ -92,6 +116,8 @@ def _output_problem(path: Path, inputs: Iterable[Path]) -> str:
     """Describes why a file cannot be written; empty if it can, as far as is known before."""
     if path.is_dir():
         return f"{path} is a directory; name a file"
+    if _is_in_store(path):
+        return ""
     if any(other.exists() and path.exists() and path.samefile(other) for other in inputs):
         return f"{path} is read by this command; name another file"
     directory = Path(os.path.realpath(path)).parent

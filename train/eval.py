@@ -19,6 +19,7 @@ from train.process.console import (
     write_file,
 )
 from train.process.interrupt import exit_with
+from train.storage.paths import is_remote, stored_argument
 
 if TYPE_CHECKING:
     import kljax
@@ -39,12 +40,20 @@ def parser() -> argparse.ArgumentParser:
         "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=recipe_path, help="directory of a run, or a config")
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=_run_or_config, help="directory of a run, or a config")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
-    command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
+    command.add_argument(
+        "--json", metavar="FILE", type=stored_argument, help="also write the numbers and some completions"
+    )
     add_process_flags(command)
     return command
+
+
+def _run_or_config(text: str) -> Path:
+    """Reads the name of a recipe, a path, or the address of a run."""
+    path = stored_argument(text)
+    return path if is_remote(path) else recipe_path(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _no_such_run(what: Path) -> str:
     """Writes that there is neither a run nor a config, with the runs beside it or in `runs/`."""
-    folder = what.parent if what.parent.is_dir() and what.parent != Path() else Path("runs")
+    here = is_remote(what) or (what.parent.is_dir() and what.parent != Path())
+    folder = what.parent if here else Path("runs")
     runs = sorted(str(path.parent) for path in folder.glob("*/config.yaml"))
     there = f"there are {', '.join(runs)}" if runs else f"{folder} has none"
     return f"{what}: no such run or config, expected a directory of a run ({there}), or a YAML file"
@@ -90,6 +100,7 @@ def show(
     from train.run.display import default_console, print_evaluation, summary_text
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import make_context, with_local_model
+    from train.storage.copies import with_local_copies
 
     if file is not None:
         check_output("--json", file, inputs=[] if loaded is None else [loaded.source])
@@ -98,7 +109,7 @@ def show(
     saved = None if loaded is not None else SavedRun.at(what, overrides)
     start = saved or loaded
     assert start is not None
-    config = with_local_model(fitting(start.config))
+    config = with_local_copies(with_local_model(fitting(start.config)))
     start_compile_cache(config.compile_cache)
     agree("command", {**flat_fields(config), "--step": step})
     context = make_context(config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from train.config.errors import UserError, warn
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command
 from train.process.interrupt import exit_with
+from train.storage.paths import stored_argument
 
 if TYPE_CHECKING:
     import kljax
@@ -38,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "train.export", "Write the policy of a run as a folder that others load. Nothing is ever overwritten.", EXAMPLES
     )
-    command.add_argument("run", metavar="RUN", type=Path, help="directory of a run, such as runs/quickstart")
-    command.add_argument("--to", metavar="FOLDER", type=Path, help="where to write; must not exist yet")
+    command.add_argument("run", metavar="RUN", type=stored_argument, help="directory of a run, such as runs/quickstart")
+    command.add_argument("--to", metavar="FOLDER", type=stored_argument, help="where to write; must not exist yet")
     command.add_argument(
         "--push",
         metavar="ORG/NAME",
@@ -117,12 +118,13 @@ def export(
     from train.distributed.peers import is_leader
     from train.run.saved_run import SavedRun, fitting
     from train.run.setup import config_mesh
+    from train.storage.copies import with_local_copies
     from train.weights import hub
     from train.weights.files import check_free
     from train.weights.model import make_model
 
     saved = SavedRun.at(root)
-    config = fitting(saved.config)
+    config = with_local_copies(fitting(saved.config))
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
     _check_router_bias(config, form, drop=drop_router_bias)
     step = saved.step(step)
@@ -139,7 +141,8 @@ def export(
     with jax.set_mesh(mesh):
         policy = saved.policy(model, mesh, step)
         source = config.model.path
-        options = _Options(form, merge, dtype, base_name or source, source, drop_router_bias)
+        name = saved.config.model.path
+        options = _Options(form, merge, dtype, base_name or name, source, drop_router_bias)
         run_together("--to", lambda: _write(target, model, policy, tokenizer, options))
     if not is_leader():
         return

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config.errors import UserError
+from train.config.storage import local_argument
 from train.process.console import make_parser, run_command
 from train.process.interrupt import exit_with
 
@@ -21,8 +22,10 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "train.import", "Write a GGUF file as a Hugging Face folder. Nothing is ever overwritten.", EXAMPLES
     )
-    command.add_argument("file", metavar="FILE.gguf", type=Path, help="a file of llama.cpp, quantized or not")
-    command.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="where to write; must not exist yet")
+    command.add_argument("file", metavar="FILE.gguf", type=local_argument, help="a file of llama.cpp, quantized or not")
+    command.add_argument(
+        "--to", metavar="FOLDER", type=local_argument, required=True, help="where to write; must not exist yet"
+    )
     command.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the weights in the folder (default float32: exact)"
     )

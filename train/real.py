@@ -24,7 +24,9 @@ from typing import Any
 
 from train.config.errors import UserError
 from train.config.installation import INSTALLED, ROOT, as_installed, child_environment
+from train.config.storage import is_address
 from train.process.console import run_command
+from train.storage.paths import as_path, stored_argument
 
 PLACE = pathlib.Path() if INSTALLED else ROOT
 """The folder of checkpoints and runs: the working directory, or the checkout."""
@@ -103,7 +105,8 @@ def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path,
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith(PREFIX):
-                root = PLACE / line.removeprefix(PREFIX).strip()
+                shown = line.removeprefix(PREFIX).strip()
+                root = as_path(shown) if is_address(shown) else PLACE / shown
             if parts := PARTS.search(line.rstrip()):
                 steps.append([float(seconds) for seconds in parts.groups()])
     if process.returncode or root is None:
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = argparse.ArgumentParser(prog=as_installed("python -m train.real"), description=summary)
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
-    command.add_argument("--show", metavar="RUN", type=pathlib.Path, help="show the comparison of a run, and end")
+    command.add_argument("--show", metavar="RUN", type=stored_argument, help="show the comparison of a run, and end")
     options = command.parse_intermixed_args(arguments)
 
     def run() -> None:

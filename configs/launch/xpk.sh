@@ -5,6 +5,7 @@
 #
 # Change: tpu-type with num-slices and mesh.slices, and the config. SHARED is a directory that all hosts see: add it to
 # the cluster with `xpk storage attach`. Further options go to xpk.
+# In place of SHARED/runs: output=gs://BUCKET/runs, with the extra gcs in the image (docs/storage.md).
 exec "${XPK:-xpk}" workload create \
   --cluster "$CLUSTER" \
   --workload "${WORKLOAD:-kljax}" \

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from kljax.checkpoint._digests import are_of_this_kind, check_digests, open_sealed
+from kljax.checkpoint._stores import checkpoint_directory
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
@@ -56,7 +57,7 @@ def read_metadata(path: str | pathlib.Path) -> CheckpointMetadata:
     """Reads the metadata of a checkpoint, and no array.
 
     Args:
-      path: directory that orbax wrote.
+      path: directory that orbax wrote; of this machine, or an address of gs:// or s3://.
 
     Returns:
       Its structure and the sealed values beside its arrays.
@@ -74,7 +75,7 @@ def read_metadata(path: str | pathlib.Path) -> CheckpointMetadata:
       >>> metadata.subtree("policy")["w"].shape, metadata.content
       ((2,), None)
     """
-    directory = pathlib.Path(path).absolute()
+    directory = checkpoint_directory(path)
     if not directory.is_dir():
         raise FileNotFoundError(f"no checkpoint at {directory}")
     with _reader() as checkpointer:

@@ -13,7 +13,20 @@ MODULES = {
 }
 # A module imports from its own folder or one before it; the run context counts as one of the rollouts.
 FOLDERS = (
-    *("config", "distributed", "process", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
+    *(
+        "config",
+        "storage",
+        "distributed",
+        "process",
+        "models",
+        "rl",
+        "data",
+        "weights",
+        "references",
+        "rollouts",
+        "run",
+        "plan",
+    ),
     "report",
     "commands",
 )

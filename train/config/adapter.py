@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
+from train.config.storage import is_address, small_file
 from train.config.types import LoraTarget
 
 # Longest header of a safetensors file.
@@ -40,15 +41,20 @@ def with_adapter(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(section, dict) or not isinstance(path, str):
         return dict(raw)
     try:
-        shape = _shape(Path(path).expanduser())
+        shape = _shape(path)
     except (OSError, ValueError, RuntimeError):
+        return dict(raw)
+    except Exception:
+        # Packages of stores have errors of their own.
+        if not is_address(path):
+            raise
         return dict(raw)
     return {**raw, "lora": {**shape, **section}}
 
 
-def _shape(folder: Path) -> dict[str, Any]:
-    config = parse_json(read_regular(folder / "adapter_config.json"))
-    header = _header(folder / "adapter_model.safetensors")
+def _shape(folder: str) -> dict[str, Any]:
+    config = parse_json(read_regular(small_file(folder, "adapter_config.json")))
+    header = _header(small_file(folder, "adapter_model.safetensors"))
     if not isinstance(config, dict) or not isinstance(header, dict):
         return {}
     modules = {part for name in header for part in name.split(".")}

@@ -18,16 +18,16 @@ from train.config.types import (
     NumberCount,
     Operand,
     Operations,
-    PathText,
     Positive,
     RewardName,
     Seconds,
     Section,
+    StoredPath,
     Table,
     TemplateArguments,
     Text,
     Weights,
-    expanded_path,
+    stored_path,
 )
 
 HUB = "datasets:"
@@ -64,11 +64,14 @@ def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _expanded_dataset(text: str, info: ValidationInfo) -> str:
-    return text if text.startswith(HUB) else expanded_path(text, info)
+    return text if text.startswith(HUB) else stored_path(text, info)
 
 
 DatasetName = Annotated[
-    str, Field(min_length=1), AfterValidator(_expanded_dataset), "a path of the file system, or datasets:NAME"
+    str,
+    Field(min_length=1),
+    AfterValidator(_expanded_dataset),
+    "a path, an address of s3:// or gs://, or datasets:NAME",
 ]
 
 
@@ -91,7 +94,7 @@ class Data(Section):
     """Format prompts by the chat template of model.path; null: if it has one."""
     system: Text | None = None
     """System message of the conversation."""
-    chat_template: PathText | None = None
+    chat_template: StoredPath | None = None
     """Jinja file in place of the chat template of model.path."""
     template_arguments: TemplateArguments = Table()
     """Variables of the chat template, such as {enable_thinking: false}."""

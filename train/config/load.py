@@ -20,6 +20,7 @@ from train.config.model import expand_preset
 from train.config.plan import Plan, divides_by_length
 from train.config.presets import OWNED, drop_replaced, leaves, preset_fields, with_preset
 from train.config.schema import Config
+from train.config.storage import local_problem
 from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
 
@@ -48,6 +49,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     Raises:
       ConfigError: everything that is wrong, one line per problem.
     """
+    if isinstance(path, str) and (problem := local_problem(path)):
+        raise ConfigError(path, [f"got {problem}; expected a YAML file of this machine"])
     source = recipe_path(path) if isinstance(path, str) else path
     raw, problems = _read(source)
     replaced = drop_replaced(raw, overrides)

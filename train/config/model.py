@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from train.config.types import CommitHash, EvenSize, LoraTargets, PathText, Positive, Section, Size
+from train.config.types import CommitHash, EvenSize, LoraTargets, Positive, Section, Size, StoredPath
 
 DType = Literal["float32", "bfloat16"]
 Quantization = Annotated[
@@ -49,7 +49,7 @@ class Experts(Section):
 
 
 class Model(Section):
-    path: PathText | None = None
+    path: StoredPath | None = None
     """Hugging Face folder, GGUF file or, with revision, org/name on the Hub to start from; sets the shape."""
     revision: CommitHash | None = None
     """Full hash of the commit of path on the Hugging Face Hub; null: path is on this machine."""
@@ -145,5 +145,5 @@ class Lora(Section):
     """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules with an adapter."""
-    path: PathText | None = None
+    path: StoredPath | None = None
     """Start from this PEFT folder; rank, alpha, rslora and targets are its own unless given. null: a new adapter."""

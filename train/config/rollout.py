@@ -20,6 +20,7 @@ from train.config.types import (
     Positive,
     Section,
     Size,
+    StoredPath,
     SyncName,
     Text,
 )
@@ -67,7 +68,7 @@ class OpenAISourceSection(Section):
 
 class FileSourceSection(Section):
     type: Literal["file"]
-    path: PathText
+    path: StoredPath
     """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
     shuffle: bool = True
     """file: shuffle the prompts anew in every epoch; false: keep the order of the file."""
@@ -154,5 +155,5 @@ class RolloutSection(Section):
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     ahead: Ahead = 0
     """openai and yours: request batches this many steps before they are trained, so that they are sampled meanwhile."""
-    record: PathText | None = None
+    record: StoredPath | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

@@ -21,13 +21,13 @@ from train.config.types import (
     Fraction,
     Monitor,
     NonNegative,
-    PathText,
     Port,
     Positive,
     RunName,
     Seconds,
     Section,
     Seed,
+    StoredPath,
     TaskName,
     Text,
     TracedSteps,
@@ -56,7 +56,7 @@ class WarmStart(Section):
     """Rows in a supervised step."""
     learning_rate: Positive = 3e-3
     """Learning rate of the supervised steps."""
-    checkpoint: PathText | None = None
+    checkpoint: StoredPath | None = None
     """Start from this saved base instead of a warm start."""
 
     def trains(self) -> bool:
@@ -83,14 +83,14 @@ class StepReference(Section):
 
 class AdapterReference(Section):
     source: Literal["adapter"]
-    path: PathText
+    path: StoredPath
     """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
     monitor: Monitor = False
 
 
 class CheckpointReference(Section):
     source: Literal["checkpoint"]
-    path: PathText
+    path: StoredPath
     monitor: Monitor = False
 
 
@@ -208,7 +208,7 @@ class Config(Section):
     """RL steps."""
     preset: Text | None = None
     """Algorithm of another system, as `trl/grpo`; the other fields go before its own. configs/presets has them."""
-    output: PathText = "runs"
+    output: StoredPath = "runs"
     """Directory of all runs."""
     temperature: Positive = 1.0
     """Temperature of the sampler and of every log-prob."""

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -10,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from train.config.float32 import FLOAT32_TINY, fits_float32
 from train.config.signatures import read_choices
+from train.config.storage import address_problem, is_address, local_problem
 
 if TYPE_CHECKING:
     from kljax.typing import Direction, EmptyRows, Estimator, KLGradient, Level
@@ -31,7 +31,6 @@ RECORDING = "recording"
 """The task of recorded completions: their prompts and rewards, and nothing to evaluate on."""
 TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl", RECORDING)
 Judge = Literal["math_verify", "strict"]
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 LONGEST_NAME = 255
 """Bytes of the longest name of a file or folder that Linux and macOS take."""
 
@@ -60,13 +59,24 @@ def expanded_path(text: str, info: ValidationInfo) -> str:
     Raises:
       ValueError: the text is an address, or a name in it is too long.
     """
-    if ADDRESS.match(text):
-        raise ValueError("an address: mount the bucket, and name a folder of the mount")
+    if problem := local_problem(text):
+        raise ValueError(problem)
     path = os.path.expanduser(text)
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     if longest > LONGEST_NAME:
         raise ValueError(f"a name of {longest} bytes, more than {LONGEST_NAME}")
     return os.path.join(info.context["start"], path) if info.context else path
+
+
+def stored_path(text: str, info: ValidationInfo) -> str:
+    """Does the same to a path, and leaves an address in a store as it is.
+
+    Raises:
+      ValueError: the address cannot be used.
+    """
+    if problem := address_problem(text):
+        raise ValueError(problem)
+    return text.rstrip("/") if is_address(text) else expanded_path(text, info)
 
 
 def _expanded_directory(value: Any, info: ValidationInfo) -> Any:
@@ -115,6 +125,9 @@ NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 # A leading `~` is the home directory.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded_path), "a path of the file system"]
+StoredPath = Annotated[
+    str, Field(min_length=1), AfterValidator(stored_path), "a path of the file system, or an address of s3:// or gs://"
+]
 CacheDirectory = Annotated[bool | str, BeforeValidator(_expanded_directory), "true, false or a path of the file system"]
 CommitHash = Annotated[
     str,

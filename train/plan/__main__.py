@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
 from train.config.installation import recipe_path
 from train.config.load import LoadedConfig, fill_mesh, load
 from train.config.mesh import AXES, REMAINING, describe_mesh
+from train.config.storage import local_argument
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
 from train.process.console import (
     check_output,
@@ -52,9 +52,14 @@ def parser() -> argparse.ArgumentParser:
     add("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     add("--topology", metavar="NAME", required=True, help=EXAMPLES)
     add("--slices", metavar="N", type=int, default=1, help="equal slices, connected by a network")
-    add("--json", metavar="FILE", type=Path, help="also write all numbers")
-    add("--markdown", metavar="FILE", type=Path, help="also write the tables")
-    add("--keep", metavar="DIR", type=Path, help="also write the compiled programs and their buffer assignments")
+    add("--json", metavar="FILE", type=local_argument, help="also write all numbers")
+    add("--markdown", metavar="FILE", type=local_argument, help="also write the tables")
+    add(
+        "--keep",
+        metavar="DIR",
+        type=local_argument,
+        help="also write the compiled programs and their buffer assignments",
+    )
     add("--search", action="store_true", help="try meshes, micro-batches and remat, and print the best three that fit")
     add("--candidates", metavar="N", type=int, default=8, help="the most that --search compiles")
     add("--full-effort", action="store_true", help="compile as a run does, which takes several times longer")

@@ -3,12 +3,18 @@
 import errno
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
+from train.config.storage import is_address
+from train.storage.paths import SHOWN, is_store_error
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
+TENSORSTORE = re.compile(r"\[http_response_code=|CURL error|(s3|gs)://.*\[tensorstore_spec=", re.DOTALL)
+"""In an error of TensorStore that comes from a store."""
 REMOVED = "its directory was removed"
 NEXT_STEP = "complete checkpoints are intact: make room, then continue with --resume"
 
@@ -21,6 +27,8 @@ def disk_problem(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        if problem := store_problem(error):
+            return problem
         if isinstance(error, OSError) and error.errno in (*FULL, *REFUSED):
             return f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror}"
         if isinstance(error, FileNotFoundError) and error.filename and not Path(str(error.filename)).parent.exists():
@@ -29,6 +37,18 @@ def disk_problem(error: BaseException | None) -> str | None:
             if os.strerror(number) in str(error):
                 return f"cannot write: {os.strerror(number)}"
         error = error.__cause__ or error.__context__
+    return None
+
+
+def store_problem(error: BaseException) -> str | None:
+    """Describes an error of an object store, of its packages or of TensorStore; None for every other error."""
+    if isinstance(error, OSError) and is_address(str(error.filename or "")):
+        return f"cannot write {error.filename}: {error.strerror}"
+    text = str(error)
+    # TensorStore reports what a store has answered as text alone, with the answer or its own settings in brackets.
+    if is_store_error(error) or TENSORSTORE.search(text):
+        reason = re.sub(r"\s+", " ", text.partition(" [")[0]).rpartition("Error writing ")[2].strip(" :.")
+        return f"cannot write to the store: {(reason or type(error).__name__)[:SHOWN]}"
     return None
 
 

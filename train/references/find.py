@@ -11,6 +11,7 @@ from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
+from train.storage.paths import as_path, is_remote
 from train.weights.files import check_sealed_text
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
@@ -56,7 +57,7 @@ def find_reference(config: Config, model: Decoder) -> SavedReference:
     """
     section = config.reference
     assert section.source in ("adapter", "checkpoint")
-    form = format_of(Path(section.path))
+    form = format_of(as_path(section.path))
     if form not in ALLOWED[section.source]:
         allowed = " or ".join(FORMATS[name] for name in ALLOWED[section.source])
         other = "checkpoint" if section.source == "adapter" else "adapter"
@@ -99,7 +100,7 @@ def format_of(path: Path) -> Format:
 
 def locate(path: str, part: str) -> tuple[Path, str | None]:
     """Locates `params` or `adapter` in an orbax directory: saved alone, or inside a checkpoint of a run."""
-    directory = Path(path)
+    directory = as_path(path)
     if (directory / ITEM).is_dir():
         directory = directory / ITEM
     return directory, f"trainable.{part}" if directory.name == ITEM else None
@@ -107,7 +108,9 @@ def locate(path: str, part: str) -> tuple[Path, str | None]:
 
 def run_directory_of(path: Path) -> Path | None:
     """Returns the directory of the run that saved a base or a checkpoint, or None if it lies in no run."""
-    parents = path.absolute().parents
+    parents = list(path.absolute().parents)
+    # An address has the store itself and the root above its bucket.
+    parents = parents[:-2] if is_remote(path) else parents
     return next((parent for parent in parents[:3] if (parent / "config.yaml").is_file()), None)
 
 

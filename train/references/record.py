@@ -15,6 +15,7 @@ from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.distributed.global_arrays import to_host
 from train.rl.reference import FrozenWeights
+from train.storage.copies import origin_of
 from train.weights.files import read_record, write_record
 
 
@@ -53,7 +54,7 @@ def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Recor
     section = config.reference
     named: dict[str, Any] = {name: getattr(section, name) for name in ("step", "path") if hasattr(section, name)}
     if "path" in named:
-        named["path"] = str(Path(named["path"]).absolute())
+        named["path"] = origin_of(named["path"])
     identity = {"source": section.source, **named, "moves": follows_policy(config)}
     digest = None if fingerprint is None else hashlib.sha256(fingerprint.astype("<u4").tobytes()).hexdigest()[:16]
     return RecordedReference(step, identity, digest)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
 from train.process.console import check_output, make_parser, run_command, write_file
+from train.storage.paths import is_remote, stored_argument
 
 if TYPE_CHECKING:
     from train.report.page import ShownDump
@@ -27,9 +28,15 @@ DUMPS = (".npz", ".safetensors")
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
     command = make_parser("train.report", "Write the page of a run: one HTML file that needs no network.", EXAMPLES)
-    command.add_argument("what", metavar="RUN", type=Path, help="a run, an export of prime-rl, or a dump of a batch")
-    command.add_argument("other", metavar="OTHER", type=Path, nargs="?", help="another of the same kind, to compare")
-    command.add_argument("--output", metavar="FILE", type=Path, help="the file; report.html in the run if left out")
+    command.add_argument(
+        "what", metavar="RUN", type=stored_argument, help="a run, an export of prime-rl, or a dump of a batch"
+    )
+    command.add_argument(
+        "other", metavar="OTHER", type=stored_argument, nargs="?", help="another of the same kind, to compare"
+    )
+    command.add_argument(
+        "--output", metavar="FILE", type=stored_argument, help="the file; report.html in the run if left out"
+    )
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument(
         "--rollouts", metavar="N", type=int, default=2000, help="most rollouts of a run on the page (%(default)s)"
@@ -52,7 +59,7 @@ def write_page(options: argparse.Namespace) -> None:
     # Imported late, so that an error on the command line shows before JAX starts.
     from train.report.page import render
 
-    paths = [path for path in (options.what, options.other) if path is not None]
+    paths = [_readable(path) for path in (options.what, options.other) if path is not None]
     if options.rollouts < 1:
         raise UserError(f"--rollouts: got {options.rollouts}, expected at least 1")
     title = " and ".join(path.resolve().name for path in paths)
@@ -66,6 +73,14 @@ def write_page(options: argparse.Namespace) -> None:
     print(output)
     if options.open:
         webbrowser.open(output.resolve().as_uri())
+
+
+def _readable(path: Path) -> Path:
+    """Returns a path that can be read: a dump, or an export of another system, in a store is copied."""
+    from train.storage.copies import local_copy
+
+    is_run = is_remote(path) and any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    return path if is_run else local_copy(path, "RUN")
 
 
 def _read(paths: Sequence[Path], rollouts: int) -> list["ShownRun"]:

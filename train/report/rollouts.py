@@ -1,6 +1,7 @@
 """Recorded rollouts, from the Parquet files of a run or from a token export of prime-rl."""
 
 import dataclasses
+import io
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from train.config.errors import UserError
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
 from train.rollouts.recording_format import check_table
+from train.storage.paths import is_remote
 
 IDS = ("prompt_ids", "completion_ids", "token_texts")
 PRIME_RL_SCHEMA = 1
@@ -78,7 +80,8 @@ def read_parquet(directory: Path, limit: int) -> RolloutSample:
     def read(path: Path) -> list[RecordedRollout]:
         try:
             _check_regular(path)
-            file = parquet.ParquetFile(path, page_checksum_verification=True)
+            content = io.BytesIO(path.read_bytes()) if is_remote(path) else path
+            file = parquet.ParquetFile(content, page_checksum_verification=True)
             check_table(file.schema_arrow.metadata)
             return list(_from_table(file.read()))
         except KeyError as error:

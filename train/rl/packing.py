@@ -7,7 +7,6 @@ slots, so that every row fits into one.
 
 import dataclasses
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -326,9 +325,9 @@ def _write_places(
     units = [
         [
             [
-                placed(row, of_cell, before)
+                placed(row, of_cell, of_prompt[place - 1] if place else None)
                 for of_prompt in of_prompts.values()
-                for before, row in itertools.pairwise([None, *of_prompt])
+                for place, row in enumerate(of_prompt)
             ]
             for of_prompts in fitted[cell]
         ]

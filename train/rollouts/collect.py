@@ -24,6 +24,7 @@ from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
 from train.rollouts.source import Array, Completions, Request
 from train.rollouts.stream import Stream
+from train.storage.paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
     """
     rollout = judge_rows(context, drawn)
     if context.config.rollout.record is not None:
-        _record(context, rollout, Path(context.config.rollout.record), step)
+        _record(context, rollout, as_path(context.config.rollout.record), step)
     return rollout
 
 

@@ -25,6 +25,7 @@ from train.references.find import locate, run_directory_of
 from train.references.record import is_recorded
 from train.rl.policy import abstract_params
 from train.run.directory import RunDirectory
+from train.storage.copies import local_copy, origin_of
 from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_arrays, folder_digest, load_params
 from train.weights.model import field_errors, unquantized
@@ -109,7 +110,7 @@ def record_folder(root: Path, folder: str | Path) -> None:
 
     def write() -> None:
         directory = RunDirectory(root)
-        record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder), **directory.identity}
+        record = {"folder": origin_of(folder), "digest": folder_digest(folder), **directory.identity}
         write_record(directory.base_record, record)
 
     on_leader("base", write)
@@ -124,9 +125,8 @@ def saved_base(root: Path) -> SavedBase | None:
     directory = RunDirectory(root)
     if directory.base_record.is_file():
         record = read_record(directory.base_record, RECORD_HINT)
-        return SavedBase(Path(record["folder"]), digest=record["digest"])
-    base = directory.base
-    return SavedBase(base) if base.is_dir() else None
+        return SavedBase(local_copy(record["folder"], "model.path"), digest=record["digest"])
+    return SavedBase(directory.base) if directory.has_base() else None
 
 
 def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
@@ -146,8 +146,8 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
         digest = on_leader("base", lambda: folder_digest(base.path))
         if digest != base.digest:
             raise UserError(
-                f"model.path: {base.path} is not what {root} began with: its digest is {digest}, that of the run "
-                f"{base.digest} ({directory.base_record}); restore the weights, or start a new run"
+                f"model.path: {origin_of(base.path)} is not what {root} began with: its digest is {digest}, that of "
+                f"the run {base.digest} ({directory.base_record}); restore the weights, or start a new run"
             )
         # These are the values that the run began with, whatever they are.
         return load_params(str(base.path), model, mesh, allow_nonfinite=True)

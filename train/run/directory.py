@@ -15,6 +15,7 @@ from train.run.inputs import check_inputs, write_inputs
 from train.run.lock import claim, locked
 from train.run.metrics import read_metrics
 from train.run.paths import RunPaths
+from train.storage.paths import as_path
 from train.weights.files import check_sealed_text, write_sealed_text
 
 ID_LINE = "# id of the run: "
@@ -68,7 +69,7 @@ class RunDirectory(RunPaths):
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
         """Returns the directory of the run of this name, whether or not it exists."""
-        return cls(Path(config.output).absolute() / config.name)
+        return cls(as_path(config.output, "output").absolute() / config.name)
 
     @property
     def run_id(self) -> str | None:
@@ -103,7 +104,7 @@ class RunDirectory(RunPaths):
         """Raises `UserError` if RL has begun, but the base is gone."""
         begun = [path.name for path in (self.reference, self.summary, self.damaged) if path.exists()]
         begun += [f"{self.checkpoints.name}/{step}" for step in self.steps()]
-        if begun and not self.base.is_dir() and not self.base_record.is_file():
+        if begun and not self.has_base() and not self.base_record.is_file():
             raise UserError(
                 f"--resume: {self.base} is gone, although the run has {', '.join(begun)}; restore it or "
                 f"{self.base_record.name} from a copy, or start a new run"
@@ -145,7 +146,7 @@ def open_run(config: Config, *, resume: bool, start: Path | None = None) -> Iter
             if resume:
                 directory = existing_run(config)
             else:
-                directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
+                directory = RunDirectory(as_path(on_leader("run directory", lambda: str(start_run(config).root))))
             on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
             if resume:
                 on_leader("run directory", lambda: str(resume_run(config).root))

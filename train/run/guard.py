@@ -22,6 +22,7 @@ from train.rl.batch import Batch, present_arrays
 from train.rl.kl_metrics import ROLLOUT_KL_MAX
 from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
+from train.storage.uploads import whole_file
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any
@@ -135,9 +136,10 @@ class StepGuard:
         def write() -> str:
             self._directory.mkdir(exist_ok=True)
             file = self._directory / f"step-{step}.npz"
-            if len(list(self._directory.iterdir())) >= MAX_BATCHES:
+            if len(list(self._directory.glob("*"))) >= MAX_BATCHES:
                 return text
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            with whole_file(file) as partial, partial.open("wb") as stream:
+                np.savez(stream, **arrays)  # type: ignore[arg-type]
             return f"{text}; the batch is in {file}"
 
         warn(on_leader("nonfinite batch", write))

@@ -12,6 +12,8 @@ from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.data.tokenizers import FOLDER_FILES
 from train.rollouts.recorded.files import list_files
+from train.storage.copies import origin_of, with_local_copies
+from train.storage.paths import as_path
 from train.weights.files import read_record, write_record
 from train.weights.huggingface.contents import CONFIG
 
@@ -29,8 +31,9 @@ def input_digests(config: Config) -> dict[str, dict[str, str]]:
     compared, nor are modules that the file of a function imports.
     """
     digests: dict[str, dict[str, str]] = {}
+    config = with_local_copies(config)
     for field, path in (*_data_files(config), *_folder_files(config), *_function_files(config)):
-        digests.setdefault(field, {})[str(path.absolute())] = _digest(path)
+        digests.setdefault(field, {})[origin_of(path)] = _digest(path)
     return digests
 
 
@@ -53,7 +56,7 @@ def _folder_files(config: Config) -> Iterator[tuple[str, Path]]:
     if reference.source in ("adapter", "checkpoint"):
         folders.append(("reference.path", reference.path, (CONFIG, "adapter_config.json")))
     for field, folder, names in folders:
-        paths = (Path(folder) / name for name in names)
+        paths = (as_path(folder) / name for name in names)
         yield from ((field, path) for path in paths if path.is_file())
 
 

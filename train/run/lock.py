@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.config.errors import UserError, warn
+from train.distributed.peer_watch import leave
+from train.storage.lease import claim_lock, leased
+from train.storage.paths import is_remote
 
 FILE_NAME = ".lock"
 # Errors of file systems that have no locks, such as some network mounts.
@@ -17,11 +20,15 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 def claim(root: Path) -> bool:
     """Makes an empty run directory with its lock file; returns False if the name is taken.
 
+    In an object store the lock is a lease, which this process holds from then on.
+
     Of two processes that try at one moment, one gets the name: the lock file is created by one of them alone.
 
     Raises:
       OSError: the directory cannot be created or written.
     """
+    if is_remote(root):
+        return not root.exists() and claim_lock(root / FILE_NAME)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         return False
     root.mkdir(parents=True, exist_ok=True)
@@ -36,6 +43,8 @@ def claim(root: Path) -> bool:
 def locked(root: Path) -> Iterator[None]:
     """Holds the lock of a run directory inside the block; the system releases it if the process dies.
 
+    In an object store it is a lease: one that nobody renews ends by itself.
+
     A directory that does not exist is not locked, so that nothing is created. Where the system or the file system has
     no locks, a warning says so.
 
@@ -44,6 +53,10 @@ def locked(root: Path) -> Iterator[None]:
     """
     if not root.is_dir():
         yield
+        return
+    if is_remote(root):
+        with leased(root / FILE_NAME, _end_without_lock):
+            yield
         return
     try:
         import fcntl
@@ -67,3 +80,9 @@ def locked(root: Path) -> Iterator[None]:
                 raise
             warn(f"the file system of {root} has no locks, so a second process that writes the run is not noticed")
         yield
+
+
+def _end_without_lock(text: str) -> None:
+    """Ends this process, and with it the run, before it writes into a directory that is that of another one."""
+    error = UserError(text)
+    leave(f"error: {text}", error.code, error)

@@ -15,6 +15,8 @@ from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
 from train.run.events import EventFile
 from train.run.trackers import Tracker, open_trackers
+from train.storage.paths import as_path, is_remote
+from train.storage.uploads import Mirror
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
@@ -33,7 +35,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
       UserError: the file cannot be read, or another line is not a record.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        lines = as_path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -87,6 +89,8 @@ class MetricsWriter:
     `metrics.jsonl` holds `{"phase", "step", name: value, ...}` a line, keys sorted, floats with every digit, so two
     runs with equal values have equal bytes. Lists of integers are in this file alone. Times and other values that
     differ between runs go through `timing`.
+    In an object store, which has no append, the files are local ones that are uploaded whole: before each checkpoint,
+    at the end, and every few seconds for whoever watches the run.
     Write the lines of a step before its checkpoint: then the file of a resumed run equals that of an uninterrupted one.
     """
 
@@ -109,9 +113,11 @@ class MetricsWriter:
         Raises:
           UserError: the file is not what was written up to `mark`, or a line is not a record.
         """
-        self._directory = Path(directory)
+        target = as_path(directory)
+        self._target, self._mirror = target, Mirror(target) if is_remote(target) else None
+        self._directory = target if self._mirror is None else self._mirror.local
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / FILE_NAME
+        path = target / FILE_NAME
         if resume_step is None:
             text = ""
         elif mark is None:
@@ -119,9 +125,12 @@ class MetricsWriter:
         else:
             text = _lines_of_mark(path, mark)
         if resume_step is None:
-            for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
+            for events in target.glob("tensorboard/*/events.out.tfevents.*"):
                 events.unlink()
+        path = self._directory / FILE_NAME
         write_text_atomic(path, text)
+        if self._mirror is not None:
+            self._mirror.upload()
         self._hash = text_hash(text)
         self._size = len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
@@ -165,15 +174,19 @@ class MetricsWriter:
         self._file.write(line)
         self._file.flush()
         self._plot(phase, step, plain)
+        if self._mirror is not None:
+            self._mirror.changed()
 
     def mark(self) -> dict[str, Any]:
         """Puts all lines on disk, and returns their size and digest, with which a resumed run finds them unchanged."""
         os.fsync(self._file.fileno())
+        if self._mirror is not None:
+            self._mirror.upload()
         return {"bytes": self._size, "digest": self._hash.hexdigest()}
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of an evaluation to `samples/<step>.jsonl`, one object a line."""
-        directory = self._directory / "samples"
+        directory = self._target / "samples"
         directory.mkdir(exist_ok=True)
         write_text_atomic(directory / f"{step}.jsonl", _dump(samples))
 
@@ -188,6 +201,8 @@ class MetricsWriter:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
 
 class NoMetrics:

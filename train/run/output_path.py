@@ -7,6 +7,7 @@ from pathlib import Path
 from kljax._files import check_outside_of_runs
 from train.config.errors import UserError
 from train.config.schema import Config
+from train.storage.paths import as_path, check_bucket, is_remote
 
 # Orbax looks for its own files with patterns, in which these have a meaning.
 PATTERN_CHARACTERS = "[\\"
@@ -14,11 +15,16 @@ PATTERN_CHARACTERS = "[\\"
 
 def check_output(config: Config) -> None:
     """Raises `UserError` naming `output` if the directory of the run cannot be made or written."""
-    root = Path(config.output).absolute() / config.name
+    root = as_path(config.output, "output").absolute() / config.name
     try:
         check_outside_of_runs(root, option="output")
     except ValueError as error:
         raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"output: cannot read {_shown(root)}: {error.strerror}") from error
+    if is_remote(root):
+        check_bucket(root.parent, "output")
+        return
     if wrong := sorted(set(PATTERN_CHARACTERS) & set(str(root))):
         raise UserError(
             f"output: got {_shown(root)}, in which orbax takes {' and '.join(wrong)} for a pattern; expected a path "

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from train.config.storage import COMMIT_FILE
+from train.storage.paths import is_remote
+
 
 class RunPaths:
     """Paths below `root`, the directory `<output>/<name>` of a run.
@@ -31,4 +34,13 @@ class RunPaths:
 
     def steps(self) -> list[int]:
         """Lists the steps that have a checkpoint, in order, without opening any."""
-        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
+        steps = (
+            [path.parent for path in self.checkpoints.glob(f"*/{COMMIT_FILE}")]
+            if is_remote(self.root)
+            else self.checkpoints.glob("*")
+        )
+        return sorted(int(path.name) for path in steps if path.name.isdigit())
+
+    def has_base(self) -> bool:
+        """Whether the weights before RL are saved here, as a whole."""
+        return (self.base / COMMIT_FILE).is_file() if is_remote(self.root) else self.base.is_dir()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, largest_of
 from train.run.metrics import FILE_NAME, read_metrics
+from train.storage.paths import as_path
+from train.storage.uploads import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +60,7 @@ def write_curves(run_directory: str | Path) -> Path:
     Raises:
       UserError: there is no readable `metrics.jsonl`.
     """
-    directory = Path(run_directory)
+    directory = as_path(run_directory)
     records = read_metrics(directory / FILE_NAME)
     return draw_curves({directory.resolve().name: records}, directory / "curves.png")
 
@@ -94,8 +96,9 @@ def draw_curves(
     else:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(runs), frameon=False)
-    figure.savefig(path, dpi=dpi)
-    return Path(path)
+    with whole_file(as_path(path)) as partial:
+        figure.savefig(partial, dpi=dpi, format="png")
+    return as_path(path)
 
 
 def _series(records: Records, panel: Panel) -> tuple[list[int], list[float]]:

@@ -9,6 +9,8 @@ import jax
 from train.config.errors import Note, warn
 from train.config.schema import Profile
 from train.distributed.peers import is_leader
+from train.storage.paths import is_remote
+from train.storage.uploads import Mirror
 
 
 class StepTrace:
@@ -20,6 +22,7 @@ class StepTrace:
     def __init__(self, section: Profile, root: Path, done: int) -> None:
         """Takes the directory of the run, of which `done` steps are over."""
         self._directory = root / "profile"
+        self._mirror = Mirror(self._directory) if is_remote(root) and section.steps is not None else None
         self._first, self._last = section.steps or (0, 0)
         self._active = False
         if section.steps is not None and done >= self._last:
@@ -48,7 +51,8 @@ class StepTrace:
         # Calls of Python would be most of the trace; those of JAX are in it anyway.
         options.python_tracer_level = 0
         try:
-            jax.profiler.start_trace(self._directory, profiler_options=options)
+            local = self._directory if self._mirror is None else self._mirror.local
+            jax.profiler.start_trace(local, profiler_options=options)
             self._active = True
         except (RuntimeError, OSError) as error:
             warn(f"profile.steps: nothing is traced, because {error}")
@@ -60,5 +64,7 @@ class StepTrace:
         self._active = False
         try:
             jax.profiler.stop_trace()
+            if self._mirror is not None:
+                self._mirror.close()
         except (RuntimeError, OSError) as error:
             warn(f"profile.steps: the trace is lost, because {error}")

@@ -60,6 +60,8 @@ from train.run.setup import (
 from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
 from train.run.user_functions import check_user_functions
+from train.storage.copies import with_local_copies
+from train.storage.paths import as_path
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
@@ -90,10 +92,12 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     agree("compile_cache", config.compile_cache)
     console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
     config = with_local_model(config)
+    # The run records the addresses; what is read from stores is read from copies.
+    copied = run_together("copies", lambda: with_local_copies(config))
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))
-    context = make_context(config)
+    context = make_context(copied)
     if context.config.mesh != config.mesh:
         console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
     stream, expected, saved = run_together("start", lambda: _prepare(context, continued))
@@ -110,7 +114,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         progress(console) as bars,
     ):
         tell_supervisor(directory.root)
-        shown = Path(config.output) / directory.root.name
+        shown = as_path(config.output) / directory.root.name
         console.print(f"run directory: {shown}", markup=False, highlight=False)
         if context.held_out or config.rollout.source.type != "file":
             console.print(context.layout.line, markup=False, highlight=False)
@@ -219,7 +223,7 @@ def _continue_records(
     if step is not None:
         carried = checkpoints.carried(step)
     else:
-        carried = carried_with(directory.base) if directory.base.is_dir() else {}
+        carried = carried_with(directory.base) if directory.has_base() else {}
     on_leader("references", lambda: restore_record(directory.reference, carried.get("references", ())))
     return open_metrics(config, directory.root, -1 if step is None else step, carried.get("metrics"))
 

@@ -16,6 +16,7 @@ from train.rl.policy import abstract_adapter, abstract_params
 from train.run.base_weights import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import config_mesh
+from train.storage.paths import as_path
 from train.weights.orbax import ITEM, restore_base
 
 
@@ -33,7 +34,7 @@ class SavedRun:
         Raises:
           UserError: there is no run, or its config cannot be read or was changed on disk.
         """
-        directory = RunDirectory(Path(path))
+        directory = RunDirectory(as_path(path))
         if not directory.config.is_file():
             raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
         directory.check_config()

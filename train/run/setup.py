@@ -14,6 +14,7 @@ from train.config.installation import shell_command
 from train.config.load import fill_mesh, with_absolute_paths
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.context import RunContext, make_bare_context
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import Example, Task, load_task
@@ -61,6 +62,8 @@ def with_local_model(config: Config) -> Config:
         it was made of another file or cannot be written.
     """
     path, revision = config.model.path, config.model.revision
+    if path is not None and is_address(path):
+        return config
     if path is not None and revision is not None and Path(path).name != revision:
         folder = run_together("model", lambda: str(hub_folder(path, revision)))
     elif path is not None and is_gguf(path):

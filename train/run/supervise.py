@@ -17,6 +17,7 @@ from train.config.errors import LostProcessError, UserError, warn
 from train.config.installation import child_environment
 from train.process.interrupt import INTERRUPTED, handled
 from train.run.paths import RunPaths
+from train.storage.paths import as_path
 
 RESTARTS = 5
 """Restarts in a row without a new checkpoint, by default."""
@@ -130,7 +131,7 @@ class Supervisor:
             self._child = None
 
     def _directory(self) -> RunPaths | None:
-        return RunPaths(Path(json.loads(self._file.read_text()))) if self._file.exists() else None
+        return RunPaths(as_path(json.loads(self._file.read_text()))) if self._file.exists() else None
 
 
 def _exit_code(code: int) -> int:
@@ -146,7 +147,7 @@ def _described(code: int) -> str:
 
 def _progress(directory: RunPaths) -> tuple[bool, int]:
     """Returns whether the run has a base, and its newest checkpoint."""
-    return directory.base.is_dir() or directory.base_record.is_file(), max(directory.steps(), default=-1)
+    return directory.has_base() or directory.base_record.is_file(), max(directory.steps(), default=-1)
 
 
 def _continued(command: Sequence[str], directory: RunPaths) -> tuple[str, ...]:

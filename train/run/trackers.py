@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.distributed.peer_watch import last_progress
 from train.run.glossary import tag_of
+from train.storage.paths import is_remote
 
 PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
 MOST_SECONDS = 60.0
@@ -77,7 +79,13 @@ class WandbTracker:
         # The directory names the run, so that one that is resumed finds it.
         number = text_hash(str(root.absolute())).hexdigest()[:16]
         settings = wandb.Settings(console="off", silent=True)
-        names: dict[str, Any] = {"project": project, "name": root.name, "id": number, "dir": root}
+        directory = tempfile.gettempdir() if is_remote(root) else root
+        names: dict[str, Any] = {
+            "project": project,
+            "name": root.name,
+            "id": number,
+            "dir": directory,
+        }
         self._run = wandb.init(**names, config=dict(config), resume="allow", settings=settings)
         for phase in ("warm_start", "train", "eval"):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")

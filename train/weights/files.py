@@ -13,9 +13,13 @@ from typing import Any
 from kljax._files import CONFIG_STARTS, check_outside_of_runs, write_text_atomic
 from kljax.checkpoint import json_digest, text_hash
 from train.config.errors import UserError, warn
+from train.storage.paths import is_remote, probe_store
+from train.storage.uploads import new_folder
 
 SEAL = "digest_of_record"
 FIRST_LINE = CONFIG_STARTS[0]
+LAST = ("config.json", "adapter_config.json")
+"""The files without which a folder is none of a model or an adapter."""
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -80,6 +84,9 @@ def check_free(path: Path) -> None:
 
 def usable_directory(path: Path) -> None:
     """Creates a directory if it is missing, and raises OSError if it is not writable."""
+    if is_remote(path):
+        probe_store(path)
+        return
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=path):
         pass
@@ -89,10 +96,17 @@ def usable_directory(path: Path) -> None:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yields a temporary directory that is renamed to `path` when the block ends, and removed after an error.
 
+    For an address in a store it is one of this machine, whose files are uploaded, and the one that makes it a folder of
+    a model or an adapter is the last.
+
     Raises:
       FileExistsError: `path` exists and is no empty directory.
     """
     check_free(path)
+    if is_remote(path):
+        with new_folder(path, LAST) as partial:
+            yield partial
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     # `mkdtemp` would make it private to its owner, and the mask of the process cannot be read without a change of it.
     partial = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"

@@ -15,10 +15,12 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from kljax import checkpoint
 from kljax.checkpoint import first_five, named_leaves, read_metadata, seal, shape_and_dtype, tree_digests
+from kljax.checkpoint._stores import commit_options, is_complete, temporary_path_class
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
+from train.storage.paths import is_remote, move_tree, remove_tree
 from train.weights.saved_array import SavedArray
 
 Tree = Any
@@ -58,11 +60,18 @@ def _with_digests(tree: Tree, content: Mapping[str, Any] | None = None) -> ocp.a
 def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None) -> None:
     """Writes weights and their digests atomically: orbax renames the finished directory into place.
 
+    In an object store, where nothing is renamed, a file that it writes last says that the directory is complete; what a
+    killed process left there is deleted first.
+
     Args:
       content: further JSON values to seal beside the arrays.
     """
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(path.absolute(), args=_with_digests(params, content))
+    options = {}
+    if is_remote(path):
+        options["temporary_path_class"] = temporary_path_class()
+        on_leader("base", lambda: None if is_complete(path) else remove_tree(path))
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler(), **options) as checkpointer:
+        checkpointer.save(str(path.absolute()), args=_with_digests(params, content))
 
 
 def carried_with(path: Path) -> dict[str, Any]:
@@ -104,10 +113,10 @@ class RunCheckpoints:
 
     `reference` is there if it is updated, `batch` if batches of later steps were in flight at the save.
 
-    Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
-    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, checkpoints of
-    steps that `keep_every` divides, and the steps that a reference may load: step 0, the policy before RL, and the
-    steps in `pinned`.
+    Saves run in the background and become visible by one rename; in an object store by a file that is written last. A
+    killed run leaves a complete checkpoint or a temporary directory, which the next start removes. The newest `keep`
+    checkpoints are kept, checkpoints of steps that `keep_every` divides, and the steps that a reference may load: step
+    0, the policy before RL, and the steps in `pinned`.
 
     Attributes:
       carry: returns JSON values to save beside each state, which `carried` reads; None for none.
@@ -134,9 +143,11 @@ class RunCheckpoints:
         if section.keep_every is not None:
             policies.append(preservation_policy.EveryNSteps(section.keep_every))
         self._options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,
+            **commit_options(self._directory),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+        self._manager = ocp.CheckpointManager(str(self._directory), options=self._options)
 
     def steps(self) -> list[int]:
         """Lists the steps that have a checkpoint, in order."""
@@ -253,21 +264,22 @@ class RunCheckpoints:
     def _set_aside(self, step: int, error: Exception) -> None:
         self._manager.close()
 
-        def move() -> str:
+        def set_aside() -> str:
             damaged = self._directory.parent / "damaged"
             damaged.mkdir(exist_ok=True)
-            target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
-            shutil.move(self._directory / str(step), target)
+            target = damaged / f"{step}-{len(list(damaged.glob('*')))}"
+            move = move_tree if is_remote(damaged) else shutil.move
+            move(self._directory / str(step), target)
             return str(target)
 
-        target = on_leader("damaged checkpoint", move)
+        target = on_leader("damaged checkpoint", set_aside)
         logging.getLogger(__name__).warning(
             "checkpoint %s is damaged and was skipped (moved to %s): %s",
             self._directory / str(step),
             target,
             checkpoint.first_line(error),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+        self._manager = ocp.CheckpointManager(str(self._directory), options=self._options)
 
     def wait(self) -> None:
         """Waits until every started save is complete on disk."""

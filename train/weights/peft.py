@@ -26,6 +26,7 @@ from train.models.blocks import split_path
 from train.models.config import PROJECTIONS, ROUTER
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
+from train.storage.paths import as_path
 from train.weights.files import new_directory
 from train.weights.huggingface.names import EXPERTS
 from train.weights.huggingface.safetensors import open_tensors
@@ -67,7 +68,7 @@ class StoredTensor:
 
 def is_peft(path: str | Path) -> bool:
     """Checks whether a folder has a PEFT adapter."""
-    return (Path(path) / CONFIG_FILE).is_file()
+    return (as_path(path) / CONFIG_FILE).is_file()
 
 
 def base_model(path: str | Path) -> str | None:
@@ -188,7 +189,7 @@ def save_adapter(
     if not is_leader():
         return
     matrices = _matrices_to_write(model, leaves, fields.get("target_parameters", ()))
-    with new_directory(Path(path)) as partial:
+    with new_directory(as_path(path)) as partial:
         tensors = {f"{prefix}layers.{layer}.{name}.weight": matrix for (layer, name), matrix in matrices.items()}
         # `save_file` makes the file private to its owner, but a server may run as another user.
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kljax._files import check_outside_of_runs
+from kljax._files import check_outside_of_runs, local_file
 from kljax.tools.audit._files import InputError, read_array, read_batch
 from kljax.tools.audit._plot import have_matplotlib
 from kljax.tools.audit.anchors import AnchorAudit, audit_anchors
@@ -48,12 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--out", metavar="DIR", default="audit", help="folder for the report, created if missing (%(default)s)")
-    add("--logits", metavar="NPY", help="logits of the policy [N, T, V]")
-    add("--ref-logits", metavar="NPY", help="logits of the reference, same shape")
-    add("--rollout-logits", metavar="NPY", help="logits of the policy that draws the tokens, same shape")
-    add("--mask", metavar="NPY", help="booleans [N, T], the positions to audit; for logits and checkpoints")
-    add("--batch", metavar="NPZ", help="a recorded batch")
+    add(
+        "--out",
+        type=local_file,
+        metavar="DIR",
+        default="audit",
+        help="folder for the report, created if missing (%(default)s)",
+    )
+    add("--logits", type=local_file, metavar="NPY", help="logits of the policy [N, T, V]")
+    add("--ref-logits", type=local_file, metavar="NPY", help="logits of the reference, same shape")
+    add(
+        "--rollout-logits",
+        type=local_file,
+        metavar="NPY",
+        help="logits of the policy that draws the tokens, same shape",
+    )
+    add(
+        "--mask",
+        type=local_file,
+        metavar="NPY",
+        help="booleans [N, T], the positions to audit; for logits and checkpoints",
+    )
+    add("--batch", type=local_file, metavar="NPZ", help="a recorded batch")
     add(
         "--kl-is",
         choices=("exact", "estimate"),
@@ -73,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function of weights: returns the LM head of the hidden states",
     )
-    add("--tokens", metavar="NPY", help="integers [N, T], the input of that function")
+    add("--tokens", type=local_file, metavar="NPY", help="integers [N, T], the input of that function")
     add("--example", action="store_true", help="synthetic policies with the size and the entropy of a language model")
     add("--kl", type=float, default=0.1, help="example: mean KL(policy || reference) per token in nats (%(default)s)")
     add("--staleness", type=float, default=0.0, help="example: mean KL(policy || behaviour) in nats (on-policy)")

@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from kljax._files import check_output, write_output
+from kljax._files import check_output, local_file, write_output
 from kljax.tools.parity import report
 from kljax.tools.parity.dump import open_dump
 from kljax.tools.parity.recipe import read_recipe
@@ -28,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Replays a recorded batch stage by stage and names the cause of each difference."
     parser.epilog = EXIT_CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("dump", metavar="DUMP", help="an .npz or safetensors file with named arrays and a JSON header")
+    parser.add_argument(
+        "dump", type=local_file, metavar="DUMP", help="an .npz or safetensors file with named arrays and a JSON header"
+    )
     parser.add_argument("--system", metavar="NAME", help="the system whose names the header uses; overrides its own")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--html", metavar="HTML", help="write the report as a page, too")
+    parser.add_argument("--html", type=local_file, metavar="HTML", help="write the report as a page, too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.data import HUB
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.config.types import RECORDING
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
@@ -48,7 +49,7 @@ def _files(config: Config) -> Iterator[Problem]:
         elif path.startswith(HUB):
             if not path.removeprefix(HUB).split(":")[0]:
                 yield problem(f"got {path!r}, expected datasets:NAME, datasets:NAME:CONFIG or :SPLIT after it", name)
-        elif not Path(path).is_file():
+        elif not is_address(path) and not Path(path).is_file():
             exists = "it is no regular file" if Path(path).exists() else "there is no such file"
             kind = "it is a directory" if Path(path).is_dir() else exists
             yield problem(f"got {path!r}, expected a file of JSON lines, but {kind}", name, "task")
@@ -97,7 +98,7 @@ def _template(config: Config) -> Iterator[Problem]:
         for name in _set_fields(config, *TEMPLATE):
             yield problem("only a chat template reads it, and data.chat is false", f"data.{name}", "data.chat")
     path = data.chat_template
-    if path is not None and not Path(path).is_file():
+    if path is not None and not is_address(path) and not Path(path).is_file():
         yield problem(f"got {path!r}, expected a jinja file, but there is no such file", "data.chat_template")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config.download import download_hint
+from train.config.storage import is_address
 from train.config.types import Section
 
 
@@ -30,6 +31,6 @@ def changed(section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any, 
 
 
 def missing_path(name: str, path: str) -> Iterator[Problem]:
-    if "://" not in path and not Path(path).exists():  # a bucket is looked into when it is opened
+    if not is_address(path) and not Path(path).exists():  # a bucket is looked into when it is opened
         hint = download_hint(Path(path))
         yield problem(f"got {path!r}, expected a saved checkpoint, but there is no such path{hint}", name)

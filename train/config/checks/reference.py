@@ -1,10 +1,10 @@
 """The reference, and the base it starts from."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from train.config.checks.problem import Problem, missing_path, problem
 from train.config.schema import Config
+from train.config.storage import is_address, small_file
 
 
 def _reference(config: Config) -> Iterator[Problem]:
@@ -35,7 +35,13 @@ def _reference(config: Config) -> Iterator[Problem]:
 
 def _is_peft(path: str) -> bool:
     """As `train.weights.peft.is_peft`, which a config is checked without: it loads JAX."""
-    return (Path(path) / "adapter_config.json").is_file()
+    try:
+        return bool(small_file(path, "adapter_config.json").is_file())
+    except Exception:
+        # A store that does not answer says so when it is read.
+        if not is_address(path):
+            raise
+        return True
 
 
 def _warm_start(config: Config) -> Iterator[Problem]:

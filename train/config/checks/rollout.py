@@ -10,6 +10,7 @@ from train.config.mesh import ROW_AXES
 from train.config.plan import Plan
 from train.config.rollout import OpenAISourceSection
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.config.types import SYNCS
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
@@ -45,7 +46,7 @@ def _ignored(config: Config) -> Iterator[Problem]:
 
 def _file(config: Config) -> Iterator[Problem]:
     source = config.rollout.source
-    if source.type == "file" and not Path(source.path).exists():
+    if source.type == "file" and not is_address(source.path) and not Path(source.path).exists():
         yield problem(f"got {source.path!r}, but there is no such file or directory", "rollout.source.path")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recording_format import FORMAT, METADATA
+from train.storage.uploads import whole_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,19 +70,17 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
     table = table.replace_schema_metadata({METADATA: json.dumps({"format": FORMAT, **metadata})})
     floats = [f"{name}.list.element" for name, column in _values_of(rows.arrays).items() if column.dtype.kind == "f"]
     names = [f"{field.name}.list.element" for field in table.schema]
-    partial = path.with_name(f"{path.name}.partial")
-    parquet.write_table(
-        table,
-        partial,
-        compression="zstd",
-        use_dictionary=[name for name in names if name not in floats],
-        use_byte_stream_split=floats,
-        write_statistics=False,
-        write_page_checksum=True,
-    )
-    size = partial.stat().st_size
-    partial.replace(path)
-    return size
+    with whole_file(path) as partial:
+        parquet.write_table(
+            table,
+            partial,
+            compression="zstd",
+            use_dictionary=[name for name in names if name not in floats],
+            use_byte_stream_split=floats,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+        return partial.stat().st_size
 
 
 def make_table(rows: TokenRows, texts: TokenTexts) -> "pyarrow.Table":

@@ -16,6 +16,7 @@ from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
+from train.storage.paths import as_path
 from train.weights.files import usable_directory
 
 
@@ -25,7 +26,7 @@ def open_recording(path: str, *, continued: bool) -> Path:
     Raises:
       UserError: the directory is not writable, or has recordings of another run.
     """
-    directory = Path(path)
+    directory = as_path(path, "rollout.record")
     try:
         check_outside_of_runs(directory, option="rollout.record")
         usable_directory(directory)

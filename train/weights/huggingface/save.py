@@ -24,6 +24,7 @@ from train.models.decoder import Decoder
 from train.models.experts import CHOICE_BIAS
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
+from train.storage.paths import as_path
 from train.weights.files import check_free, new_directory
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
@@ -100,7 +101,7 @@ def save_folder(
             f"no family of this model has a tensor for {CHOICE_BIAS}, the biases of routing.bias_update_rate; without "
             "them the routers choose other experts"
         )
-    target = Path(path)
+    target = as_path(path)
     stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
     tensors = file_tensors(model.config, list(_tensors(model)))
