@@ -27,7 +27,7 @@ from benchmarks.harness.report import Check, Report, ratio, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params, slot_states, stored_head, token_stats
-from train.rl.token_fields import ROUTES
+from train.sequences.token_fields import ROUTES
 from train.rollouts.sampler import Sampling, sample
 
 Array = jax.Array

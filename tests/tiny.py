@@ -23,7 +23,7 @@ from train.data.tokenizers import ByteTokenizer
 from train.distributed.global_arrays import RowSplit
 from train.models import Decoder
 from train.models.sharding import batch_sharding, make_mesh
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, judge_rows, shard_completions
 from train.rollouts.jax_source import JaxSource

@@ -16,7 +16,7 @@ from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import TokenIds
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights

@@ -31,7 +31,7 @@ from train.config.load import dump_yaml, load, parse
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
-from train.rl.token_fields import LEAST_LOG_PROB
+from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
 from train.rollouts.recorded.record import parse_row

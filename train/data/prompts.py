@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from train.config.errors import UserError
-from train.data.padding import pad_rows
+from train.sequences.padding import pad_rows
 from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer, decode_continuation
 

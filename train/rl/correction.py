@@ -17,9 +17,9 @@ from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.signatures import Signature
 from train.rl import algorithms
-from train.rl.batch import Batch, required
+from train.sequences.batch import Batch, required
 from train.rl.metrics import Metrics, single
-from train.rl.token_fields import LAGS
+from train.sequences.token_fields import LAGS
 from train.rl.user_functions import check_result
 
 Array = jax.Array

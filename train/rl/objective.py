@@ -22,7 +22,7 @@ from train.config.schema import Config, LogProbs
 from train.config.types import Aggregation, EmptyRows
 from train.models import Decoder
 from train.rl import algorithms
-from train.rl.batch import Batch, per_token_fields, required
+from train.sequences.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, ROLLOUT_KL_MAX, largest_of
 from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single

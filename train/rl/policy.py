@@ -29,8 +29,8 @@ from train.models.sharding import (
     param_shardings,
     partition_spec,
 )
-from train.rl.batch import Batch
-from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
+from train.sequences.batch import Batch
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.sequences.forest import Forest, group_forest, row_forest
 
 Tree = Any

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 import kljax
-from train.rl.batch import Batch, required
+from train.sequences.batch import Batch, required
 from train.rl.kl_metrics import SAMPLING_BIAS, SAMPLING_BIAS_Z
 from train.rl.metrics import Metrics, ZScore
 

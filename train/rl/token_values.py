@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import kljax
 from train.models.sharding import replicated
-from train.rl.batch import Batch, per_token_fields, present_arrays, required
+from train.sequences.batch import Batch, per_token_fields, present_arrays, required
 
 Array = jax.Array
 PER_TOKEN = ("policy_log_probs", "entropy", "loss_weights", "exact_kl")

@@ -15,8 +15,8 @@ from train.data.tasks.rewards import Scores, compose, judge
 from train.distributed.exchange import agree, on_leader, run_together, send_to_leader
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.shard_rows import shard_rows
-from train.rl.batch import Batch
-from train.rl.token_fields import LAGS, VERSIONS
+from train.sequences.batch import Batch
+from train.sequences.token_fields import LAGS, VERSIONS
 from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lags
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes

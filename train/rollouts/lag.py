@@ -10,7 +10,7 @@ import numpy as np
 import kljax
 from train.config.plan import Plan
 from train.rl.state import TrainState, policy_of
-from train.rl.token_fields import UNKNOWN
+from train.sequences.token_fields import UNKNOWN
 
 Tree = Any
 NEVER = 2**31 - 1

@@ -6,7 +6,7 @@ import numpy as np
 from train.config.plan import Layout
 from train.context import RunContext
 from train.distributed.global_arrays import RowSplit
-from train.rl.token_fields import ROUTES
+from train.sequences.token_fields import ROUTES
 from train.rollouts.source import Completions, SourceError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from train.rl.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
+from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
 from train.rollouts.source import SourceError
 
 

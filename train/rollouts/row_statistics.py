@@ -9,7 +9,7 @@ import numpy as np
 
 from train.config.schema import Config
 from train.distributed.global_arrays import RowSplit
-from train.rl.token_fields import LEAST_LOG_PROB
+from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.source import Array, Completions, SourceError
 
 LEAST_CHANCE = math.log(1e-12)

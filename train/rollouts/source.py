@@ -16,7 +16,7 @@ from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
-from train.rl.token_fields import TOKEN_FIELDS, VERSIONS, TokenFields
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
 

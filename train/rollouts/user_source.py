@@ -18,7 +18,7 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit, to_host_rows
 from train.process.waiting import waiting_for
-from train.rl.token_fields import LEAST_LOG_PROB
+from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import has_log_prob

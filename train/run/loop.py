@@ -18,12 +18,12 @@ from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt, StepLeftError, leave_if_stopping
 from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
 from train.references.store import ReferenceStore, make_reference_store
-from train.rl.batch import Batch, present_arrays
+from train.sequences.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.objective import Control, Preparation, coefficients
-from train.rl.packing import Packer, StepPacking, make_packer
+from train.sequences.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import (

@@ -10,9 +10,9 @@ import kljax
 from train.config.algorithms import UserFunction
 from train.config.plan import Plan
 from train.rl.algorithms import estimate_advantages, policy_loss
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.correction import make_correction
-from train.rl.token_fields import LAGS
+from train.sequences.token_fields import LAGS
 
 
 def check_user_functions(plan: Plan) -> None:

@@ -15,7 +15,7 @@ from train.models.config import PROJECTIONS
 from train.models.devices import find_device
 from train.plan.local import StepTokens, step_work
 from train.plan.shapes import planned_model
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.policy import init_params
 from train.rl.state import policy_of

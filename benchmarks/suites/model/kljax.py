@@ -16,7 +16,7 @@ from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, ModelWork
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 from train.weights.huggingface.config import decoder_config

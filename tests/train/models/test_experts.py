@@ -29,7 +29,7 @@ from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
 from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.routing import routing_metrics
-from train.rl.token_fields import ROUTES
+from train.sequences.token_fields import ROUTES
 from train.sequences.forest import group_forest, row_forest
 from train.weights.peft import save_adapter
 

@@ -23,7 +23,7 @@ from train.models.rope import frequencies
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_controllers
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_update

@@ -10,7 +10,7 @@ import kljax
 from tests import tiny
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
 from train.rl.step import make_score
 

@@ -15,7 +15,7 @@ from train.data.tokenizers import ByteTokenizer
 from train.models.sharding import batch_sharding, replicated
 from train.references import store
 from train.references.store import ReferenceStore, make_reference_store
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score

@@ -26,7 +26,7 @@ from train.rl.algorithms import (
     next_learning_rate,
     policy_loss,
 )
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_control, make_preparation
 
 LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)

@@ -13,7 +13,7 @@ import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
 from train.config.plan import Plan
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.step import make_update

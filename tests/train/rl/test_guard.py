@@ -14,7 +14,7 @@ from tests import tiny
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.metrics import SHARE, LargestToken, is_beyond, single
 from train.rl.objective import coefficients, make_control
 from train.rl.state import first_nonfinite

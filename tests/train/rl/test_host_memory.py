@@ -13,7 +13,7 @@ from tests import tiny
 from train.config.errors import ConfigError
 from train.config.plan import Plan
 from train.models.sharding import make_mesh
-from train.rl.batch import row_count
+from train.sequences.batch import row_count
 from train.rl.host_memory import make_run_optimizer
 from train.rl.objective import coefficients
 from train.rl.state import HOST

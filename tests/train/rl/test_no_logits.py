@@ -18,7 +18,7 @@ from train.models import Decoder
 from train.models.sharding import batch_sharding
 from train.rl import policy, step
 from train.rl.algorithms import make_optimizer
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head

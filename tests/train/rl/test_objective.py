@@ -18,7 +18,7 @@ from tests import oracles, other_seeds, tiny
 from train.config import types
 from train.config.plan import Plan
 from train.rl.algorithms import make_controllers
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights, with_token_weights
 from train.rl.policy import (
     ScoredPolicy,

@@ -21,7 +21,7 @@ from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
-from train.rl.packing import StepPacking, make_packer
+from train.sequences.packing import StepPacking, make_packer
 from train.rl.routing import (
     ExpertLoad,
     RouterTotals,

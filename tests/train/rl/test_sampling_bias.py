@@ -12,7 +12,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.plan import Plan
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.sampling_bias import measure_sampling_bias
 from train.run.rollout_watch import BIASED_STEPS, MOST_BIAS
 

@@ -16,7 +16,7 @@ from tests import rounding, tiny
 from train.config.plan import Layout, Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.metrics import single
 from train.rl.objective import coefficients, make_objective, with_token_weights

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
-from train.rl.token_fields import VERSIONS
+from train.sequences.token_fields import VERSIONS
 from train.rollouts.source import Completions, SourceError
 from train.run.routes import flips_by_lag
 

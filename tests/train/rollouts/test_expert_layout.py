@@ -16,7 +16,7 @@ from train.data.tasks import load_task
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo
 from train.rl.policy import abstract_params
-from train.rl.token_fields import ROUTES
+from train.sequences.token_fields import ROUTES
 from train.rollouts.jax_source import begin_samples, make_sampler
 from train.rollouts.sampler import Samples
 

@@ -12,7 +12,7 @@ from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
-from train.rl.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB
+from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB
 from train.rollouts.open import open_source
 from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, Requested, read_answer

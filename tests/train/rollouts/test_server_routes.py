@@ -21,7 +21,7 @@ from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.models import ExpertsConfig
-from train.rl.token_fields import ROUTES, TOKEN_FIELDS
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.routes import decode_routes

@@ -24,7 +24,7 @@ from train.config.schema import Checkpoint
 from train.data.tasks.user_score import RewardError
 from train.models.shard_rows import shard_rows
 from train.rl.policy import abstract_adapter, abstract_params
-from train.rl.token_fields import VERSIONS
+from train.sequences.token_fields import VERSIONS
 from train.rollouts.collect import collect
 from train.rollouts.lag import token_lags
 from train.rollouts.open import open_evaluation, open_stream

@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from train.data.tokenizers import ByteTokenizer
-from train.rl.token_fields import TOKEN_FIELDS, TokenField
+from train.sequences.token_fields import TOKEN_FIELDS, TokenField
 from train.rollouts.recorded.files import open_files
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
 from train.run.recorder import token_texts

@@ -18,10 +18,10 @@ from train.models.packing import pack, pack_rows, unpack
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.keys import purpose_key
-from train.rl.packing import StepPacking, make_packer
+from train.sequences.packing import StepPacking, make_packer
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.rl.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
 from train.rollouts.collect import Rollout, collect
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.recorded import record_rows, write_rows

@@ -23,7 +23,7 @@ from train.config.optim import OPTIMIZER_VARIANTS, SCHEDULE_VARIANTS
 from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.references.follow import with_abstract_reference
-from train.rl.packing import make_packer
+from train.sequences.packing import make_packer
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop

@@ -9,7 +9,7 @@ from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
-from train.rl.token_fields import TOKEN_FIELDS, shorten
+from train.sequences.token_fields import TOKEN_FIELDS, shorten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ from train.config.errors import UserError
 from train.config.rollout import FileSourceSection
 from train.config.types import RECORDING
 from train.context import RunContext
-from train.data.padding import pad_rows
+from train.sequences.padding import pad_rows
 from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
-from train.rl.token_fields import TOKEN_FIELDS, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS
 from train.rollouts.lag import reads_lags
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.rl.token_fields import TOKEN_FIELDS
+from train.sequences.token_fields import TOKEN_FIELDS
 from train.rollouts.recording_format import FORMAT, METADATA
 from train.storage.uploads import whole_file
 

@@ -11,7 +11,7 @@ import numpy as np
 from kljax._files import check_outside_of_runs, write_text_atomic
 from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
-from train.rl.token_fields import TOKEN_FIELDS
+from train.sequences.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.row_checks import has_holes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from train.rl.token_fields import TokenFields
+from train.sequences.token_fields import TokenFields
 
 CHUNK = 128
 

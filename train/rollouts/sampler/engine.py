@@ -20,7 +20,7 @@ from train.models.experts import NO_EXPERT
 from train.models.layers import copies_layers
 from train.models.sharding import axis_parts, axis_size, batch_sharding, device_kind, replicated
 from train.rl.policy import bind, make_logits
-from train.rl.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable

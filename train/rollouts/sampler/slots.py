@@ -10,7 +10,7 @@ from jax import lax
 
 from train.models.cache import DecoderState, PromptState
 from train.models.sharding import axis_size, constrain
-from train.rl.token_fields import TokenFields
+from train.sequences.token_fields import TokenFields
 
 # Maps an array and its axis of N prompts to the same array with B rows, each with a copy of its prompt's entry.
 PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]

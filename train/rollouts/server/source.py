@@ -17,11 +17,11 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.context import RunContext
-from train.data.padding import pad_rows
+from train.sequences.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
-from train.rl.token_fields import ROUTES, UNKNOWN, VERSIONS
+from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
 from train.rollouts.routes import records_routes
 from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_probe
 from train.rollouts.server.client import MOST_BYTES, POLL_SECONDS, Client, wait_for

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from train.rl.token_fields import TOKEN_FIELDS, TokenFields
+from train.sequences.token_fields import TOKEN_FIELDS, TokenFields
 
 Array = jax.Array
 Metadata = Mapping[str, Any]

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from train.rl.token_fields import TOKEN_FIELDS, TokenFields
+from train.sequences.token_fields import TOKEN_FIELDS, TokenFields
 
 
 class PaddedRows(TypedDict):

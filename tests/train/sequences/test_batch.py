@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests import rounding, tiny
 from train.config.plan import Plan
-from train.rl.batch import (
+from train.sequences.batch import (
     PER_ROW,
     Batch,
     concatenate,
@@ -33,7 +33,7 @@ from train.rl.objective import coefficients, make_objective, make_preparation, t
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extended(Batch):
-    """A batch of some later version: new fields that no function of `train.rl.batch` has heard of."""
+    """A batch of some later version: new fields that no function of `train.sequences.batch` has heard of."""
 
     images: jax.Array | None = None  # [B, T, 2], per token
     entropies: jax.Array | None = None  # [B, T]

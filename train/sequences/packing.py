@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from train.config.plan import Plan
 from train.distributed.global_arrays import to_host
 from train.models.sharding import axis_size, replicated
-from train.rl.batch import Batch
+from train.sequences.batch import Batch
 from train.sequences.forest import Forest
 from train.sequences.write_forest import Placed, write_forest
 
