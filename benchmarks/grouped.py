@@ -34,8 +34,8 @@ from benchmarks.harness.report import Check, Measured, Report, Target, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.config import DType
 from train.models.grouped import grouped_dot
+from train.models.parameters import init_params
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params
 from train.rollouts.sampler import Sampling, sample
 
 FORWARD, GRADIENT, DENSE, DECODE = 1.10, 1.20, 1.30, 1.30

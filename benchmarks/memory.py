@@ -30,12 +30,12 @@ from benchmarks.harness.report import Report, table
 from train.config.load import load
 from train.config.plan import Plan
 from train.models import Decoder
+from train.models.parameters import init_params
 from train.models.sharding import make_mesh
 from train.plan.shapes import PUBLISHED
 from train.references.load import load_reference
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
-from train.rl.policy import init_params
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import update_rows

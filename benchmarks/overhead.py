@@ -31,9 +31,9 @@ from benchmarks.harness.race import log
 from benchmarks.harness.report import Check, Report, table
 from train.config.schema import Checkpoint, Config
 from train.data.tasks import Example
+from train.models.parameters import init_params
 from train.process.interrupt import Interrupt
 from train.rl.keys import purpose_key
-from train.rl.policy import init_params
 from train.rollouts.open import open_stream
 from train.run.guard import StepGuard
 from train.run.loop import train

@@ -25,10 +25,12 @@ import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.report import Check, Report, ratio, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
+from train.models.head import stored_head
+from train.models.parameters import init_params
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params, slot_states, stored_head, token_stats
-from train.sequences.token_fields import ROUTES
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, slot_states, token_stats
 from train.rollouts.sampler import Sampling, sample
+from train.sequences.token_fields import ROUTES
 
 Array = jax.Array
 LIMIT = 1.1

@@ -23,8 +23,8 @@ from tests import peers
 from tests.integration.command import environment, records, state_arrays
 from train.config.load import load
 from train.data.tokenizers import ByteTokenizer
+from train.models.parameters import abstract_adapter
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_adapter
 from train.weights.model import make_model
 from train.weights.peft import save_adapter
 

@@ -23,13 +23,13 @@ from train.data.tokenizers import ByteTokenizer
 from train.distributed.global_arrays import RowSplit
 from train.models import Decoder
 from train.models.sharding import batch_sharding, make_mesh
-from train.sequences.batch import Batch
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, judge_rows, shard_completions
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.source import Completions
 from train.rollouts.stream import Stream
 from train.run.setup import first_state
+from train.sequences.batch import Batch
 from train.weights.model import make_model
 
 PROMPT, NEW_TOKENS = 5, 4
@@ -78,7 +78,7 @@ def host_params() -> dict:
 
 def drawn(model: Decoder, key: jax.Array, *, adapter: bool = False) -> dict:
     """Draws weights, or an adapter, on one device, whatever mesh is set where they are first asked for."""
-    from train.rl.policy import init_adapter, init_params
+    from train.models.parameters import init_adapter, init_params
 
     # A key remembers the mesh under which it was made; its numbers do not.
     numbers = np.asarray(jax.random.key_data(key))
@@ -99,7 +99,7 @@ def filled(shapes: Any, seed: int) -> Any:
 
 def placed(policy: kljax.Policy, model: Decoder, mesh: Mesh) -> kljax.Policy:
     """Weights on the devices of a mesh, as the model shards them; to draw them there would compile a program."""
-    from train.rl.policy import abstract_adapter, abstract_params
+    from train.models.parameters import abstract_adapter, abstract_params
 
     adapter = None if policy.adapter is None else abstract_adapter(model, mesh)
     shapes = kljax.Policy(abstract_params(model, mesh), adapter)

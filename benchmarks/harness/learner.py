@@ -16,7 +16,6 @@ from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import TokenIds
-from train.sequences.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
@@ -24,6 +23,7 @@ from train.rl.state import TrainState
 from train.rl.step import update_rows
 from train.run.loop import Programs
 from train.run.setup import first_state
+from train.sequences.batch import Batch
 
 
 def grpo(prompt_length: int, completion_length: int, prompts: int, samples: int, **raw: Any) -> Config:

@@ -12,10 +12,10 @@ from tests.faults.case import Fault
 from tests.train.rollouts.test_recorded import SOURCE, row
 from train.config.errors import UserError
 from train.context import RunContext
-from train.sequences.token_fields import ROUTES
 from train.rollouts.collect import collect
 from train.rollouts.open import open_stream
 from train.rollouts.source import SourceError
+from train.sequences.token_fields import ROUTES
 
 AREA = "recorded routes"
 EXPERTS, ACTIVE = 5, 2

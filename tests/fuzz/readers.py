@@ -31,12 +31,12 @@ from train.config.load import dump_yaml, load, parse
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
-from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
 from train.rollouts.recorded.record import parse_row
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
+from train.sequences.token_fields import LEAST_LOG_PROB
 
 ROOT = pathlib.Path(__file__).parents[2]
 CORPUS = pathlib.Path(__file__).parent / "corpus"

@@ -16,8 +16,9 @@ from train.config.load import load
 from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models import Decoder
+from train.models.parameters import init_params
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, init_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.run import run
 from train.run.saved_run import SavedRun
 from train.weights.files import read_record

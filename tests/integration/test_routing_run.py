@@ -12,10 +12,10 @@ from train.data.tokenizers import ByteTokenizer
 from train.export import main as export
 from train.models.transformer import Transformer
 from train.references.find import find_reference
-from train.sequences.token_fields import ROUTES
 from train.run.base_weights import load_initial_base
 from train.run.saved_run import SavedRun
 from train.run.setup import config_mesh
+from train.sequences.token_fields import ROUTES
 from train.weights.model import make_model
 
 MOE = (

@@ -19,8 +19,9 @@ import numpy as np
 import kljax
 from tests.real.replies import draw_replies
 from train.config.errors import UserError
+from train.models.head import make_logits
 from train.process.console import run_command
-from train.rl.policy import ScoredPolicy, Sequences, hidden_states, make_logits
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.run.saved_run import SavedRun
 from train.run.setup import make_context
 

@@ -23,8 +23,9 @@ from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
 from train.models.int8 import quantise_params
 from train.models.merge import merge
+from train.models.parameters import init_adapter
 from train.models.sharding import make_mesh
-from train.rl.policy import Sequences, init_adapter
+from train.rl.policy import Sequences
 from train.rollouts.sampler import Sampling, sample
 from train.weights.huggingface import load_params
 from train.weights.model import make_model

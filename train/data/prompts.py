@@ -13,9 +13,9 @@ import grain
 import numpy as np
 
 from train.config.errors import UserError
-from train.sequences.padding import pad_rows
 from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer, decode_continuation
+from train.sequences.padding import pad_rows
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 import kljax
 from train.config.plan import Plan
 from train.models import Decoder
+from train.models.parameters import abstract_adapter, abstract_params, abstract_value_head
 from train.models.sharding import replicated
 from train.references.find import PARTS, find_reference
 from train.references.follow import scored_part, with_abstract_reference
 from train.rl.algorithms import make_controllers
-from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params, abstract_value_head
+from train.rl.policy import ScoredPolicy
 from train.rl.state import GuardState, TrainState, abstract_optimizer_state
 from train.weights.model import field_errors
 

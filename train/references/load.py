@@ -17,10 +17,11 @@ from train.config.plan import AVERAGES, Plan, follows_policy
 from train.config.schema import Config
 from train.distributed.exchange import on_leader
 from train.models import Decoder
+from train.models.parameters import abstract_adapter, abstract_params
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
 from train.references.follow import start_following
 from train.references.record import is_recorded, record_reference, reference_fingerprint
-from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params
+from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, first_nonfinite
 from train.weights.huggingface import check_folder, load_params

@@ -15,9 +15,9 @@ from train.distributed.global_arrays import held_rows, to_host
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
-from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.step import ReferenceScore, make_reference_score
+from train.sequences.batch import Batch
 
 MIB = 2**20
 

@@ -21,9 +21,9 @@ from train.config.loss import Advantage, Loss
 from train.config.optim import CosineSchedule, LinearSchedule, Optim, WsdSchedule
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.signatures import Signature, load_function
-from train.sequences.batch import Batch, required
 from train.rl.metrics import Metrics
 from train.rl.user_functions import call_user, check_result
+from train.sequences.batch import Batch, required
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]

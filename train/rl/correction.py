@@ -17,10 +17,10 @@ from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.signatures import Signature
 from train.rl import algorithms
-from train.sequences.batch import Batch, required
 from train.rl.metrics import Metrics, single
-from train.sequences.token_fields import LAGS
 from train.rl.user_functions import check_result
+from train.sequences.batch import Batch, required
+from train.sequences.token_fields import LAGS
 
 Array = jax.Array
 Entry = tuple[Signature, Correction]

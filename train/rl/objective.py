@@ -22,7 +22,6 @@ from train.config.schema import Config, LogProbs
 from train.config.types import Aggregation, EmptyRows
 from train.models import Decoder
 from train.rl import algorithms
-from train.sequences.batch import Batch, per_token_fields, required
 from train.rl.correction import loss_mask, make_correction
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT, ROLLOUT_KL_MAX, largest_of
 from train.rl.metrics import SLOPE, WITHOUT_GRADIENT, LargestToken, Metrics, single
@@ -30,6 +29,7 @@ from train.rl.policy import ScoredPolicy, Sequences, fused_loss, slot_states, to
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
 from train.rl.sampling_bias import measure_sampling_bias
 from train.rl.state import keep_unless, policy_of
+from train.sequences.batch import Batch, per_token_fields, required
 from train.sequences.forest import Forest
 
 Array = jax.Array

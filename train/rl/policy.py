@@ -1,4 +1,4 @@
-"""A policy (base parameters, optional adapter): its weights, hidden states, token statistics and values."""
+"""A policy (base parameters, optional adapter) on sequences: hidden states, token statistics and values."""
 
 import dataclasses
 import functools
@@ -8,38 +8,26 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 import kljax
-from kljax.checkpoint import named_leaves
 from train.config.plan import Layout
 from train.config.routing import Replay
-from train.models import Decoder, Transformer, ValueHead
+from train.models import Decoder
 from train.models.blocks import check_rows_may_join
 from train.models.experts import NO_EXPERT, Routed
-from train.models.layers import in_pieces, narrow_logits
+from train.models.head import stored_head
+from train.models.parameters import bind, value_head_structure
 from train.models.sharding import (
-    RULES,
-    Rules,
     axis_size,
-    constrain,
-    device_kind,
     divides,
     mesh_is_set,
-    param_shardings,
     partition_spec,
 )
 from train.sequences.batch import Batch
-from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.sequences.forest import Forest, group_forest, row_forest
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 
 Tree = Any
-TRANSPOSED_BYTES = 2**24
-"""Size up to which a CPU transposes a tied LM head for its decode steps.
-
-At 4 MiB and 8 rows a product takes 0.20 ms of CPU with the transposed head, and 0.31 ms with the stored one. At 32 MiB
-both take 4.9 ms on one machine, and the stored one 4 ms less on another.
-"""
 
 
 @jax.tree_util.register_dataclass
@@ -136,100 +124,6 @@ class Sequences:
         return None if routes is None else self.forest.take(routes, NO_EXPERT)
 
 
-def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh, rules: Rules = RULES) -> Tree:
-    """Adds to `ShapeDtypeStruct`s the shardings that their logical axes get on a mesh."""
-    shardings = param_shardings(mesh, axes, shapes, rules)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
-def _compile_draw(init: Callable[[jax.Array], Tree], abstract: Tree) -> Callable[[jax.Array], Tree]:
-    """Compiles a draw on the devices that will hold it; the values are equal on any (partitionable threefry)."""
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
-
-
-def _check_has_lora(model: Decoder) -> None:
-    if model.config.lora is None:
-        raise ValueError("adapter: the model has no lora section; set `model.lora`")
-
-
-def abstract_params(model: Decoder, mesh: Mesh, rules: Rules = RULES) -> Tree:
-    """Describes the base parameters, for restoring them: shapes, dtypes and shardings."""
-    return _with_shardings(model.structure().params, model.structure().param_axes, mesh, rules)
-
-
-def abstract_adapter(model: Decoder, mesh: Mesh, rules: Rules = RULES) -> Tree:
-    """Describes the adapter, for restoring it. Raises ValueError for a model without lora."""
-    _check_has_lora(model)
-    return _with_shardings(model.structure().adapter, model.structure().adapter_axes, mesh, rules)
-
-
-def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """Draws base parameters, sharded over the mesh; the same values with and without a lora section."""
-    return _params_draw(model, mesh)(key)
-
-
-def init_adapter(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """Draws an adapter, sharded over the mesh. B is zero, so that it changes nothing yet.
-
-    Raises:
-      ValueError: a model without lora.
-    """
-    return _adapter_draw(model, mesh)(key)
-
-
-@functools.cache
-def _params_draw(model: Decoder, mesh: Mesh) -> Callable[[jax.Array], Tree]:
-    return _compile_draw(lambda key: model.init(key)[0], abstract_params(model, mesh))
-
-
-@functools.cache
-def _adapter_draw(model: Decoder, mesh: Mesh) -> Callable[[jax.Array], Tree]:
-    return _compile_draw(lambda key: model.init(key)[1], abstract_adapter(model, mesh))
-
-
-def abstract_value_head(model: Decoder, mesh: Mesh) -> Tree:
-    """Describes a value head: shapes, dtypes and shardings."""
-    _, shapes, axes = _value_head_structure(model.config.width)
-    return _with_shardings(shapes, axes, mesh)
-
-
-def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """Draws a value head, `{"kernel": [D], "bias": []}`."""
-
-    def init(key: jax.Array) -> Tree:
-        return nnx.to_pure_dict(nnx.state(ValueHead(model.config.width, key=key)))
-
-    return _compile_draw(init, abstract_value_head(model, mesh))(key)
-
-
-@functools.cache
-def _value_head_structure(width: int) -> tuple[nnx.GraphDef[ValueHead], Tree, Tree]:
-    """Returns the modules, shapes and logical axes of a value head."""
-    graphdef, state = nnx.split(jax.eval_shape(lambda: ValueHead(width, key=jax.random.key(0))))
-    return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
-
-
-def bind(model: Decoder, policy: kljax.Policy) -> Transformer:
-    """Merges the weights of a policy with the modules of the decoder.
-
-    Raises:
-      ValueError: an adapter whose names or shapes differ from the ones that the model's lora section gives.
-    """
-    if policy.adapter is not None:
-        _check_has_lora(model)
-        expected = _shapes(model.structure().adapter)
-        got = _shapes(policy.adapter)
-        if expected != got:
-            wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
-            listed = "; ".join(f"{name}: got {got.get(name)}, expected {expected.get(name)}" for name in wrong)
-            raise ValueError(f"adapter does not fit the model: {listed}")
-    return model.bind(policy.params, policy.adapter)
-
-
-def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
-
-
 def hidden_states(scored: ScoredPolicy, sequences: Sequences) -> jax.Array:
     """Computes the hidden states of the tokens of sequences, [B, T, D]; 0 at padding."""
     return sequences.forest.gather(slot_states(scored, sequences)[0])
@@ -277,42 +171,6 @@ def paired_slot_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
     return both[:, 0], both[:, 1]
-
-
-def stored_head(model: Decoder, params: Tree) -> jax.Array:
-    """Returns the LM head as it is stored: the embedding table [V, D] if tied, else the kernel [D, V]."""
-    return params["embed_tokens"]["embedding"] if model.config.tie_embeddings else params["lm_head"]["kernel"]
-
-
-def head(model: Decoder, params: Tree) -> jax.Array:
-    """Returns the LM head as [D, V], a copy if it is tied."""
-    stored = stored_head(model, params)
-    return stored.T if model.config.tie_embeddings else stored
-
-
-def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype], jax.Array]:
-    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the final soft-capping of logits.
-
-    A large tied head is read as it is stored. A small one on a CPU is transposed once, outside the loop of decode
-    steps. The choice depends on shapes alone, so that a resumed run rounds as before on every machine.
-    """
-    stored = stored_head(model, params)
-    tied = model.config.tie_embeddings
-    as_stored = tied and (device_kind() != "cpu" or stored.size * stored.dtype.itemsize > TRANSPOSED_BYTES)
-    # Not split along D, so that the loop does not gather the head in every step.
-    if as_stored:
-        weights = constrain(stored, "vocab", None)
-        product = "BD,VD->BV"
-    else:
-        weights = constrain(head(model, params), None, "vocab")
-        product = "BD,DV->BV"
-
-    def logits(hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        if in_pieces(stored):
-            return narrow_logits(hidden, stored, dtype, tied=tied)
-        return jnp.einsum(product, hidden, weights, preferred_element_type=dtype).astype(dtype)
-
-    return logits
 
 
 def _lm_head(scored: ScoredPolicy, width: int, tile: kljax.Tile | None) -> kljax.Head:
@@ -461,6 +319,6 @@ def fused_loss(
 
 def token_values(value_head: Tree, hidden: jax.Array, forest: Forest) -> jax.Array:
     """Computes the value [B, T] of the state before each token, from the hidden states [R, W, D]; 0 at first tokens."""
-    graphdef, *_ = _value_head_structure(hidden.shape[-1])
+    graphdef, *_ = value_head_structure(hidden.shape[-1])
     values = forest.before(nnx.merge(graphdef, value_head)(hidden))
     return forest.gather(jnp.where(forest.depth > 0, values, 0))

@@ -5,7 +5,8 @@ from typing import Any
 
 import kljax
 from train.config.plan import Plan
-from train.rl.policy import ScoredPolicy, stored_head
+from train.models.head import stored_head
+from train.rl.policy import ScoredPolicy
 
 Tree = Any
 

@@ -18,11 +18,11 @@ from train.models import Decoder
 from train.models.blocks import layer_stacks
 from train.models.config import DecoderConfig
 from train.models.experts import CHOICE_BIAS, Routed, has_expert
-from train.sequences.batch import Batch
 from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
 from train.rl.metrics import Metrics, single
 from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.state import policy_of
+from train.sequences.batch import Batch
 from train.sequences.forest import Forest
 
 Tree = Any

@@ -5,9 +5,9 @@ import math
 import jax.numpy as jnp
 
 import kljax
-from train.sequences.batch import Batch, required
 from train.rl.kl_metrics import SAMPLING_BIAS, SAMPLING_BIAS_Z
 from train.rl.metrics import Metrics, ZScore
+from train.sequences.batch import Batch, required
 
 MOST_WEIGHT = 5.0
 """Bound of the ratio of policy to sampler, as one token must not decide. A lower one would itself be a bias."""

@@ -23,23 +23,24 @@ from train.models.experts import NO_EXPERT
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import next_learning_rate
-from train.sequences.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, required, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
-from train.rl.policy import (
-    ScoredPolicy,
-    Sequences,
-    paired_slot_states,
-    slot_states,
-    token_stats,
-    token_values,
-)
+from train.rl.policy import ScoredPolicy, Sequences, paired_slot_states, slot_states, token_stats, token_values
 from train.rl.reference import reference_head
 from train.rl.routing import choice_bias_metrics, make_router_changes, make_router_count, without_routers
 from train.rl.state import TrainState, keep_unless, policy_of
-from train.sequences.token_fields import ROUTES
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
+from train.sequences.batch import (
+    Batch,
+    map_micro_batches,
+    merge_micro_batches,
+    micro_batches,
+    required,
+    row_count,
+    take_rows,
+)
 from train.sequences.forest import Forest
+from train.sequences.token_fields import ROUTES
 
 Tree = Any
 MicroBatch = tuple[Batch, Forest | None]

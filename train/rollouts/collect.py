@@ -15,8 +15,6 @@ from train.data.tasks.rewards import Scores, compose, judge
 from train.distributed.exchange import agree, on_leader, run_together, send_to_leader
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.shard_rows import shard_rows
-from train.sequences.batch import Batch
-from train.sequences.token_fields import LAGS, VERSIONS
 from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lags
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
@@ -24,6 +22,8 @@ from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
 from train.rollouts.source import Array, Completions, Request
 from train.rollouts.stream import Stream
+from train.sequences.batch import Batch
+from train.sequences.token_fields import LAGS, VERSIONS
 from train.storage.paths import as_path
 
 

@@ -18,11 +18,11 @@ from train.data.tokenizers import vocabulary_bytes
 from train.distributed.global_arrays import RowSplit, held_rows, to_host, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
-from train.sequences.token_fields import TOKEN_FIELDS
 from train.rl.tracing import traced_once
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, InTurn, Request
+from train.sequences.token_fields import TOKEN_FIELDS
 
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32

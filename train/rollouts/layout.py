@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kljax
 from train.models import Decoder
+from train.models.parameters import abstract_adapter, abstract_params
 from train.models.sharding import AXES, RULES, Rules, axis_size
-from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import HOST
 from train.rl.tracing import traced_once
 

@@ -6,8 +6,8 @@ import numpy as np
 from train.config.plan import Layout
 from train.context import RunContext
 from train.distributed.global_arrays import RowSplit
-from train.sequences.token_fields import ROUTES
 from train.rollouts.source import Completions, SourceError
+from train.sequences.token_fields import ROUTES
 
 
 def records_routes(context: RunContext) -> bool:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
 from train.rollouts.source import SourceError
+from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
 
 
 def has_holes(token_mask: np.ndarray, completion_mask: np.ndarray) -> np.ndarray:

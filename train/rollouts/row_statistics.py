@@ -9,8 +9,8 @@ import numpy as np
 
 from train.config.schema import Config
 from train.distributed.global_arrays import RowSplit
-from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.source import Array, Completions, SourceError
+from train.sequences.token_fields import LEAST_LOG_PROB
 
 LEAST_CHANCE = math.log(1e-12)
 """Chance of copies, in nats, below which they are no chance: it is the share of false alarms."""

@@ -15,8 +15,8 @@ from train.distributed.global_arrays import gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.process.interrupt import StepLeftError
-from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
 from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError
+from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any

@@ -18,11 +18,11 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit, to_host_rows
 from train.process.waiting import waiting_for
-from train.sequences.token_fields import LEAST_LOG_PROB
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import has_log_prob
 from train.rollouts.source import Completions, FinishedSamples, InTurn, Request, SourceError
+from train.sequences.token_fields import LEAST_LOG_PROB
 
 
 class OneCallSource(Protocol):

@@ -21,9 +21,9 @@ from train.distributed.exchange import on_leader
 from train.models import Decoder
 from train.models.experts import CHOICE_BIAS
 from train.models.int8 import quantise_params
+from train.models.parameters import abstract_params
 from train.references.find import locate, run_directory_of
 from train.references.record import is_recorded
-from train.rl.policy import abstract_params
 from train.run.directory import RunDirectory
 from train.storage.copies import local_copy, origin_of
 from train.weights.files import read_record, write_record

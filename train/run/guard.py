@@ -18,10 +18,10 @@ from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, decode_continuation
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
-from train.sequences.batch import Batch, present_arrays
 from train.rl.kl_metrics import ROLLOUT_KL_MAX
 from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
+from train.sequences.batch import Batch, present_arrays
 from train.storage.uploads import whole_file
 from train.weights.orbax import RunCheckpoints
 

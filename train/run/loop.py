@@ -18,12 +18,10 @@ from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt, StepLeftError, leave_if_stopping
 from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
 from train.references.store import ReferenceStore, make_reference_store
-from train.sequences.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.objective import Control, Preparation, coefficients
-from train.sequences.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import (
@@ -47,6 +45,8 @@ from train.run.metrics import Metrics
 from train.run.recorder import RolloutRecorder
 from train.run.rollout_watch import RolloutWatch
 from train.run.routes import flips_by_lag, loads_by_expert, verify_routes
+from train.sequences.batch import Batch, present_arrays
+from train.sequences.packing import Packer, StepPacking, make_packer
 
 Tree = Any
 

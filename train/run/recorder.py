@@ -20,12 +20,12 @@ from train.distributed.exchange import run_together, send_to_leader
 from train.distributed.global_arrays import place_whole
 from train.distributed.peers import is_leader
 from train.models.sharding import replicated
-from train.sequences.batch import Batch
-from train.sequences.token_fields import UNKNOWN, VERSIONS
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
 from train.rollouts.row_checks import has_holes
+from train.sequences.batch import Batch
+from train.sequences.token_fields import UNKNOWN, VERSIONS
 from train.weights.files import usable_directory
 
 

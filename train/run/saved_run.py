@@ -12,7 +12,7 @@ from train.config.load import load
 from train.config.schema import Config
 from train.config.schema import Mesh as MeshSection
 from train.models import Decoder
-from train.rl.policy import abstract_adapter, abstract_params
+from train.models.parameters import abstract_adapter, abstract_params
 from train.run.base_weights import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import config_mesh

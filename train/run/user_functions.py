@@ -10,8 +10,8 @@ import kljax
 from train.config.algorithms import UserFunction
 from train.config.plan import Plan
 from train.rl.algorithms import estimate_advantages, policy_loss
-from train.sequences.batch import Batch
 from train.rl.correction import make_correction
+from train.sequences.batch import Batch
 from train.sequences.token_fields import LAGS
 
 

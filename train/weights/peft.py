@@ -24,8 +24,8 @@ from train.distributed.peers import is_leader
 from train.models import Decoder, LoraConfig
 from train.models.blocks import split_path
 from train.models.config import PROJECTIONS, ROUTER
+from train.models.parameters import abstract_adapter
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_adapter
 from train.storage.paths import as_path
 from train.weights.files import new_directory
 from train.weights.huggingface.names import EXPERTS

@@ -13,13 +13,13 @@ from benchmarks.harness.measure import Clock
 from train.config.schema import Config
 from train.models.config import PROJECTIONS
 from train.models.devices import find_device
+from train.models.parameters import init_params
 from train.plan.local import StepTokens, step_work
 from train.plan.shapes import planned_model
-from train.sequences.batch import Batch
 from train.rl.keys import purpose_key
-from train.rl.policy import init_params
 from train.rl.state import policy_of
 from train.rollouts.jax_source import rollout_programs
+from train.sequences.batch import Batch
 
 ROUNDS = 2
 LORA = {"rank": 32, "alpha": 64.0, "targets": list(PROJECTIONS)}

@@ -15,10 +15,11 @@ from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, ModelWork
 from train.models import Decoder
+from train.models.parameters import abstract_params
 from train.models.shard_rows import shard_rows
-from train.sequences.batch import Batch
-from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
+from train.sequences.batch import Batch
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import LeafMapping, layout, leaf_mappings
 

@@ -16,8 +16,8 @@ from train.config.schema import Config
 from train.context import RunContext
 from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit
+from train.models.parameters import abstract_adapter, abstract_params
 from train.models.sharding import batch_sharding
-from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts.source import Request
 
 NAME = "tiny"

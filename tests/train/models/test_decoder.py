@@ -17,9 +17,9 @@ from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraCo
 from train.models.attention import attend
 from train.models.attention.spans import dense_mask, row_spans, token_positions
 from train.models.layers import RMSNorm, matmul
+from train.models.parameters import init_params
 from train.models.rope import apply_rope, rope_cos_sin
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params
 
 CONFIG = DecoderConfig(
     vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, rope=Rope(100.0)

@@ -14,8 +14,8 @@ import pytest
 from tests import tiny
 from train.models import ClampedSwiglu, Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope, dispatch
 from train.models.int8 import quantise_params
+from train.models.parameters import abstract_adapter, abstract_params
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_adapter, abstract_params
 
 COUNT = 8
 SHAPE = DecoderConfig(

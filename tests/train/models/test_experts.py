@@ -29,8 +29,8 @@ from train.models.int8 import dequantise_params, is_int8, quantise_params
 from train.models.merge import merge
 from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.routing import routing_metrics
-from train.sequences.token_fields import ROUTES
 from train.sequences.forest import group_forest, row_forest
+from train.sequences.token_fields import ROUTES
 from train.weights.peft import save_adapter
 
 EXPERTS = ExpertsConfig(count=6, active=2, width=8, shared_width=4, bias=True, swiglu=ClampedSwiglu(1.702, limit=1.0))

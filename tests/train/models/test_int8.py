@@ -20,17 +20,9 @@ from train.models.config import PROJECTIONS
 from train.models.int8 import dequantise, dequantise_params, is_int8, quantise, quantise_params
 from train.models.layers import InitKey, Int8Kernel, Linear, int8_matmul
 from train.models.merge import merge
+from train.models.parameters import abstract_adapter, abstract_params, init_adapter, init_params
 from train.models.sharding import batch_sharding, make_mesh
-from train.rl.policy import (
-    ScoredPolicy,
-    Sequences,
-    abstract_adapter,
-    abstract_params,
-    init_adapter,
-    init_params,
-    paired_slot_states,
-    token_stats,
-)
+from train.rl.policy import ScoredPolicy, Sequences, paired_slot_states, token_stats
 from train.rl.policy import hidden_states as eager_hidden_states
 from train.rollouts.sampler import Samples, Sampling, sample
 from train.weights.huggingface import load, load_params, save_folder

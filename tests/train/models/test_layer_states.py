@@ -13,10 +13,12 @@ import kljax
 from tests import rounding
 from train.models import Decoder, DecoderConfig, LayerKind, Rope, blocks, config
 from train.models.blocks import state_bytes
+from train.models.head import make_logits
 from train.models.layers import InitKey, projection
+from train.models.parameters import init_params
 from train.models.self_attention import LayerContext
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, init_params, make_logits, slot_states
+from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rollouts.sampler import Sampling, WindowedSampler
 from train.sequences.forest import group_forest
 

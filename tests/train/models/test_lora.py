@@ -16,8 +16,9 @@ from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.config import PROJECTIONS
 from train.models.layers import InitKey, Linear
 from train.models.merge import merge
+from train.models.parameters import abstract_adapter, init_adapter, init_params
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, abstract_adapter, init_adapter, init_params
+from train.rl.policy import ScoredPolicy, Sequences
 from train.rl.policy import hidden_states as eager_hidden_states
 
 LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)

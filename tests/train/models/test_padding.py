@@ -11,8 +11,9 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LayerKind, Rope
+from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 
 # Everything that a row's layout could disturb: windows shorter than the text, two ropes, caps, both kinds of layers.
 CONFIG = DecoderConfig(

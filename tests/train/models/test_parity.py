@@ -13,8 +13,9 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderState
+from train.models.head import head
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.fused import is_gpt_oss

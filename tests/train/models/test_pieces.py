@@ -61,7 +61,7 @@ def test_no_program_has_float32_copies(name: str, monkeypatch: pytest.MonkeyPatc
     results, temporary = compiled(name)
     assert temporary < stored
     # That the assertion above can fail, and that pieces change no number.
-    for module in ("train.models.layers", "train.models.transformer", "train.rl.policy"):
+    for module in ("train.models.layers", "train.models.transformer", "train.models.head"):
         monkeypatch.setattr(f"{module}.in_pieces", lambda x: False)
     expected, more = compiled(name)
     assert more > stored

@@ -16,9 +16,9 @@ from train.models import Decoder, DecoderConfig, LoraConfig, projections
 from train.models.cache import DecoderState
 from train.models.config import PROJECTIONS
 from train.models.layers import InitKey, Linear
+from train.models.parameters import bind, init_adapter, init_params
 from train.models.projections import project
 from train.models.sharding import make_mesh
-from train.rl.policy import bind, init_adapter, init_params
 
 LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)
 CONFIG = DecoderConfig(

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.parameters import abstract_adapter, abstract_params, init_adapter, init_params
 from train.models.shard_rows import shard_rows
 from train.models.sharding import (
     RULES,
@@ -23,7 +24,6 @@ from train.models.sharding import (
     replicated,
     split_slices,
 )
-from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 CONFIG = DecoderConfig(

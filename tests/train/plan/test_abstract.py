@@ -11,10 +11,10 @@ import pytest
 from tests.tiny import config_of, mesh_of, model_of, state_of
 from train.config.errors import UserError
 from train.config.plan import Plan
+from train.models.parameters import init_adapter
 from train.plan.abstract import abstract_reference, abstract_state
 from train.plan.shapes import PUBLISHED
 from train.rl.host_memory import make_run_optimizer
-from train.rl.policy import init_adapter
 
 CASES = {
     "all weights": (),

@@ -23,10 +23,10 @@ from train.models.rope import frequencies
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_controllers
-from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_update
+from train.sequences.batch import Batch
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import PREFIXES, full_name, leaf_mappings

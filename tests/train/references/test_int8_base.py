@@ -12,11 +12,12 @@ import kljax
 from tests import tiny
 from train.config.plan import Plan
 from train.models.int8 import dequantise_params, quantise_params
+from train.models.parameters import init_adapter
 from train.models.sharding import replicated
 from train.references.load import load_reference
 from train.rl.algorithms import make_controllers
 from train.rl.objective import coefficients
-from train.rl.policy import ScoredPolicy, init_adapter
+from train.rl.policy import ScoredPolicy
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_score, make_update
 

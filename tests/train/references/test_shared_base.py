@@ -9,10 +9,11 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.plan import Plan
+from train.models.parameters import abstract_params, init_adapter
 from train.models.sharding import batch_sharding
-from train.sequences.batch import Batch
-from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
+from train.rl.policy import ScoredPolicy
 from train.rl.step import make_score
+from train.sequences.batch import Batch
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 EXACT = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}", "reference.monitor=true")

@@ -14,11 +14,12 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint, Config
+from train.models.parameters import abstract_params, init_adapter
 from train.references.find import locate
 from train.references.load import check_reference, load_reference
 from train.references.record import assert_unchanged, reference_fingerprint
 from train.rl.keys import purpose_key
-from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
+from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.state import GuardState, TrainState
 from train.weights.orbax import RunCheckpoints, restore_base, save_base

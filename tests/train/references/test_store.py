@@ -15,12 +15,12 @@ from train.data.tokenizers import ByteTokenizer
 from train.models.sharding import batch_sharding, replicated
 from train.references import store
 from train.references.store import ReferenceStore, make_reference_store
-from train.sequences.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts.open import open_stream
 from train.run.loop import Programs, rl_step
+from train.sequences.batch import Batch
 
 PROMPTS, PER_EPOCH, EPOCHS, STOPPED = 6, 3, 3, 4
 STEPS = EPOCHS * PER_EPOCH

@@ -15,10 +15,11 @@ from train.config.load import dump_yaml
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
+from train.models.parameters import init_params
 from train.references.find import check_vocabulary, find_reference
 from train.references.load import check_reference, load_reference
 from train.rl.objective import coefficients
-from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update
 from train.weights.orbax import save_base

@@ -26,8 +26,8 @@ from train.rl.algorithms import (
     next_learning_rate,
     policy_loss,
 )
-from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_control, make_preparation
+from train.sequences.batch import Batch
 
 LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)
 REQUIRED = {"dro": ["loss.coef=0.5"]}

@@ -13,10 +13,10 @@ import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
 from train.config.plan import Plan
-from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.step import make_update
+from train.sequences.batch import Batch
 
 MODEL = tiny.model_of(tiny.config_of())
 TRUNCATED = "{type: truncated_importance_weights, max_weight: 1.1}"

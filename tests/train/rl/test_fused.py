@@ -16,8 +16,8 @@ from train.config import plan
 from train.config.algorithms import LOSSES, Scope
 from train.config.plan import LOSS_ARRAYS, Plan, arrays_of
 from train.config.schema import Config
+from train.models.head import stored_head
 from train.rl import objective
-from train.rl.policy import stored_head
 
 # Chunks and tiles that divide nothing.
 TILE = "log_probs={tile: {tokens: 8, vocab: 100}, token_chunk: 5}"

@@ -14,11 +14,11 @@ from tests import tiny
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
-from train.sequences.batch import Batch
 from train.rl.metrics import SHARE, LargestToken, is_beyond, single
 from train.rl.objective import coefficients, make_control
 from train.rl.state import first_nonfinite
 from train.rl.step import make_update
+from train.sequences.batch import Batch
 
 CONFIG = tiny.config_of("loss.old_log_probs=trainer", "optim.epochs=2")
 MODEL = tiny.model_of(CONFIG)

@@ -18,7 +18,6 @@ from train.models import Decoder
 from train.models.sharding import batch_sharding
 from train.rl import policy, step
 from train.rl.algorithms import make_optimizer
-from train.sequences.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
@@ -26,6 +25,7 @@ from train.rollouts.jax_source import sampling_program
 from train.rollouts.sampler import Sampling
 from train.run import warm_start
 from train.run.setup import first_state
+from train.sequences.batch import Batch
 
 # Numbers that nothing else has; tokens outnumber the width, so that no weight is as large as the logits would be.
 VOCABULARY, COMPLETION = 278, 37

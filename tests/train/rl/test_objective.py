@@ -17,18 +17,11 @@ from kljax.kl import ESTIMATORS
 from tests import oracles, other_seeds, tiny
 from train.config import types
 from train.config.plan import Plan
+from train.models.head import stored_head
 from train.rl.algorithms import make_controllers
-from train.sequences.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights, with_token_weights
-from train.rl.policy import (
-    ScoredPolicy,
-    Sequences,
-    hidden_states,
-    slot_states,
-    stored_head,
-    token_stats,
-    token_values,
-)
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, slot_states, token_stats, token_values
+from train.sequences.batch import Batch
 from train.sequences.forest import row_forest
 
 MODEL = tiny.model_of(tiny.config_of())

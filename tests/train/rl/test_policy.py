@@ -13,21 +13,11 @@ from flax import nnx
 import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models import head as heads
+from train.models.head import head, make_logits, stored_head
+from train.models.parameters import bind, init_params, init_value_head
 from train.models.sharding import make_mesh
-from train.rl import policy as policies
-from train.rl.policy import (
-    ScoredPolicy,
-    Sequences,
-    bind,
-    head,
-    hidden_states,
-    init_params,
-    init_value_head,
-    make_logits,
-    stored_head,
-    token_stats,
-    token_values,
-)
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats, token_values
 from train.sequences.forest import row_forest
 
 CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
@@ -75,7 +65,7 @@ def test_statistics_belong_to_the_token_in_their_column(tie):
 @pytest.mark.parametrize("largest", [0, 2**24])
 def test_logits_of_both_layouts_are_the_product(tie, largest, dtype, monkeypatch):
     """Rounding: D = 16 products and sums of float32, each off by at most 2^-24 of the sum of absolute products."""
-    monkeypatch.setattr(policies, "TRANSPOSED_BYTES", largest)
+    monkeypatch.setattr(heads, "TRANSPOSED_BYTES", largest)
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     params = policy_of(model).params
     hidden = jnp.asarray(np.random.default_rng(3).normal(size=(5, CONFIG.width)), dtype)

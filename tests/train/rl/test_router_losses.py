@@ -21,7 +21,6 @@ from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_optimizer
-from train.sequences.packing import StepPacking, make_packer
 from train.rl.routing import (
     ExpertLoad,
     RouterTotals,
@@ -32,6 +31,7 @@ from train.rl.routing import (
 )
 from train.rl.state import TrainState
 from train.rl.step import make_update
+from train.sequences.packing import StepPacking, make_packer
 from train.weights.model import make_policy_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "router_losses.json").read_text())

@@ -34,16 +34,16 @@ from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.keys import purpose_key
-from train.sequences.packing import StepPacking, make_packer
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.routing import routing_metrics
 from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.sequences.token_fields import ROUTES
 from train.rollouts.collect import Rollout, collect
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.source import Request, SourceError
 from train.run.routes import verify_routes
+from train.sequences.packing import StepPacking, make_packer
+from train.sequences.token_fields import ROUTES
 from train.weights.model import make_policy_model
 
 COUNT, ACTIVE = 6, 2

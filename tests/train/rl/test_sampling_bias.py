@@ -12,9 +12,9 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.plan import Plan
-from train.sequences.batch import Batch
 from train.rl.sampling_bias import measure_sampling_bias
 from train.run.rollout_watch import BIASED_STEPS, MOST_BIAS
+from train.sequences.batch import Batch
 
 ROWS, LENGTH, VOCABULARY = 32, 64, 128
 measure = jax.jit(measure_sampling_bias, static_argnums=2)

@@ -14,17 +14,18 @@ import pytest
 import kljax
 from tests import rounding, tiny
 from train.config.plan import Layout, Plan
+from train.models.head import head
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
-from train.sequences.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.metrics import single
 from train.rl.objective import coefficients, make_objective, with_token_weights
-from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts.collect import collect
+from train.sequences.batch import Batch
 
 MODEL = tiny.model_of(tiny.config_of())
 ALL_ROWS = np.arange(tiny.ROWS)

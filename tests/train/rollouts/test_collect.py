@@ -8,9 +8,9 @@ import pytest
 from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
-from train.sequences.token_fields import VERSIONS
 from train.rollouts.source import Completions, SourceError
 from train.run.routes import flips_by_lag
+from train.sequences.token_fields import VERSIONS
 
 EXAMPLES = [Example("1+1=", "2", "2")] * 4
 

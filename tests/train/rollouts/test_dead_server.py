@@ -15,8 +15,8 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
+from train.models.parameters import init_adapter, init_params
 from train.process.interrupt import Interrupt
-from train.rl.policy import init_adapter, init_params
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.source import SourceError
 from train.run.guard import StepGuard

@@ -13,12 +13,12 @@ from tests.train.rollouts.census import weight_collectives
 from tests.train.rollouts.test_layout import decode_program, largest_array
 from train.context import RunContext
 from train.data.tasks import load_task
+from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo
-from train.rl.policy import abstract_params
-from train.sequences.token_fields import ROUTES
 from train.rollouts.jax_source import begin_samples, make_sampler
 from train.rollouts.sampler import Samples
+from train.sequences.token_fields import ROUTES
 
 OPTIONS = (
     "model={layers: 2, width: 16, heads: 8, kv_heads: 8, head_dim: 4, mlp_width: 40}",

@@ -16,9 +16,11 @@ from tests.train.rollouts.census import weight_collectives
 from train.context import RunContext
 from train.data.tasks import load_task
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.head import head
+from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh, reshape_mesh
 from train.plan.compiler import hlo
-from train.rl.policy import ScoredPolicy, Sequences, abstract_params, head, hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rollouts.jax_source import begin_samples, make_sampler, sampling_program
 from train.rollouts.layout import SamplingLayout
 from train.rollouts.sampler import Samples, Sampling

@@ -12,12 +12,12 @@ from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
-from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB
 from train.rollouts.open import open_source
 from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.key import read_key
 from train.rollouts.source import SourceError
+from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB
 
 KEY = "sk-0123456789-secret"
 

@@ -21,11 +21,11 @@ from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.models import ExpertsConfig
-from train.sequences.token_fields import ROUTES, TOKEN_FIELDS
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.routes import decode_routes
 from train.rollouts.source import Request, SourceError
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS
 from train.weights.orbax import RunCheckpoints
 
 RECORDED = json.loads((Path(__file__).parents[2] / "goldens" / "server_routes.json").read_text())

@@ -22,9 +22,8 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
 from train.data.tasks.user_score import RewardError
+from train.models.parameters import abstract_adapter, abstract_params
 from train.models.shard_rows import shard_rows
-from train.rl.policy import abstract_adapter, abstract_params
-from train.sequences.token_fields import VERSIONS
 from train.rollouts.collect import collect
 from train.rollouts.lag import token_lags
 from train.rollouts.open import open_evaluation, open_stream
@@ -33,6 +32,7 @@ from train.rollouts.source import Completions, FinishedSamples, Request, SourceE
 from train.rollouts.stream import Stream
 from train.rollouts.user_source import UserSource, make_user_source
 from train.run.evaluate import evaluate
+from train.sequences.token_fields import VERSIONS
 from train.weights.orbax import RunCheckpoints
 
 

@@ -7,10 +7,10 @@ import pytest
 from pyarrow import parquet
 
 from train.data.tokenizers import ByteTokenizer
-from train.sequences.token_fields import TOKEN_FIELDS, TokenField
 from train.rollouts.recorded.files import open_files
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
 from train.run.recorder import token_texts
+from train.sequences.token_fields import TOKEN_FIELDS, TokenField
 
 PROMPTS, COMPLETIONS = (2, 3, 0), (3, 1, 0)
 WIDTH = 7

@@ -14,19 +14,19 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Layout, Plan
 from train.distributed.global_arrays import RowSplit
-from train.models.packing import pack, pack_rows, unpack
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.keys import purpose_key
-from train.sequences.packing import StepPacking, make_packer
+from train.rl.policy import Sequences
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
 from train.rollouts.collect import Rollout, collect
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.sampler import draw, engine
 from train.rollouts.source import Request, SourceError
+from train.sequences.packing import StepPacking, make_packer
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
 
 NAME, FILL = "choices", -1
 OPTIONS = ("rollout.samples_per_prompt=4", "optim.updates_per_batch=2", "kl.loss.coef=0")
@@ -114,22 +114,16 @@ LAYOUTS = {
 HEADS = ("model.heads=4", "model.kv_heads=2")
 
 
-def counting(config, objective, compared: set[str]):
+def counting(config, objective):
     """Adds to the parts of an objective how many values of its micro-batch differ from the values of their tokens."""
-    layout = Layout.of(config)
 
     def counted(trainable, base, batch, coefs, ref_head=None, *, packed=None, totals=None):
         loss, metrics = objective(trainable, base, batch, coefs, ref_head, packed=packed, totals=totals)
         values, expected = batch.fields[NAME], choices_of(batch.tokens, batch.token_mask)
-        pairs = {"rows": (values, expected)}
-        if packed is not None:
-            tokens, mask = pack_rows(batch.tokens, packed), pack_rows(batch.token_mask, packed)
-            pairs["packed"] = pack_rows(values, packed, FILL), choices_of(tokens, mask)
-        elif layout.group > 1:
-            prompt, group = layout.prompt_length, layout.group
-            pairs["shared prompts"] = unpack(pack(values, prompt, group), prompt, group), expected
-        compared.update(pairs)
-        wrong = sum(jnp.sum(first != other) for first, other in pairs.values())
+        forest = Sequences.of(batch, Layout.of(config), packed).forest
+        tokens, mask = forest.take(batch.tokens), forest.take(batch.token_mask)
+        pairs = (values, expected), (forest.take(values, FILL), choices_of(tokens, mask))
+        wrong = sum(jnp.sum(first != other) for first, other in pairs)
         counts = {"wrong": wrong, "filled": jnp.sum(values != FILL)}
         return loss, metrics._replace(parts=metrics.parts | {name: 1.0 * x for name, x in counts.items()})
 
@@ -139,12 +133,12 @@ def counting(config, objective, compared: set[str]):
 # Micro-batches are of padded rows as well.
 @pytest.mark.parametrize("name", [pytest.param("padded", marks=pytest.mark.thorough), *list(LAYOUTS)[1:]])
 def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
-    (options, shape), compared = LAYOUTS[name], set()
+    options, shape = LAYOUTS[name]
     mesh, make_objective = make_mesh(**shape), objectives.make_objective
     axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
     context = context_of(recording[0], *HEADS, *options, *axes, mesh=mesh)
     config, model = context.config, context.model
-    monkeypatch.setattr(objectives, "make_objective", lambda *both: counting(config, make_objective(*both), compared))
+    monkeypatch.setattr(objectives, "make_objective", lambda *both: counting(config, make_objective(*both)))
     with jax.set_mesh(mesh):
         params = tiny.placed(policy_of({"params": tiny.drawn(model, jax.random.key(0))}, None), model, mesh).params
         state = tiny.first_state(Plan.of(config), model, mesh, params, tiny.keep_gradient())
@@ -160,7 +154,6 @@ def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
             assert metrics["wrong"].value() == 0
             filled += metrics["filled"].value()
     assert filled == 6 * batch.token_mask.sum()
-    assert compared == {"rows", name} & {"rows", "packed", "shared prompts"}
 
 
 def test_rows_of_a_process_have_their_field(recording):

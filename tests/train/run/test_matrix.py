@@ -23,11 +23,11 @@ from train.config.optim import OPTIMIZER_VARIANTS, SCHEDULE_VARIANTS
 from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.references.follow import with_abstract_reference
-from train.sequences.packing import make_packer
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop
 from train.run.loop import Programs, rl_step
+from train.sequences.packing import make_packer
 from train.weights.orbax import RunCheckpoints
 
 RAW = {
@@ -211,7 +211,8 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
 
 def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None:
     """Trains for two steps; with a directory the second one is also made from a restored state."""
-    from train.rl.policy import ScoredPolicy, init_params
+    from train.models.parameters import init_params
+    from train.rl.policy import ScoredPolicy
     from train.run.setup import first_state
 
     context = tiny.context_of(config)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests import rounding, tiny
 from train.config.plan import Plan
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.sequences.batch import (
     PER_ROW,
     Batch,
@@ -27,7 +28,6 @@ from train.sequences.batch import (
     row_count,
     take_rows,
 )
-from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 
 
 @jax.tree_util.register_dataclass

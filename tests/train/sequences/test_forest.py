@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests import tiny
 from tests.train.sequences.forests import Drawn, assert_is_forest, draw_forest, paths
 from train.config.plan import Plan
-from train.sequences.batch import Batch
+from train.models.head import stored_head
 from train.rl.objective import coefficients, make_objective, with_token_weights
-from train.rl.policy import stored_head
+from train.sequences.batch import Batch
 from train.sequences.forest import group_forest, row_forest
 from train.sequences.write_forest import Placed, write_forest
 

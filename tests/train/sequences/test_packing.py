@@ -16,15 +16,15 @@ from tests import rounding, tiny
 from tests.train.sequences.forests import assert_is_forest
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
-from train.sequences.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients, make_objective, with_token_weights
-from train.sequences.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
 from train.rl.tracing import traced_once
+from train.sequences.batch import Batch
 from train.sequences.forest import Forest
+from train.sequences.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
 
 PROMPT, NEW_TOKENS = 5, 12
 WIDTH = PROMPT + NEW_TOKENS

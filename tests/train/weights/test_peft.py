@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from train.config.adapter import with_adapter
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.config import PROJECTIONS, ROUTER, ExpertsConfig, LayerKind
+from train.models.parameters import init_adapter
 from train.models.sharding import make_mesh
-from train.rl.policy import init_adapter
 from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter
 from train.weights.peft_config import read_config, targeted
 

@@ -15,14 +15,14 @@ from train.config.errors import UserError
 from train.config.rollout import FileSourceSection
 from train.config.types import RECORDING
 from train.context import RunContext
-from train.sequences.padding import pad_rows
 from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
-from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS
 from train.rollouts.lag import reads_lags
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
 from train.rollouts.source import Completions, InTurn, Request, SourceError
+from train.sequences.padding import pad_rows
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS
 from train.weights.model import trained_pad, warn_of_pad
 
 _LOG = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.sequences.token_fields import TOKEN_FIELDS
 from train.rollouts.recording_format import FORMAT, METADATA
+from train.sequences.token_fields import TOKEN_FIELDS
 from train.storage.uploads import whole_file
 
 if TYPE_CHECKING:

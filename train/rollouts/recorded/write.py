@@ -11,11 +11,11 @@ import numpy as np
 from kljax._files import check_outside_of_runs, write_text_atomic
 from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
-from train.sequences.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
+from train.sequences.token_fields import TOKEN_FIELDS
 from train.storage.paths import as_path
 from train.weights.files import usable_directory
 

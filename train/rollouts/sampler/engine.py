@@ -17,13 +17,14 @@ import kljax
 from train.models import Decoder, RopeTables, Transformer, rope_tables
 from train.models.cache import PromptState
 from train.models.experts import NO_EXPERT
+from train.models.head import make_logits
 from train.models.layers import copies_layers
+from train.models.parameters import bind
 from train.models.sharding import axis_parts, axis_size, batch_sharding, device_kind, replicated
-from train.rl.policy import bind, make_logits
-from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 
 
 def sample(

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.models.config import DecoderConfig
 from train.models.experts import NO_EXPERT
-from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES, UNKNOWN, VERSIONS
 from train.rollouts.server.routes import decode_routes, routes_size
+from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES, UNKNOWN, VERSIONS
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
 

@@ -17,11 +17,9 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.context import RunContext
-from train.sequences.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
-from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
 from train.rollouts.routes import records_routes
 from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_probe
 from train.rollouts.server.client import MOST_BYTES, POLL_SECONDS, Client, wait_for
@@ -32,6 +30,8 @@ from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, FinishedSamples, Request, SourceError
 from train.rollouts.stream import Stream
+from train.sequences.padding import pad_rows
+from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
 
 BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""

@@ -22,7 +22,7 @@ from train.distributed.global_arrays import map_shards
 from train.models.decoder import Decoder
 from train.models.experts import CHOICE_BIAS
 from train.models.int8 import is_int8, quantise
-from train.rl.policy import abstract_params
+from train.models.parameters import abstract_params
 from train.weights.huggingface.contents import Contents, check_tied, read_contents
 from train.weights.huggingface.names import LeafMapping, leaf_mappings
 from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor
@@ -50,8 +50,8 @@ def load_params(
       allow_nonfinite: whether weights may have NaN and infinity.
 
     Returns:
-      The parameters with the shardings of `train.rl.policy.abstract_params`; biases of the choice of experts, which no
-      file has, are 0.
+      The parameters with the shardings of `train.models.parameters.abstract_params`; biases of the choice of experts,
+      which no file has, are 0.
 
     Raises:
       FileNotFoundError: the folder or its safetensors files are missing.

@@ -10,10 +10,11 @@ import pytest
 import kljax
 from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models import head as heads
+from train.models.parameters import abstract_params, init_params
 from train.models.shard_rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl import policy as policies
-from train.rl.policy import ScoredPolicy, Sequences, abstract_params, init_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -237,9 +238,9 @@ def test_large_tied_head_is_read_as_stored(transposed, monkeypatch):
     """The program of a large head has no transpose of it; a small one gets one on a CPU, outside the loop."""
     config = dataclasses.replace(CONFIG, vocab_size=2**17 + 1, width=64, layers=1, tie_embeddings=True)
     model, shape = Decoder(config), (2**17 + 1, 64)
-    assert 4 * shape[0] * shape[1] > policies.TRANSPOSED_BYTES
+    assert 4 * shape[0] * shape[1] > heads.TRANSPOSED_BYTES
     if transposed:
-        monkeypatch.setattr(policies, "TRANSPOSED_BYTES", 4 * shape[0] * shape[1])
+        monkeypatch.setattr(heads, "TRANSPOSED_BYTES", 4 * shape[0] * shape[1])
     rest = {"key": KEY, "max_new_tokens": 2, "sampling": GREEDY, "eos_ids": (EOS,)}
     params = abstract_params(model, make_mesh())
     text = str(jax.make_jaxpr(lambda policy: sample(model, policy, *prompts_of([3]), **rest))(kljax.Policy(params)))

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from train.models import Decoder, DecoderConfig, LayerKind
+from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_params
 from train.weights.huggingface import check_folder, load_params
 
 GOLDENS = Path(__file__).parents[3] / "goldens" / "models"

@@ -19,8 +19,10 @@ from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer
 from train.data.tokenizers.files import load_folder
 from train.models import Decoder, DecoderConfig
+from train.models.head import head
+from train.models.parameters import init_params
 from train.models.sharding import make_mesh
-from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, init_params
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.weights.huggingface import load_params, save, save_folder
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.save import missing_ends
