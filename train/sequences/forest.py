@@ -7,7 +7,7 @@ its position.
 
 Shapes: B sequences of T columns, R rows of W slots, N branches a row, K sequences that share a trained token. Rows and
 sequences are split into U units, numbered within: a token is `sequence * T + column`, a slot `row * W + slot`. Devices
-hold whole units, so that no gather leaves a device.
+hold whole units, so that no gather leaves a device but where the tokens of a sequence are split.
 """
 
 import dataclasses
