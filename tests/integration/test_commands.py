@@ -16,6 +16,7 @@ from tests import parity
 from train.__main__ import parser as train_parser
 from train.config.errors import ConfigError
 from train.config.load import load
+from train.config.storage import STORES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -99,6 +100,9 @@ def test_a_command_of_the_library_runs(
 )
 def test_the_config_of_a_run_loads(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    # An extra, which is not installed here, brings the packages of object stores.
+    installed = {scheme: store._replace(package="json") for scheme, store in STORES.items()}
+    monkeypatch.setattr("train.config.storage.STORES", installed)
     _, words = MODULES[line]
     if not words or words == ["--help"]:
         return

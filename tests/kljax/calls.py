@@ -151,6 +151,7 @@ COMPANIONS: dict[str, Options] = {
     "importance_weights.mask": {"level": "geometric", "normalize": "rows", "upper": GIVEN},
     "kl_rejection_mask.mask": {"reduction": "mean", "upper": GIVEN},
     "divergence_mask.mask": {"level": "sequence"},
+    "max_lag_mask.mask": {"level": "sequence"},
     "rejection_mask.mask": {"level": "geometric", "upper": GIVEN},
     "dpo_loss.mask": {"rejected_mask": PACKED},
     "preference_loss.loss='exo_pair'": {"label_smoothing": 0.1},

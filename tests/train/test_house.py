@@ -19,6 +19,7 @@ FOLDERS = (
         "distributed",
         "process",
         "models",
+        "sequences",
         "rl",
         "data",
         "weights",
@@ -88,7 +89,8 @@ def test_compute_core_needs_config_distributed_and_models_alone() -> None:
     core = [name for name in MODULES if folder_of(name) == "rl"]
     assert core
     for module in core:
-        assert {folder_of(name) for name in reached(module) - {"train"}} <= {"config", "distributed", "models", "rl"}
+        folders = {folder_of(name) for name in reached(module) - {"train"}}
+        assert folders <= {"config", "distributed", "models", "sequences", "rl"}
 
 
 def test_compute_core_reads_the_config_in_makers_alone() -> None:

@@ -23,7 +23,7 @@ from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts.collect import Rollout, collect
 from train.rollouts.open import open_source, open_stream
 from train.rollouts.recorded import record_rows, write_rows
-from train.rollouts.sampler import draw, engine
+from train.rollouts.sampler import draw, engine, windows
 from train.rollouts.source import Request, SourceError
 from train.sequences.packing import StepPacking, make_packer
 from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenField
@@ -55,7 +55,8 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(draw, "draw", drawing)
     monkeypatch.setattr(engine, "draw", drawing)
-    monkeypatch.setattr(engine, "start", starting)
+    for module in (engine, windows):
+        monkeypatch.setattr(module, "start", starting)
 
 
 @pytest.fixture(scope="module")
