@@ -21,7 +21,8 @@ from train.references.store import ReferenceStore, make_reference_store
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, add_update, metric_values, single
-from train.rl.objective import Control, Preparation, coefficients
+from train.rl.metrics import Metrics as StepMetrics
+from train.rl.objective import Control, Controllers, Preparation, coefficients
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import (
@@ -34,6 +35,7 @@ from train.rl.step import (
     make_update,
     update_rows,
 )
+from train.rl.token_values import TokenValues
 from train.rollouts.collect import Rollout, draw, judge_drawn
 from train.rollouts.lag import next_past, sampling_policy
 from train.rollouts.source import SourceError
@@ -128,7 +130,7 @@ def rl_step(
     # The updates read the references and the past, and must not donate them.
     weights = FrozenWeights(frozen.base, current_reference(frozen.reference, state))
     past = next_past(state)
-    next_reference = state.reference
+    reference = state.reference
     state = _updated_part(state)
 
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
@@ -143,43 +145,64 @@ def rl_step(
 
     enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
-    batch, controllers, totals = programs.prepare(batch, state.controllers)
-    coefs = coefficients(config, controllers)
-    ref_head = reference_head(plan, weights.reference)
-    values_of_tokens = []
-    for number, (rows, packed) in enumerate(packing.updates):
-        if plan.key:
-            coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
-        state, metrics, *per_token = programs.update(
-            state, weights.base, batch, rows, coefs, ref_head=ref_head, packed=packed
-        )
-        values_of_tokens += per_token
-        totals = add_update(totals, metrics, number)
+    batch, controllers, metrics = programs.prepare(batch, state.controllers)
+    state, metrics, values_of_tokens = _make_updates(
+        context, programs, weights, state, batch, controllers=controllers, metrics=metrics, packing=packing, step=step
+    )
     if programs.control is not None:
-        steered = {name: totals[STEERED[name].measured] for name in plan.steered}
-        totals |= {STEERED[name].coefficient: single(controllers[name].coef) for name in plan.steered}
+        steered = {name: metrics[STEERED[name].measured] for name in plan.steered}
+        metrics |= {STEERED[name].coefficient: single(controllers[name].coef) for name in plan.steered}
         controllers = programs.control(controllers, steered, batch.completion_mask)
     state = dataclasses.replace(state, step=state.step + 1, controllers=controllers, past=past)
     if programs.follow is not None:
         policy = state.trainable[policy_part(state.trainable)]
-        state = dataclasses.replace(state, reference=programs.follow(next_reference, policy, state.step))
+        state = dataclasses.replace(state, reference=programs.follow(reference, policy, state.step))
 
-    totals = jax.device_get(totals)
+    metrics = jax.device_get(metrics)
     # What the guard decides by them, all processes have to decide alike.
-    measured = of_leader("metrics", metric_values(totals)) | dict(packing.metrics)
+    measured = of_leader("metrics", metric_values(metrics)) | dict(packing.metrics)
     if repeated := rollout.metrics.keys() & measured.keys():
         raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
     values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag)
     if programs.store is not None:
         programs.store.collect()
     if inspect is not None:
-        inspect(batch, state, values, {name: x for name, x in totals.items() if isinstance(x, LargestToken)})
+        inspect(batch, state, values, {name: x for name, x in metrics.items() if isinstance(x, LargestToken)})
     updated = time.perf_counter()
+
     seconds = {"rollout": rollout.arrived - began, "rewards": judged - rollout.arrived, "update": updated - judged}
     if recorder is not None:
         recorder.record(step + 1, rollout, batch, values_of_tokens)
         seconds["record"] = time.perf_counter() - updated
-    return state, values | loads_by_expert(totals), seconds | dict(rollout.completions.timings) | dict(packing.programs)
+    seconds |= dict(rollout.completions.timings) | dict(packing.programs)
+    return state, values | loads_by_expert(metrics), seconds
+
+
+def _make_updates(
+    context: RunContext,
+    programs: Programs,
+    weights: FrozenWeights,
+    state: TrainState,
+    batch: Batch,
+    *,
+    controllers: Controllers,
+    metrics: StepMetrics,
+    packing: StepPacking,
+    step: int,
+) -> tuple[TrainState, StepMetrics, list[TokenValues]]:
+    """Makes every update on a prepared batch; returns the state, the metrics of all, and the values of their tokens."""
+    coefs = coefficients(context.config, controllers)
+    ref_head = reference_head(context.plan, weights.reference)
+    values_of_tokens: list[TokenValues] = []
+    for number, (rows, packed) in enumerate(packing.updates):
+        if context.plan.key:
+            coefs["key"] = jax.random.fold_in(purpose_key(context.config.seed, "loss", step), number)
+        state, of_update, *per_token = programs.update(
+            state, weights.base, batch, rows, coefs, ref_head=ref_head, packed=packed
+        )
+        values_of_tokens += per_token
+        metrics = add_update(metrics, of_update, number)
+    return state, metrics, values_of_tokens
 
 
 def _score(
