@@ -11,7 +11,7 @@ KINDS = ("rows", "packed", "groups", "turns", "trees")
 
 
 @dataclasses.dataclass(frozen=True)
-class Forest:
+class DrawnForest:
     """Rows of slots in depth-first order.
 
     Attributes:
@@ -55,7 +55,7 @@ class Forest:
         return Spans(jnp.asarray(self.end, jnp.int32), start(None), None if window is None else start(window))
 
 
-def draw(kind: str, width: int, rng: np.random.Generator, rows: int = 2, mean: int = 6, align: int = 1) -> Forest:
+def draw(kind: str, width: int, rng: np.random.Generator, rows: int = 2, mean: int = 6, align: int = 1) -> DrawnForest:
     """Draws rows of one kind: single sequences, several, groups that share a prompt, or trees; the rest is padding.
 
     Args:
@@ -91,4 +91,4 @@ def draw(kind: str, width: int, rng: np.random.Generator, rows: int = 2, mean: i
             levels, children = {"groups": (1, 4), "trees": (3, 2)}.get(kind, (0, 0))
             if at < width:
                 at = write(row, at, -1, levels, children)
-    return Forest(parents, end, depth)
+    return DrawnForest(parents, end, depth)

@@ -130,7 +130,7 @@ def test_mixed_layers_run_in_their_order(mixture):
         state = DecoderState.of(prompts, 1, 4, unroll=unroll)
         for column in range(4, 8):
             seen = mask & (jnp.arange(8) <= column)
-            last, state = decode(tokens[:, column], seen.sum(-1) - 1, state, seen, column)
+            last, state, _ = decode(tokens[:, column], seen.sum(-1) - 1, state, seen, column)
             rounding.assert_close_by_norm(last, hidden[:, column], roundings=BOUND)
     gradient = jax.jit(jax.grad(lambda params: (run(params, adapter)[mask] ** 2).sum()))(params)
     chex.assert_trees_all_equal_shapes(gradient, params)

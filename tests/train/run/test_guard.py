@@ -260,7 +260,7 @@ def test_diverging_run_stops_with_its_exit_code(tmp_path, capsys):
             r"token \d of the \d sampled in row \d+, '\S+=': id \d+ \(.+\), log-prob -\S+ under the policy, -\S+ under"
         )
         assert re.search(
-            rf"warning: step \d: guard\.max_token_kl: .*; the largest is \S+ at {named} the reference", text
+            rf"warning: step \d: guard\.max_token_kl: .*; the largest is \S+ at {named} the (reference|sampler)", text
         )
         records = [json.loads(line) for line in (tmp_path / "smoke" / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if record["phase"] == "train"]
