@@ -55,7 +55,7 @@ def token_lags(versions: jax.Array | np.ndarray, mask: jax.Array | np.ndarray, s
       >>> token_lags(np.array([[-1, 2, 3, 9]]), np.array([[False, True, True, True]]), 3).tolist()
       [[-1, 1, 0, -1]]
     """
-    where = jnp.where if isinstance(versions, jax.Array) else np.where
+    where: Any = jnp.where if isinstance(versions, jax.Array) else np.where
     known = mask & (versions >= 0) & (versions <= step)
     return where(known, np.int32(step) - versions, np.int32(UNKNOWN))
 

@@ -120,7 +120,7 @@ class Completions:
         if VERSIONS in self.fields:
             return self
         field = TOKEN_FIELDS[VERSIONS]
-        where = jnp.where if isinstance(self.completion_mask, jax.Array) else np.where
+        where: Any = jnp.where if isinstance(self.completion_mask, jax.Array) else np.where
         versions = where(self.completion_mask, np.asarray(version, field.dtype), np.asarray(field.fill, field.dtype))
         return dataclasses.replace(self, fields={**self.fields, VERSIONS: versions})
 
