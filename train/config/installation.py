@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -16,6 +17,12 @@ ROOT = PACKAGE.parent
 """The folder that has the package `train`: that of the checkout, or of the installed packages."""
 INSTALLED = (PACKAGE / "configs").is_dir()
 RECIPES = PACKAGE / "configs" if INSTALLED else ROOT / "configs"
+
+
+def user_caches(environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns the directory of the user for what can be made again, below `XDG_CACHE_HOME` or where systems have it."""
+    caches = environment.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(os.path.expanduser(caches)) / "kljax"
 
 
 def python_command() -> str:

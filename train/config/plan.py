@@ -84,7 +84,7 @@ class Layout:
     """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
 
     Attributes:
-      prompt_length: P, the first column that may be scored; at least 1, as column 0 has no prediction.
+      prompt_length: P, the columns before those of completions.
       group: consecutive rows that share one prompt, which goes through the layers once for all of them.
     """
 
@@ -98,10 +98,6 @@ class Layout:
             return cls(config.data.max_prompt_length)
         group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
         return cls(config.data.max_prompt_length, group)
-
-
-ROWS = Layout()
-"""Rows of their own, scored from column 1 on."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ import os
 import platform
 import secrets
 import shutil
-import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ import jaxlib
 
 from kljax.checkpoint import text_hash
 from train.config.errors import warn
+from train.config.installation import user_caches
 from train.distributed.exchange import exchange_json, of_leader
 from train.distributed.peers import is_leader
 
@@ -76,12 +75,6 @@ def start_compile_cache(field: str | bool) -> str:
     return f"compile cache: {path}, {kept} programs{'' if mark else ', read-only'}"
 
 
-def user_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the directory of the user for programs: below `XDG_CACHE_HOME`, or where the system has its caches."""
-    caches = environment.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(os.path.expanduser(caches)) / "kljax" / "compiled"
-
-
 def fingerprint() -> str:
     """Names the compiler and the CPU: releases of JAX and jaxlib, and a digest of the features of the CPU."""
     cpu = [platform.system(), platform.machine(), platform.processor()]
@@ -92,7 +85,7 @@ def fingerprint() -> str:
 
 def _make(field: str | bool) -> _Directory:
     """Makes the directory of this compiler and CPU, with a file that the other processes look for."""
-    root = (user_directory() if isinstance(field, bool) else Path(field)).absolute()
+    root = (user_caches() / "compiled" if isinstance(field, bool) else Path(field)).absolute()
     path, mark = root / fingerprint(), f"mark-{secrets.token_hex(8)}"
     try:
         # Whoever writes a program runs code in the name of those that read it; a team may share a directory of its own.

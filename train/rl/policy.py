@@ -17,12 +17,7 @@ from train.models.blocks import check_rows_may_join
 from train.models.experts import NO_EXPERT, Routed
 from train.models.head import stored_head
 from train.models.parameters import bind, value_head_structure
-from train.models.sharding import (
-    axis_size,
-    divides,
-    mesh_is_set,
-    partition_spec,
-)
+from train.models.sharding import axis_size, divides, mesh_is_set, partition_spec
 from train.sequences.batch import Batch
 from train.sequences.forest import Forest, group_forest, row_forest
 from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
@@ -97,11 +92,15 @@ class Sequences:
         return cls(batch.tokens, batch.token_mask, forest, batch.completion_mask, batch.fields)
 
     @property
+    def scored(self) -> jax.Array:
+        """The tokens [B, T] to score."""
+        return self.token_mask if self.completion_mask is None else self.completion_mask
+
+    @property
     def scored_slots(self) -> jax.Array:
-        """The slots [R, W] whose tokens are scored."""
-        mask = self.token_mask if self.completion_mask is None else self.completion_mask
+        """The slots [R, W] whose tokens are scored, in any of their sequences."""
         readers = range(self.forest.readers.shape[-1])
-        return functools.reduce(jnp.logical_or, (self.forest.take(mask, reader=reader) for reader in readers))
+        return functools.reduce(jnp.logical_or, (self.forest.take(self.scored, reader=reader) for reader in readers))
 
     def for_policy(self, replay: Replay, *, scoring: bool = False) -> "Sequences":
         """Returns the sequences as the trained policy runs them: with their routes, or for routers that choose.
@@ -247,8 +246,7 @@ def token_stats(
 
 def _gather_scored(per_slot: Tree, sequences: Sequences) -> Tree:
     """Gathers arrays [R, W] for the sequences, [B, T], 0 at tokens that are not scored, though another sequence may."""
-    mask = sequences.token_mask if sequences.completion_mask is None else sequences.completion_mask
-    return jax.tree.map(lambda x: jnp.where(mask, sequences.forest.gather(x), 0), per_slot)
+    return jax.tree.map(lambda x: jnp.where(sequences.scored, sequences.forest.gather(x), 0), per_slot)
 
 
 def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
-from train.rollouts.source import Array, Completions, Request
+from train.rollouts.source import Array, Completions, batch_rows
 from train.rollouts.stream import Stream
 from train.sequences.batch import Batch
 from train.sequences.token_fields import LAGS, VERSIONS
@@ -71,7 +71,7 @@ def draw(context: RunContext, stream: Stream, step: int) -> Rollout:
       SourceError: the source stopped answering, or its rows are wrong.
     """
     completions = run_together("rollout", lambda: stream.batch(step))
-    return shard_completions(context, completions, Request.of(context, step).rows, step)
+    return shard_completions(context, completions, batch_rows(context), step)
 
 
 def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:

@@ -28,6 +28,11 @@ class SourceError(UserError):
     """
 
 
+def batch_rows(context: RunContext) -> RowSplit:
+    """Returns the rows of a batch that the arrays of this process hold, and those that it judges."""
+    return RowSplit.of(batch_sharding(context.mesh), context.config.rows_per_batch())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """The request for completions: of the prompts of one step, or of some held-out prompts. Equal only to itself.
@@ -60,7 +65,7 @@ class Request:
             samples=config.rollout.samples_per_prompt,
             step=step,
             key=purpose_key(config.seed, "sample", step),
-            rows=RowSplit.of(batch_sharding(context.mesh), config.rows_per_batch()),
+            rows=batch_rows(context),
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from train.distributed.global_arrays import gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.process.interrupt import StepLeftError
-from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError
+from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError, batch_rows
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
 from train.weights.orbax import RunCheckpoints
 
@@ -151,17 +151,15 @@ class Stream:
         batches = {number: self._full[number] for number in sorted(self._full) if number >= step}
         if not batches:
             return None
-        return shard_rows(
-            {str(number): self._arrays(number, batches[number]) for number in batches}, self._context.mesh
-        )
+        return shard_rows({str(number): self._arrays(batches[number]) for number in batches}, self._context.mesh)
 
     def close(self) -> None:
         """Ends what is in flight, and closes the source."""
         self._source.close()
 
-    def _arrays(self, step: int, completions: Completions) -> Tree:
+    def _arrays(self, completions: Completions) -> Tree:
         """Returns the arrays of a batch: rows that this process holds, or those of all on the devices."""
-        rows = Request.of(self._context, step).rows
+        rows = batch_rows(self._context)
         completions = completions.completed()
         texts = [text.encode("utf-8", "surrogatepass") for text in completions.texts]
         lengths = gather_rows(

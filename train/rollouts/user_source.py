@@ -39,7 +39,7 @@ class OneCallSource(Protocol):
 
 
 class StreamSource(Protocol):
-    """What the trainer calls of a source of the user that is a stream; see `Source`."""
+    """A source of the user that is a stream: the methods of `Source`."""
 
     def update(self, policy: kljax.Policy, version: int) -> None:
         """Sets the weights of what is drawn from now on."""

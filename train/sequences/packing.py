@@ -333,8 +333,7 @@ def _write_places(
         ]
         for cell, of_cell in enumerate(numbers.reshape(-1, rows))
     ]
-    columns = cells.width
-    written = write_forest(units, rows=size, width=cells.width, sequences=rows, columns=columns)
+    written = write_forest(units, rows=size, width=cells.width, sequences=rows, columns=cells.width)
     # Micro-batches lie along a leading axis.
     split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), written)
     return dataclasses.replace(split, units=shards)

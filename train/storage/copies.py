@@ -8,12 +8,12 @@ import hashlib
 import os
 import secrets
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
+from train.config.installation import user_caches
 from train.config.schema import Config
 from train.config.storage import is_address
 from train.storage.paths import as_path, filesystem, is_remote, store_errors
@@ -28,10 +28,8 @@ _ADDRESSES: dict[Path, str] = {}
 
 def copies_directory() -> Path:
     """Returns the directory of the copies: that of the environment variable, or where the system has its caches."""
-    if os.environ.get(VARIABLE):
-        return Path(os.environ[VARIABLE])
-    caches = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(os.path.expanduser(caches)) / "kljax" / "copies"
+    directory = os.environ.get(VARIABLE)
+    return Path(directory) if directory else user_caches() / "copies"
 
 
 def local_copy(path: str | os.PathLike[str], field: str) -> Path:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests import peers, programs
+from train.config.installation import user_caches
 from train.distributed import compile_cache
-from train.distributed.compile_cache import fingerprint, start_compile_cache, user_directory, write_whole_files
+from train.distributed.compile_cache import fingerprint, start_compile_cache, write_whole_files
 
 ENV = {name: value for name, value in os.environ.items() if name != compile_cache.VARIABLE}
 
@@ -34,7 +35,7 @@ def kept(root: pathlib.Path) -> list[pathlib.Path]:
 
 def test_second_start_compiles_nothing(tmp_path):
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
-    root = user_directory(environment)
+    root = user_caches(environment) / "compiled"
     ((line, read, compiled),) = start("true", **environment)
     assert (line, read) == (f"compile cache: {root / fingerprint()}, 0 programs", 0)
     assert len(kept(root)) == compiled > 0

@@ -16,7 +16,7 @@ import kljax
 from tests import tiny
 from tests.goldens.presets import batch as recordings
 from train.config.load import parse
-from train.config.plan import ROWS, Plan
+from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.rope import frequencies
@@ -126,7 +126,7 @@ def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
     (model, params), batch = loaded(), full_batch()
 
     def log_probs(params: Tree) -> jax.Array:
-        scored, sequences = ScoredPolicy(model, kljax.Policy(params)), Sequences.of(batch, ROWS)
+        scored, sequences = ScoredPolicy(model, kljax.Policy(params)), Sequences.of(batch, Layout())
         stats, _ = token_stats(scored, sequences, temperature=temperature)
         return stats.log_prob
 
