@@ -136,7 +136,9 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
         check_only_with(
             num_groups is None, "has no meaning with kljax.Groups, which has it", {"num_groups": num_groups}
         )
-        groups, name, limit = group_ids, "group_ids.ids", "group_ids.count"
+        groups = group_ids
+        name = "group_ids.ids"
+        limit = "group_ids.count"
     elif num_groups is None:
         raise ValueError("num_groups: got None, expected the number of groups beside group_ids, or kljax.Groups")
     else:

@@ -27,7 +27,8 @@ elif os.environ.get("KLJAX_CHECK_SHAPES"):
 
     ArrayLike = jax.typing.ArrayLike
     # Booleans or integers; a mask of floats is refused with an error of its own.
-    MaskLike, Mask = Shaped, Any
+    MaskLike = Shaped
+    Mask = Any
 else:
 
     class _Shaped:

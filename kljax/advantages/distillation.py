@@ -151,7 +151,8 @@ def jsd_advantages(
     check_at_least("beta", beta, 0)
     check_at_most("beta", beta, 1)
     x = _log_ratio(teacher_log_probs, log_probs, mask)
-    beta, coef = jnp.asarray(beta, x.dtype), jnp.asarray(coef, x.dtype)
+    beta = jnp.asarray(beta, x.dtype)
+    coef = jnp.asarray(coef, x.dtype)
     inside = (beta > 0) & (beta < 1)
     weight = jnp.where(inside, beta, 0.5)
     # The linear terms of the two sides cancel near 0; of `expm1_minus` they are not part in the first place.

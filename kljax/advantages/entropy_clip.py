@@ -122,7 +122,8 @@ def clip_v_mask(
 def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: Mask) -> Array:
     """`p (H + log p)`, 0 under the mask; a token without probability has 0."""
     log_probs, entropies = as_float(log_probs, entropies)
-    log_probs, entropies = masked(log_probs, mask), masked(entropies, mask)
+    log_probs = masked(log_probs, mask)
+    entropies = masked(entropies, mask)
     gone = log_probs == -jnp.inf
     score = jnp.exp(log_probs) * (entropies + jnp.where(gone, 0, log_probs))
     return jax.lax.stop_gradient(masked(score, mask))

@@ -283,7 +283,8 @@ def per_token(advantages: Array, mask: Mask) -> Array:
 def _of_segments(mask: Segments, rewards: Array, groups: Groups) -> tuple[Array, Groups]:
     """Rewards and groups of each token's sequence as rewards and groups of rows `[N]`, one for each segment."""
     check_same_shape(**{"rewards": rewards, "group_ids": groups.ids, "mask": mask})
-    ids, of_tokens = as_array(mask.ids), as_array(groups.ids)
+    ids = as_array(mask.ids)
+    of_tokens = as_array(groups.ids)
     present = row_any(narrowed(mask, of_tokens >= 0))
     of_rows = jnp.where(present, to_sequences(of_tokens, ids), -1).ravel()
     return to_sequences(rewards, ids).ravel(), as_groups(dataclasses.replace(groups, ids=of_rows), None)

@@ -137,8 +137,10 @@ def gae(
     rewards, values = as_float(rewards, values)
     keep = check_mask(mask)
     enters = row_cumsum(keep, mask) > 0 if masked_tokens == "none" else keep
-    rewards, values = jnp.where(enters, rewards, 0), jnp.where(enters, values, 0)
-    gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
+    rewards = jnp.where(enters, rewards, 0)
+    values = jnp.where(enters, values, 0)
+    gamma = jnp.asarray(gamma, rewards.dtype)
+    lam = jnp.asarray(lam, rewards.dtype)
 
     def step(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (next_value, next_advantage), (reward, value, unmasked) = later, now

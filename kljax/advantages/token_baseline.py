@@ -104,7 +104,9 @@ def otb_advantages(
     elif ids.shape != (rows,):
         raise ValueError(f"group_ids: got shape {list(ids.shape)}, expected [{rows}], one per row")
     else:
-        ids, real, unknown = ids[:, None], real[:, None], unknown[:, None]
+        ids = ids[:, None]
+        real = real[:, None]
+        unknown = unknown[:, None]
     weights = jnp.ones(unmasked.shape, jnp.float32) if weights is None else weights
     rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
     keep = narrowed(mask, unmasked & real)

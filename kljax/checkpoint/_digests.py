@@ -20,7 +20,8 @@ from kljax.checkpoint._lanes import ROWS_OF_CPU, device_lanes, host_lanes
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
-CONTENT, SEAL = "kljax", "digest"
+CONTENT = "kljax"
+SEAL = "digest"
 LARGE = 1 << 22
 """Bytes of an array in the memory of a CPU from which on a compiled program repays its compilation in thirty saves."""
 KIND = "lanes"

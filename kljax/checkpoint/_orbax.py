@@ -85,7 +85,8 @@ def read_metadata(path: str | pathlib.Path) -> CheckpointMetadata:
             raise FileNotFoundError(f"no readable checkpoint at {directory}: {first_line(error)}") from error
     if metadata is None:
         raise FileNotFoundError(f"no readable checkpoint at {directory}: its metadata cannot be read")
-    tree, sealed = metadata.tree, metadata.custom_metadata
+    tree = metadata.tree
+    sealed = metadata.custom_metadata
     content = open_sealed(f"checkpoint {directory}: its record of digests", sealed) if sealed else None
     _check_layout(directory, tree, content)
     return CheckpointMetadata(directory, tree, content)

@@ -74,7 +74,8 @@ def explained_variance(
     """
     check_same_shape(values=values, returns=returns, mask=mask)
     values, returns = as_float(values, returns)
-    values, returns = masked(values, mask), masked(returns, mask)
+    values = masked(values, mask)
+    returns = masked(returns, mask)
     total = masked_var(returns, mask, axis_name=axis_name)
     unexplained = masked_var(returns - values, mask, axis_name=axis_name)
     constant = total == 0

@@ -41,7 +41,8 @@ def top_k_overlap(
         raise ValueError(
             f"mask: got shape {list(np.shape(mask))}, expected {list(shape[:-1])}, indices without its last"
         )
-    first, second = jnp.asarray(indices), jnp.asarray(teacher_indices)
+    first = jnp.asarray(indices)
+    second = jnp.asarray(teacher_indices)
     for name, array in (("indices", first), ("teacher_indices", second)):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name}: got dtype {array.dtype}, expected an integer type")

@@ -171,7 +171,8 @@ def policy_loss(
     mask = train_example.completion_mask
     stats = token_stats(model, example, algo_config.temperature)
     old = jax.lax.stop_gradient(stats.log_prob) if example.old_per_token_logps is None else example.old_per_token_logps
-    low, high = algo_config.epsilon, algo_config.epsilon_high
+    low = algo_config.epsilon
+    high = algo_config.epsilon_high
     clip: dict[str, Any] = {"clip_low": low, "clip_high": low if high is None else high}
     advantages = kljax.broadcast_to_tokens(example.advantages, mask)
     surrogate: Callable[..., Array] = kljax.ppo_clip_loss
@@ -261,7 +262,8 @@ class TunixGRPOLearner(grpo_learner.GRPOLearner):
 
     def _weighted(self, example: WeightedTrainExample, sampled: Any, parts: int) -> WeightedTrainExample:
         """Adds log-probs of other policies and the weights, times `parts`, over which Tunix takes a mean."""
-        config, mask = self.algo_config, example.completion_mask
+        config = self.algo_config
+        mask = example.completion_mask
         mode = REDUCTIONS[config.loss_agg_mode]
         longest = mask.shape[1] if mode == "seq_mean_token_sum_norm" else None
         fields = {"token_weights": parts * kljax.token_weights(mask, mode=mode, max_length=longest)}

@@ -358,7 +358,8 @@ def _logit_grads(
     device: DeviceView, chunk: Chunk, tile: RowInputs, policy: Logits, ref: Logits | None
 ) -> tuple[Array, Array | None]:
     """Returns `[rows, columns]` gradients of the loss to the logits of the policy and of the reference."""
-    cotangents, residuals = tile.cotangents, tile.residuals
+    cotangents = tile.cotangents
+    residuals = tile.residuals
     log_p = policy.values - residuals.logsumexp[:, None]
     p = jnp.exp(log_p)
     grads = p * _weight_of_p(cotangents, residuals, p, log_p)

@@ -195,7 +195,9 @@ def merge(spec: Spec, sums: Sums, axes: MeshAxes) -> tuple[Sums, Array]:
     if not axes.vocab:
         return sums, jnp.ones_like(sums.policy.max)
     policy, factor = _merge_softmax(sums.policy, axes)
-    rescale, ref, kept_softmax = factor, None, None
+    rescale = factor
+    ref = None
+    kept_softmax = None
     if sums.ref is not None:
         ref, ref_factor = _merge_softmax(sums.ref, axes)
         rescale = ref_factor if spec.divergence == "forward" else factor
@@ -392,7 +394,10 @@ def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Su
 
 def _target_columns(device: DeviceView) -> Array:
     """Returns `[rows, D]`, the gradient of the target's logit to the hidden states; 0 where others hold its column."""
-    spec, tokens, constants, dtype = device.spec, device.tokens, device.constants, device.dtype
+    spec = device.spec
+    tokens = device.tokens
+    constants = device.constants
+    dtype = device.dtype
     assert tokens.targets is not None
     columns = device.weights.head.shape[1 - embed_axis(spec.layout)]
     at, inside = device.axes.place_in_vocab(tokens.targets, columns)

@@ -242,7 +242,8 @@ def _empty_leaves(inputs: _Inputs) -> tuple[Array | None, ...]:
 
 def _add_tile(inputs: _Inputs, index: Array, carry: _Carry) -> _Carry:
     """Adds the loss and the gradients of one tile of tokens."""
-    device, plan = inputs.device, inputs.plan
+    device = inputs.device
+    plan = inputs.plan
     tokens, valid = device.get_tile(index, (device.tokens, inputs.has_token))
     leaves = plan.split(inputs.leaves, lambda arrays: device.get_tile(index, arrays))
     sums, logits = _keep_logits(device, tokens, carry.logits)

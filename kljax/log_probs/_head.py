@@ -157,7 +157,8 @@ class HeadSharding:
           ValueError: if an axis is not in the mesh, the axes along `D` do not split the tokens, or along `V` do, a
             spec has too many entries, a size is not a multiple of its devices, or there is no mesh.
         """
-        mesh, tokens = self.resolved_mesh(), self.token_axes()
+        mesh = self.resolved_mesh()
+        tokens = self.token_axes()
         embed, vocab = self.head_axes(layout)
         unknown = sorted({*tokens, *embed, *vocab} - set(mesh.axis_names))
         if unknown:

@@ -112,7 +112,8 @@ class Spec:
     def specs(self) -> dict[str, PartitionSpec]:
         """Returns the spec of each field of `Weights` and `Constants` on the mesh; scalars have none."""
         assert self.sharding is not None
-        tokens, head = self.sharding.tokens, self.sharding.head
+        tokens = self.sharding.tokens
+        head = self.sharding.head
         first, second = (*head, None, None)[:2]
         bias = PartitionSpec(second if self.layout == "dv" else first)
         of_tokens = ("hidden", "ref_hidden", "inverse_temperature", "targets", "mask", "kept")
@@ -295,7 +296,9 @@ def _shift(array: Array, by: int) -> Array:
 
 def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
     """Moves the fields per token, of these axes, one position to the left; the last position is masked."""
-    mask, inverse, targets = constants.mask, constants.inverse_temperature, constants.targets
+    mask = constants.mask
+    inverse = constants.inverse_temperature
+    targets = constants.targets
     if mask is None:
         mask = jnp.ones(leading, bool) if targets is None else jnp.ones_like(targets, dtype=bool)
     if inverse.ndim:
@@ -452,7 +455,8 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     inverse = constants.inverse_temperature
     if constants.mask is not None:
         inverse = jnp.where(constants.mask, inverse, 1)
-    targets, kept_ids = constants.targets, constants.kept
+    targets = constants.targets
+    kept_ids = constants.kept
     if targets is not None:
         targets = jnp.clip(targets, 0, spec.vocab_size - 1).astype(jnp.int32)
     if kept_ids is not None:

@@ -76,7 +76,8 @@ def _log_kept_mass(log_probs: Array, kept: Array, targets: Array) -> Array:
 def _divergence(kind: str, policy: Array, ref: Array, beta: Array | None) -> Array:
     """Returns KL(first || other) or the JSD, from logits, as a sum of terms that are not negative."""
     first, other = (ref, policy) if kind == "forward" else (policy, ref)
-    first, other = jnp.maximum(first, IMPOSSIBLE), jnp.maximum(other, IMPOSSIBLE)
+    first = jnp.maximum(first, IMPOSSIBLE)
+    other = jnp.maximum(other, IMPOSSIBLE)
     p = jax.nn.softmax(first)
     q = jax.nn.softmax(other)
     difference = other - first

@@ -393,7 +393,8 @@ class DeviceView(NamedTuple):
 
     def grad_head(self, grads: Array, hidden: Array, head: Array, layout: HeadLayout) -> Array:
         """Maps gradients of the products, `[rows, columns]`, to gradients of a chunk of the head, in its layout."""
-        grads, hidden = grads.astype(head.dtype), hidden.astype(head.dtype)
+        grads = grads.astype(head.dtype)
+        hidden = hidden.astype(head.dtype)
         return self._dot(*((hidden, grads) if layout == "dv" else (grads, hidden)), 0, 0)
 
     def turn(self, hidden: Array, head: Array) -> Array:

@@ -88,7 +88,8 @@ def log_ratios_of(
 
 def _log_mean(first: Array, second: Array) -> Array:
     """`log((exp(a) + exp(b)) / 2)`, with a gradient also where both are minus infinity."""
-    high, low = jnp.maximum(first, second), jnp.minimum(first, second)
+    high = jnp.maximum(first, second)
+    low = jnp.minimum(first, second)
     return high + (jnp.log1p(jnp.exp(difference(low, high))) - math.log(2))
 
 
@@ -115,7 +116,8 @@ def loss_inputs(
     shape = check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
     check_per_token(advantages, shape)
     log_probs, old_log_probs, advantages = as_float(log_probs, old_log_probs, advantages)
-    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    log_probs = masked(log_probs, mask)
+    old_log_probs = masked(old_log_probs, mask)
     check_log_probs(log_probs=log_probs, old_log_probs=old_log_probs)
     return log_probs, old_log_probs, masked(advantages, mask)
 

@@ -286,18 +286,22 @@ def _vocabularies(
 
 def _kl_terms(p: Array, q: Array) -> Array:
     """`p (exp(y) - 1 - y)` with `y = log q - log p`, of which the sum over the vocabulary is KL(p || q)."""
-    p_gone, q_gone = p == -jnp.inf, q == -jnp.inf
+    p_gone = p == -jnp.inf
+    q_gone = q == -jnp.inf
     both = ~p_gone & ~q_gone
-    log_p, log_q = jnp.where(both, p, 0), jnp.where(both, q, 0)
+    log_p = jnp.where(both, p, 0)
+    log_q = jnp.where(both, q, 0)
     finite = bregman(jnp.exp(log_p), jnp.exp(log_q), log_q - log_p)
     return jnp.where(both, finite, jnp.where(q_gone & ~p_gone, jnp.inf, jnp.exp(jnp.where(q_gone, -jnp.inf, q))))
 
 
 def _mixture_terms(policy: Array, teacher: Array, beta: Array) -> Array:
     """`beta KL(Q || M) + (1 - beta) KL(P || M)` before the sum over the vocabulary, for a `beta` between 0 and 1."""
-    no_p, no_q = policy == -jnp.inf, teacher == -jnp.inf
+    no_p = policy == -jnp.inf
+    no_q = teacher == -jnp.inf
     both = ~no_p & ~no_q
-    p, q = jnp.where(both, policy, 0), jnp.where(both, teacher, 0)
+    p = jnp.where(both, policy, 0)
+    q = jnp.where(both, teacher, 0)
     to_p = log_mix(beta, q - p)
     to_q = log_mix(1 - beta, p - q)
     mixed = jnp.where(p > q, p + to_p, q + to_q)

@@ -143,7 +143,8 @@ def _exo_pair(preferred: Array, rejected: Array, options: _PairOptions) -> Array
 
 
 def _nca_pair(preferred: Array, rejected: Array, options: _PairOptions) -> Array:
-    win, loss = options.coef * preferred, options.coef * rejected
+    win = options.coef * preferred
+    loss = options.coef * rejected
     return -jax.nn.log_sigmoid(win) - (jax.nn.log_sigmoid(-win) + jax.nn.log_sigmoid(-loss)) / 2
 
 

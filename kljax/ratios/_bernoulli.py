@@ -17,7 +17,8 @@ from kljax._typing import Array, ArrayLike
 def bernoulli_tv(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
     """Total variation of the two coins, `|p - q|`, with `p = exp(log_probs)`, `q = exp(other_log_probs)`."""
     first, second = jax.lax.stop_gradient(as_float(log_probs, other_log_probs))
-    larger, smaller = jnp.maximum(first, second), jnp.minimum(first, second)
+    larger = jnp.maximum(first, second)
+    smaller = jnp.minimum(first, second)
     return jnp.abs(jnp.exp(larger) * jnp.expm1(difference(smaller, larger)))
 
 
@@ -28,7 +29,8 @@ def bernoulli_kl(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
     nothing cancels between them.
     """
     log_p, log_q = (jnp.minimum(x, 0) for x in jax.lax.stop_gradient(as_float(log_probs, other_log_probs)))
-    not_p, not_q = -jnp.expm1(log_p), -jnp.expm1(log_q)
+    not_p = -jnp.expm1(log_p)
+    not_q = -jnp.expm1(log_q)
     gap = difference(log_q, log_p)
     # log((1 - q) / (1 - p)): from the difference of p and q if that is small, else from the two logarithms.
     close = jnp.abs(gap) <= 1

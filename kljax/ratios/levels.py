@@ -61,7 +61,8 @@ def log_ratios(
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     log_probs, old_log_probs = as_float(log_probs, old_log_probs)
-    log_probs, old_log_probs = masked(log_probs, mask), masked(old_log_probs, mask)
+    log_probs = masked(log_probs, mask)
+    old_log_probs = masked(old_log_probs, mask)
     check_log_probs(log_probs=log_probs, old_log_probs=old_log_probs)
     return clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
 

@@ -50,7 +50,8 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
     _check_same_shapes(reference, params)
 
     def mix(old: Array, new: Array) -> Array:
-        old, new = jnp.asarray(old), jnp.asarray(new)
+        old = jnp.asarray(old)
+        new = jnp.asarray(new)
         if not jnp.issubdtype(old.dtype, jnp.floating):
             return new.astype(old.dtype)
         wide_old, wide_new = as_float(old, new)
@@ -127,7 +128,8 @@ def bema_reference(
     moved = ema_reference(average, params, decay=1 - rate)
 
     def corrected(mean: Array, new: Array, first: Array) -> Array:
-        mean, new = jnp.asarray(mean), jnp.asarray(new)
+        mean = jnp.asarray(mean)
+        new = jnp.asarray(new)
         if not jnp.issubdtype(mean.dtype, jnp.floating):
             return mean
         wide_mean, wide_new, wide_first = as_float(mean, new, first)

@@ -16,7 +16,8 @@ FUNCTIONS = {"kl": "estimate_kl", "reduction": "token_weights"}
 # Arguments of this library that take names, by the kind of the names that the systems have for them.
 HINTED = {"mode": "reduction", "estimator": "kl"}
 # Names that an error lists.
-SHOWN, SHOWN_IN_HINTS = 6, 3
+SHOWN = 6
+SHOWN_IN_HINTS = 3
 EXACT = (
     "the exact KL over the vocabulary comes from hidden states: kljax.token_kl, kljax.kl_from_hidden, or the kl of "
     "kljax.token_log_probs(..., reference=(ref_hidden, ref_head))"

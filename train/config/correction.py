@@ -53,7 +53,8 @@ def default_correction(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
     It stays off where its weights would have no policy term to multiply, where the loss takes its ratio to the sampler
     already, and where no log-probs are recorded.
     """
-    rollout, loss = raw.get("rollout"), raw.get("loss")
+    rollout = raw.get("rollout")
+    loss = raw.get("loss")
     if not isinstance(rollout, dict) or not isinstance(rollout.get("source"), dict):
         return []
     chosen = loss if isinstance(loss, dict) else {"type": loss}

@@ -60,7 +60,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     spoken = [item for item in metadata if isinstance(item, str)]
     if spoken:
         return spoken[0]
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return describe(arguments[0], (*arguments[1:], *metadata))
     if origin is Literal:

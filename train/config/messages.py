@@ -24,7 +24,9 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+_SHORT.maxlevel = 3
+_SHORT.maxstring = 80
+_SHORT.maxother = 80
 NEAR = 0.75
 """Names with more letters in common than this share are near."""
 PART = NEAR
@@ -63,7 +65,8 @@ def _likeness(word: str, candidate: str) -> float:
     Short names are often acronyms, of which one letter makes another.
     """
     first, second = (re.sub(r"[^a-z0-9]+", "_", name.casefold()).strip("_") for name in (word, candidate))
-    words, others = set(first.split("_")), set(second.split("_"))
+    words = set(first.split("_"))
+    others = set(second.split("_"))
     if (words < others or others < words) and max(map(len, words & others)) > 2:
         return PART if words < others else COMPOUND
     if re.sub(r"\d", "", first) == re.sub(r"\d", "", second):
@@ -180,7 +183,8 @@ def _wrong_tag(path: str, item: dict[str, Any], tag: Known) -> str:
 
 
 def _wrong_variant(path: str, parent: Known, variant: str) -> str:
-    field, section = path.rpartition(".")[2], path.rpartition(".")[0]
+    field = path.rpartition(".")[2]
+    section = path.rpartition(".")[0]
     tag = f"{section}.{parent.tag}"
     having = known_fields()[f"{parent.path}.{field}"].variants
     line = f"{path}: not a field when {tag} is {variant}; change {tag} ({', '.join(having)}), or "

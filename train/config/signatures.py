@@ -299,7 +299,8 @@ def _argument_docs(doc: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     if not any(line.strip() == "Args:" for line in lines):
         return entries
-    indent, name = 0, ""
+    indent = 0
+    name = ""
     for line in lines:
         depth = len(line) - len(line.lstrip())
         if not line.strip():

@@ -61,7 +61,8 @@ def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str], Fiel
         section = raw.get(family)
         if isinstance(section, dict) and _is_name(section.get("type")):
             yield family, section, "type", partial(lookup, section)
-    kl, loss = raw.get("kl"), raw.get("loss")
+    kl = raw.get("kl")
+    loss = raw.get("loss")
     for term, model in TERMS.items():
         section = kl.get(term) if isinstance(kl, dict) else None
         if isinstance(section, dict) and _is_name(section.get("estimator")):

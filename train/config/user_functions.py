@@ -14,8 +14,10 @@ from train.config.signatures import load_function
 ROOT = Path(__file__).parents[2]
 _OWN = (f"{ROOT / 'train'}/", f"{ROOT / 'kljax'}/", "<frozen ")
 _LIBRARIES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_FIRST, _LAST = 3, 5
-"""Lines of a traceback that are shown, from its start and from its end."""
+_FIRST = 3
+"""Lines of a traceback that are shown from its start."""
+_LAST = 5
+"""Lines of a traceback that are shown from its end."""
 
 
 def failure(error: BaseException) -> str:

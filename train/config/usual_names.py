@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
-_COEF, _GROUP = "kl.loss.coef", "rollout.samples_per_prompt"
-_LENGTH, _PROMPTS = "data.max_completion_length", "rollout.prompts_per_step"
+_COEF = "kl.loss.coef"
+_GROUP = "rollout.samples_per_prompt"
+_LENGTH = "data.max_completion_length"
+_PROMPTS = "rollout.prompts_per_step"
 _ADVANTAGE = ("adv_estimator", "advantage_estimator", "algorithm.adv_estimator")
 
 USUAL_NAMES: Mapping[str, str] = {

@@ -117,7 +117,8 @@ def compare_answers(gold: str, answer: str) -> bool | None:
         >>> compare_answers("(0.1, 2)", "(0.2, 2)"), compare_answers("(0.1, 2)", "(0.1, 2)")
         (False, None)
     """
-    first, second = exact_number(gold), exact_number(answer)
+    first = exact_number(gold)
+    second = exact_number(answer)
     if first is not None and second is not None:
         if first.variable and second.variable and first.variable != second.variable:
             return None
@@ -196,7 +197,8 @@ def _is_within(text: str, opening: str, closing: str) -> bool:
 
 def _split(text: str) -> Iterator[str]:
     """Splits a text at the commas outside of brackets."""
-    depth, start = 0, 0
+    depth = 0
+    start = 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:

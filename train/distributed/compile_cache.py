@@ -86,7 +86,8 @@ def fingerprint() -> str:
 def _make(field: str | bool) -> _Directory:
     """Makes the directory of this compiler and CPU, with a file that the other processes look for."""
     root = (user_caches() / "compiled" if isinstance(field, bool) else Path(field)).absolute()
-    path, mark = root / fingerprint(), f"mark-{secrets.token_hex(8)}"
+    path = root / fingerprint()
+    mark = f"mark-{secrets.token_hex(8)}"
     try:
         # Whoever writes a program runs code in the name of those that read it; a team may share a directory of its own.
         path.mkdir(mode=0o700 if isinstance(field, bool) else 0o777, parents=True, exist_ok=True)
@@ -142,7 +143,8 @@ def write_whole_files() -> None:
     """
     from jax._src import lru_cache
 
-    cache, suffix = getattr(lru_cache, "LRUCache", None), getattr(lru_cache, "_CACHE_SUFFIX", None)
+    cache = getattr(lru_cache, "LRUCache", None)
+    suffix = getattr(lru_cache, "_CACHE_SUFFIX", None)
     if cache is None or suffix is None:
         return
 

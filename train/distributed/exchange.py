@@ -45,7 +45,8 @@ def agree(label: str, value: Any) -> None:
         other = differing
         if isinstance(first, dict) and isinstance(other, dict):
             label = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
-            first, other = first.get(label), other.get(label)
+            first = first.get(label)
+            other = other.get(label)
         raise _mark(
             UserError(
                 f"{label}: process 0 has {short(first)}, process {number} has {short(other)}; start all processes with "
@@ -82,7 +83,8 @@ def raise_together(label: str, error: Exception | None) -> None:
         return
     if error is not None and not isinstance(error, UserError):
         raise _mark(error)
-    kind, text = reports[first]["kind"], reports[first]["text"]
+    kind = reports[first]["kind"]
+    text = reports[first]["text"]
     raise _mark(_user_error(kind, f"process {first} of {processes()}: {text}")) from error
 
 
@@ -96,7 +98,8 @@ def was_raised_together(error: BaseException) -> bool:
 
 def run_together(label: str, function: Callable[[], T]) -> T:
     """Calls a function in every process; an error of one process is raised in all."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = function()
     except Exception as caught:

@@ -27,7 +27,8 @@ def joining_within(seconds: float) -> Iterator[None]:
 
     JAX waits inside one call, and aborts without a reason, also when process 0 ends.
     """
-    joined, began = threading.Event(), time.monotonic()
+    joined = threading.Event()
+    began = time.monotonic()
 
     def end() -> None:
         os.write(2, f"error: --join-timeout: {_reason(time.monotonic() - began)}\n".encode())
@@ -86,7 +87,8 @@ def _reason(seconds: float) -> str:
 
     after = f"after {seconds:.0f} s"
     advice = "start all processes at about the same time, or raise the limit"
-    address, count = global_state.coordinator_address, global_state.num_processes
+    address = global_state.coordinator_address
+    count = global_state.num_processes
     if address is None or count is None:
         return f"the environment has not named the other processes {after}; {advice}"
     if global_state.process_id != 0:

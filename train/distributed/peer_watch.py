@@ -72,7 +72,8 @@ class Peer:
             self.heard = now
         if progress.moves != self.progress.moves:
             self.moved = now
-        self.beats, self.progress = beats, progress
+        self.beats = beats
+        self.progress = progress
 
 
 class PeerWatch:
@@ -88,10 +89,12 @@ class PeerWatch:
         first = Progress(0, 0, "start")
         self.peers = {peer: Peer(name, first, now, now) for peer, name in enumerate(names)}
         self.ending: tuple[str, int] | None = None
-        self._service, self._number = service, number
+        self._service = service
+        self._number = number
         self._reason: UserError | None = None
         self._told: float | None = None
-        self._beaten, self._slow = now, SLOW_SECONDS
+        self._beaten = now
+        self._slow = SLOW_SECONDS
         self._phases = 0
 
     def enter(self, step: int, phase: str) -> None:

@@ -127,7 +127,8 @@ def layer_segments(config: DecoderConfig) -> tuple[Segment, ...]:
     share a stack: a scan would copy its part of the weights out of it.
     """
     parts = [(ATTENTIONS[kind.attention], MLPS[kind.mlp]) for kind in config.kinds]
-    depth, period = len(parts), shortest_period(parts)
+    depth = len(parts)
+    period = shortest_period(parts)
     repeated = depth // period * period if depth >= 2 * period else 0
     scans = [[range(first, repeated, period) for first in range(period)]] if repeated else []
     scans += [[layers] for layers in _runs(parts, repeated)]

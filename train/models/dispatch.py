@@ -31,8 +31,10 @@ DEVIATIONS = 4
 """Standard deviations of that number, for which a round has room too."""
 MOST_SENT = 0.75
 """Tokens are exchanged, and not gathered, where a round sends at most this part of them to each device."""
-ROW_BLOCKS, ROUNDS = "row_blocks", "rounds"
-"""Named scopes of the loops over blocks, and over the rounds of an exchange."""
+ROW_BLOCKS = "row_blocks"
+"""Named scope of the loop over blocks."""
+ROUNDS = "rounds"
+"""Named scope of the loop over the rounds of an exchange."""
 
 
 @jax.tree_util.register_dataclass
@@ -261,7 +263,8 @@ def run_experts_over(
     """
     count, active = routes.shape
     sizes = ChunkSizes.of(count, active, ways=lax.axis_size(axes), row_bytes=x.shape[-1] * x.dtype.itemsize)
-    chunks, chunk = sizes.chunks, sizes.tokens
+    chunks = sizes.chunks
+    chunk = sizes.tokens
     how = ExpertAxis(compute, len(jax.tree.leaves(weights)[0]), axes, partial, sizes.block_rows, sizes.sent)
 
     def split(array: jax.Array, fill: float) -> jax.Array:

@@ -21,9 +21,10 @@ from kljax._narrow import narrow_on_cpu, read_with
 from train.models.sharding import device_kind
 
 Implementation: TypeAlias = Literal["loop", "ragged", "megablox", "mosaic"]
-MANY_ROWS, FEW_ROWS = (256, 32), (24, 4)
-"""Rows of a tile in the loop, and the steps in which the last tile of a group has fewer. The second pair where groups
-have fewer than 32 rows in the mean, as in a decode step."""
+MANY_ROWS = (256, 32)
+"""Rows of a tile in the loop, and the steps in which the last tile of a group has fewer."""
+FEW_ROWS = (24, 4)
+"""The same where groups have fewer than 32 rows in the mean, as in a decode step."""
 TILING = (512, 1024, 512)
 """Most rows, inputs and outputs of a tile of megablox; smaller arrays take their padded size."""
 LANES = 128
@@ -33,7 +34,8 @@ HOPPER = re.compile(r"NVIDIA (GH|H)\d")
 """Starts the kinds of the GPUs that run these kernels: they take instructions of this generation alone."""
 NATIVE_GRADIENT = (0, 12)
 """The first JAX whose gradient of `ragged_dot` is native on TPUs."""
-_ROW_TILES, _MATRIX_TILES = "row_tiles", "matrix_tiles"
+_ROW_TILES = "row_tiles"
+_MATRIX_TILES = "matrix_tiles"
 
 
 def grouped_dot(
@@ -161,7 +163,8 @@ def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, tran
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def add_tile(index: jax.Array, y: jax.Array) -> jax.Array:
-        start, left = tiles.starts[index], tiles.lefts[index]
+        start = tiles.starts[index]
+        left = tiles.lefts[index]
         array, group = _read(weights, tiles.groups[index])
         matrix = lax.dynamic_index_in_dim(array, group, keepdims=False).astype(x.dtype)
         begin = jnp.minimum(start, rows - largest)
@@ -233,7 +236,8 @@ def _ragged_gradient(
     x: jax.Array, weights: jax.Array, group_sizes: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     # Only the gradient of the matrices mixes rows.
-    x, g = _without_rest(x, group_sizes), _without_rest(g, group_sizes)
+    x = _without_rest(x, group_sizes)
+    g = _without_rest(g, group_sizes)
     _, backward = jax.vjp(lambda x, weights: _ragged_rows(x, weights, group_sizes), x, weights)
     dx, dw = backward(g)
     return dx, dw if _is_float(weights) else None

@@ -218,7 +218,8 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, eps: float, offset: bool = False, param_dtype: str = "float32"):
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
         self.scale = param((jnp.zeros if offset else jnp.ones)(width, param_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:

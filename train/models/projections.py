@@ -157,7 +157,9 @@ class Joining:
         if not is_several(kernels):
             inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
             return JoinedWeights(inner, (adapters[0][1],), outputs, several=False)
-        rank, before, outer = lora_a.shape[1], 0, []
+        rank = lora_a.shape[1]
+        before = 0
+        outer = []
         for kernel, adapter in cast:
             b = jnp.zeros((0, kernel.shape[1]), dtype) if adapter is None else adapter[1]
             rows = jnp.pad(b, ((before, rank - before - len(b)), (0, 0)))
@@ -209,10 +211,12 @@ def _backward(plan: Joining, residuals: Any, dys: tuple[Array, ...]) -> tuple[Ar
             dx += part[..., :width].astype(jnp.float32)
         dx = dx.astype(x.dtype)
     else:
-        xa, dxa = _dot(x, lora_a), _dot(dys[0], adapters[0][1], transposed=True)
+        xa = _dot(x, lora_a)
+        dxa = _dot(dys[0], adapters[0][1], transposed=True)
         inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
         dx = _dot(jnp.concatenate([dys[0], dxa], axis=-1), inner, transposed=True)
-    das, xas = iter(_split(_over_tokens(x, dxa), ranks[:-1])), iter(_split(xa, ranks[:-1]))
+    das = iter(_split(_over_tokens(x, dxa), ranks[:-1]))
+    xas = iter(_split(xa, ranks[:-1]))
     gradients = []
     for (kernel, adapter), dy, scale in zip(kernels, dys, plan.scales, strict=True):
         # Dropped by the compiler where the kernel is frozen.
@@ -220,7 +224,8 @@ def _backward(plan: Joining, residuals: Any, dys: tuple[Array, ...]) -> tuple[Ar
         if adapter is None:
             gradients.append(AdaptedKernel(dw, None))
         else:
-            a, b = next(das), scale * _over_tokens(next(xas), dy)
+            a = next(das)
+            b = scale * _over_tokens(next(xas), dy)
             gradients.append(AdaptedKernel(dw, (a.astype(adapter[0].dtype), b.astype(adapter[1].dtype))))
     return dx, tuple(gradients)
 

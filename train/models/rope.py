@@ -79,7 +79,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 def _llama3_unscaled_share(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     """Returns the unscaled share of each frequency: 1 for short wavelengths, 0 for long ones, linear in between."""
     periods = scaling.original_length * plain / (2 * np.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     return np.clip((periods - low) / (high - low), 0, 1)
 
 
@@ -90,9 +91,11 @@ def _yarn_unscaled_share(rope: Rope, scaling: YarnScaling, head_dim: int) -> np.
         wavelength = scaling.original_length / periods
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
+        first = math.floor(first)
+        last = math.ceil(last)
     first = max(first, 0)
     last = min(last, head_dim - 1)
     # Equal ends give a step, as in the programs that trained such models.

@@ -66,7 +66,8 @@ class SelfAttention(nnx.Module):
         self.v_proj = projection(config, "v_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
         if config.qk_norm or config.wide_qk_norm:
             widths = (heads, kv_heads) if config.wide_qk_norm else (config.head_dim, config.head_dim)
-            self.q_norm, self.k_norm = norm(config, widths[0]), norm(config, widths[1])
+            self.q_norm = norm(config, widths[0])
+            self.k_norm = norm(config, widths[1])
         if config.sinks:
             self.sinks = param(jnp.zeros(config.heads, jnp.dtype(config.param_dtype)), ("heads",))
         self.o_proj = projection(
@@ -94,12 +95,16 @@ class SelfAttention(nnx.Module):
 
         query, key, value = project(x, self.q_proj, self.k_proj, self.v_proj)
         if config.wide_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         if config.qkv_clip is not None:
             query, key, value = (jnp.clip(y, -config.qkv_clip, config.qkv_clip) for y in (query, key, value))
-        query, key, value = heads_of(query), heads_of(key), heads_of(value)
+        query = heads_of(query)
+        key = heads_of(key)
+        value = heads_of(value)
         if config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         rope = context.rope.for_layer(sliding)
         query = apply_rope(query, rope)
         new = KeyValues(apply_rope(key, rope), value)
@@ -107,7 +112,8 @@ class SelfAttention(nnx.Module):
             new = jax.tree.map(whole_sequences, new)
         keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
         sinks = self.sinks[...] if config.sinks else None
-        scale, softcap = config.attention_scale, config.attention_softcap
+        scale = config.attention_scale
+        softcap = config.attention_softcap
         options = AttentionOptions(sliding, scale, softcap, sinks, kernels=config.attention != "xla")
         output = keys.attend(query, context.keys, options)
         (output,) = project(output.reshape(*x.shape[:-1], -1), self.o_proj)

@@ -292,7 +292,8 @@ class Transformer(nnx.Module):
             def run_repeat(carry: Any, of_layers: Any, runs: Any = runs) -> tuple[Any, list[Routed | None]]:
                 x, states = carry
                 number, inputs = of_layers
-                written, of_routers = [], []
+                written = []
+                of_routers = []
                 for run, stack, (part, sliding) in zip(runs, states, inputs, strict=True):
                     x, layer, of_router = run(part, x, stack.at_layer(number), sliding, context)
                     written.append(layer.stack)

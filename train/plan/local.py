@@ -44,7 +44,8 @@ def measure_rates() -> Rates:
     """
     square = jnp.ones((SIZE, SIZE))
     vector = jnp.ones(SUMMED)
-    product, total = jax.jit(jnp.matmul), jax.jit(jnp.sum)
+    product = jax.jit(jnp.matmul)
+    total = jax.jit(jnp.sum)
     return Rates(
         2 * SIZE**3 / _fastest(lambda: product(square, square)), vector.nbytes / _fastest(lambda: total(vector))
     )

@@ -184,7 +184,8 @@ class AbstractRun:
 
     def _sampler(self, name: str, program: Any, prompts: int, samples: int) -> LoweredProgram:
         """Lowers a sampler's program for a number of prompts and of completions per prompt."""
-        config, layout = self.context.config, self.context.layout
+        config = self.context.config
+        layout = self.context.layout
         length = config.data.max_prompt_length
         with layout.active():
             policy = self.policy() if layout.in_place else layout.abstract_policy()
@@ -212,7 +213,8 @@ class AbstractRun:
         return state_bytes(layout.model.config, tokens) // layout.mesh.size
 
     def _rollout_batch(self) -> Batch:
-        config, mesh = self.context.config, self.context.mesh
+        config = self.context.config
+        mesh = self.context.mesh
         rows = config.rows_per_batch()
         length = config.data.max_prompt_length + config.data.max_completion_length
 
@@ -240,8 +242,10 @@ class AbstractRun:
 
         The LM head takes a tile of tokens at a time; `fused`: a chunk, as with the loss behind it.
         """
-        config, kind = self.context.config, self.context.mesh.devices.flat[0].device_kind
-        rows, completion = config.rows_per_micro_batch(), config.data.max_completion_length
+        config = self.context.config
+        kind = self.context.mesh.devices.flat[0].device_kind
+        rows = config.rows_per_micro_batch()
+        completion = config.data.max_completion_length
         if fused:
             tokens = config.log_probs.token_chunk or head_defaults(kind).token_chunk
         else:
@@ -269,8 +273,11 @@ class AbstractRun:
 
     def _score(self, batch: Batch) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
-        plan, model, mesh = self.context.plan, self.context.model, self.context.mesh
-        reference, loops = self.reference, self._row_loops()
+        plan = self.context.plan
+        model = self.context.model
+        mesh = self.context.mesh
+        reference = self.reference
+        loops = self._row_loops()
         programs = []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:

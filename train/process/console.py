@@ -186,7 +186,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     hook = handle_thread_errors()
-    hook.problem, hook.ending = None, False
+    hook.problem = None
+    hook.ending = False
     with guarded_streams(), ending_at_once() as ending:
         try:
             with quiet_orbax(), rare_collections():

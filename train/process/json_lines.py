@@ -17,7 +17,9 @@ class JsonLines:
 
     def __init__(self, stream: TextIO, level: str) -> None:
         """Wraps a stream, whose lines have this level if they do not begin with another."""
-        self._stream, self._level, self._begun = stream, level, ""
+        self._stream = stream
+        self._level = level
+        self._begun = ""
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is that of the stream."""
@@ -53,4 +55,5 @@ class JsonLines:
 
 def write_json_lines() -> None:
     """Lets standard output and error write JSON lines, until their guards are taken away."""
-    sys.stdout, sys.stderr = JsonLines(sys.stdout, "info"), JsonLines(sys.stderr, "error")
+    sys.stdout = JsonLines(sys.stdout, "info")
+    sys.stderr = JsonLines(sys.stderr, "error")

@@ -17,7 +17,9 @@ class GuardedStream:
 
     def __init__(self, stream: TextIO, *, report: bool) -> None:
         """Wraps a stream; `report` says on standard error that it failed."""
-        self._stream, self._report, self._failed = stream, report, False
+        self._stream = stream
+        self._report = report
+        self._failed = False
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is that of the stream."""

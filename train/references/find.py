@@ -142,7 +142,8 @@ def teacher_model(form: Format, path: Path, policy: Decoder) -> Decoder:
 
 def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:
     """Raises ValueError unless both decoders give probabilities of the same tokens."""
-    got, expected = teacher.config.vocab_size, policy.config.vocab_size
+    got = teacher.config.vocab_size
+    expected = policy.config.vocab_size
     if got != expected:
         raise ValueError(
             f"{path} has a vocabulary of {got} tokens, expected {expected} as the policy has: a KL compares the "

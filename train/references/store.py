@@ -58,7 +58,8 @@ class ReferenceStore:
 
     def __init__(self, score: ReferenceScore, mesh: Mesh, *, rows: int, columns: int) -> None:
         """Takes the program of `make_reference_score`, the mesh, and the numbers of rows and of completion columns."""
-        self._score, self._mesh = score, mesh
+        self._score = score
+        self._mesh = mesh
         # The system gives zeros their memory when they are first written.
         self._log_probs = np.zeros((rows, columns), np.float32)
         self._scored = np.zeros(rows, bool)

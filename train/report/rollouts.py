@@ -189,7 +189,8 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
             numbers[field.name] = _split(table.column(field.name).combine_chunks())
     plain = [name for name in table.column_names if name not in numbers]
     for index, record in enumerate(table.select(plain).to_pylist()):
-        prompt_ids, completion_ids = record["prompt_ids"], record["completion_ids"]
+        prompt_ids = record["prompt_ids"]
+        completion_ids = record["completion_ids"]
         first = -len(completion_ids) or len(prompt_ids)
         rollout = RecordedRollout(
             step=record["step"],
@@ -243,7 +244,8 @@ def _of_export(file: Path, record: Mapping[str, Any], row: int) -> RecordedRollo
 
 def _from_export(record: Mapping[str, Any], row: int) -> RecordedRollout:
     """Makes a rollout of a sequence of the export: what its loss mask leaves out at the start is the prompt."""
-    ids, mask = record["token_ids"], record["loss_mask"]
+    ids = record["token_ids"]
+    mask = record["loss_mask"]
     start = mask.index(True) if True in mask else len(mask)
     columns = {}
     texts = [f"{number} " for number in ids]

@@ -90,7 +90,8 @@ def _read_metrics(path: Path) -> tuple[dict[str, dict[str, list[tuple[int, float
     for line in lines[:-1]:
         try:
             record = parse_json(line)
-            phase, step = str(record.pop("phase")), int(record.pop("step"))
+            phase = str(record.pop("phase"))
+            step = int(record.pop("step"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             damaged += 1
             continue

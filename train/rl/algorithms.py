@@ -126,14 +126,16 @@ def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch
     known = plan.loss.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
     if not known or len(bounds) < 2 or min(bounds.values()) < 0 or level not in LEVELS:
         return {}
-    old, advantages = required(batch.old_log_probs), required(batch.advantages)
+    old = required(batch.old_log_probs)
+    advantages = required(batch.advantages)
     share = kljax.clip_fraction(stats.log_prob, old, advantages, batch.completion_mask, level=level, **bounds)
     return {"clip_fraction": share}
 
 
 def make_controllers(plan: Plan) -> dict[str, kljax.Controller]:
     """Makes the controllers of the KL coefficients in use, by placement, and of the entropy coefficient."""
-    kl, loss = plan.config.kl, plan.config.loss
+    kl = plan.config.kl
+    loss = plan.config.loss
     made = {name: _controller(getattr(kl, name)) for name in plan.controllers if name != "entropy"}
     if "entropy" in plan.controllers:
         function = load_function(tables.ENTROPY_CONTROLLERS[loss.entropy_controller.type])
@@ -189,7 +191,8 @@ def _matrices(params: Any) -> Any:
 
 def learning_rate(section: Optim) -> optax.ScalarOrSchedule:
     """Makes the learning rate over the updates: a linear warm-up that starts above 0, then the schedule."""
-    highest, then = section.learning_rate, section.schedule
+    highest = section.learning_rate
+    then = section.schedule
     after: optax.Schedule | None = None
     if isinstance(then, LinearSchedule):
         after = optax.linear_schedule(highest, highest * then.end, then.decay_steps)

@@ -33,7 +33,8 @@ def make_correction(plan: Plan) -> Callable[[Batch], tuple[Batch, Metrics]]:
     the mismatch.
     """
     config = plan.config
-    buckets, longest = config.rollout.mismatch_by_position, config.data.max_completion_length
+    buckets = config.rollout.mismatch_by_position
+    longest = config.data.max_completion_length
     entries = list(zip(plan.corrections, config.correction, strict=True))
 
     def correct(batch: Batch) -> tuple[Batch, Metrics]:

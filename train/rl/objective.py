@@ -148,7 +148,9 @@ def make_preparation(plan: Plan) -> Preparation:
     """
     controllers = algorithms.make_controllers(plan)
     correct = make_correction(plan)
-    loss, section, options = plan.config.loss, plan.config.kl, plan.config.advantage
+    loss = plan.config.loss
+    section = plan.config.kl
+    options = plan.config.advantage
     in_groups = plan.config.rollout.samples_per_prompt > 1
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
@@ -290,7 +292,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
         kept_mask = _kept(batch)
         if plan.value_head:
             values = token_values(trainable["value_head"], hidden, sequences.forest)
-            returns, old = required(batch.returns), required(batch.values)
+            returns = required(batch.returns)
+            old = required(batch.values)
             term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
             reduced["value"] = (kljax.masked(term, kept_mask) * required(batch.token_weights)).sum()
             loss = loss + coefs["value"] * reduced["value"]
@@ -305,7 +308,8 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             losses = router_losses(config.routing, routed, replayed, totals)
             loss = loss + sum(coefs[name] * value for name, value in losses.items())
             reduced = reduced | losses
-            counts, recorded = sequences.forest.counts, sequences.recorded_routes()
+            counts = sequences.forest.counts
+            recorded = sequences.recorded_routes()
             metrics |= routing_metrics(model.config, routed, counts, recorded, verify=config.routing.verify)
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept_mask)
@@ -379,7 +383,8 @@ def _terms(
             terms["policy"] *= batch.correction_weights
         scale["policy"] = jnp.float32(1)
     if "loss" in plan.controllers:
-        terms["kl"], scale["kl"] = _reference_kl(plan, kl.loss, stats, batch), coefs["kl_loss"]
+        terms["kl"] = _reference_kl(plan, kl.loss, stats, batch)
+        scale["kl"] = coefs["kl_loss"]
     if kl.rollout.coef > 0:
         terms["rollout_kl"] = kljax.rollout_kl_loss(
             stats.log_prob,
@@ -389,7 +394,8 @@ def _terms(
         )
         scale["rollout_kl"] = coefs["rollout_kl"]
     if section.has_entropy_term():
-        terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
+        terms["entropy"] = required(stats.entropy)
+        scale["entropy"] = -coefs["entropy"]
     own_weights = {"kl": batch.kl_token_weights, "entropy": batch.entropy_token_weights}
     term_weights = {name: own for name, own in own_weights.items() if own is not None}
     weighted = {name: kljax.masked(term, kept_mask) * term_weights.get(name, weights) for name, term in terms.items()}

@@ -141,7 +141,8 @@ def slot_states(scored: ScoredPolicy, sequences: Sequences) -> tuple[jax.Array, 
     forest = sequences.forest
     if forest.joins:
         check_rows_may_join(scored.model.config)
-    tokens, real = forest.take(sequences.tokens), forest.take(sequences.token_mask)
+    tokens = forest.take(sequences.tokens)
+    real = forest.take(sequences.token_mask)
     spans = forest.spans(scored.model.config.sliding_window)
     routes = None if scored.model.config.experts is None else sequences.recorded_routes()
     return bind(scored.model, scored.policy).run(tokens, real, forest.depth, spans, routes=routes)
@@ -160,7 +161,8 @@ def paired_slot_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences
     Returns:
       [R, W, D] of each.
     """
-    params, first = scored.policy.params, scored.policy.adapter
+    params = scored.policy.params
+    first = scored.policy.adapter
     second = jax.tree.map(jnp.zeros_like, first) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), first, second)
 

@@ -212,7 +212,8 @@ def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
     `rate * sign(mean load - load)`: the load of an expert is the number of tokens of the update for which the router
     chooses it, also where recorded routes are replayed (Wang et al. 2024, arXiv 2408.15664).
     """
-    section, experts = plan.config.routing, model.config.expert_layers
+    section = plan.config.routing
+    experts = model.config.expert_layers
 
     def router_changes(changes: Tree, choices: jax.Array | None) -> Tree:
         changes = without_routers(changes) if section.freeze else changes

@@ -281,7 +281,8 @@ def make_update(
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)
-            applied, metrics[SHARE] = applied & ~beyond, single(1.0 * beyond)
+            applied = applied & ~beyond
+            metrics[SHARE] = single(1.0 * beyond)
         changes, opt_state = advance(optimizer, grads, state, applied)
         if guard.action == "lower_learning_rate":
             changes = jax.tree.map(lambda x: x * state.guard.rate.astype(x.dtype), changes)

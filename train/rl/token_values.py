@@ -52,7 +52,8 @@ def make_select(mesh: Mesh) -> Callable[[Mapping[str, Array], Sequence[TokenValu
                 old = selected.get(name, jnp.zeros(mask.shape, x.dtype))
                 selected[name] = jnp.where(matches.any(-1)[:, None] & mask, x[part, position], old)
         if "ref_log_probs" in selected:
-            policy, reference = selected["policy_log_probs"], selected["ref_log_probs"]
+            policy = selected["policy_log_probs"]
+            reference = selected["ref_log_probs"]
             selected["kl"] = kljax.estimate_kl(policy, reference, mask, estimator="k3")
         return selected
 

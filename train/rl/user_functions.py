@@ -38,7 +38,8 @@ def check_result(
     """
     if not isinstance(section, UserFunction):
         return
-    dtype, shape = getattr(result, "dtype", None), getattr(result, "shape", None)
+    dtype = getattr(result, "dtype", None)
+    shape = getattr(result, "shape", None)
     is_right_kind = dtype is not None and (
         jnp.issubdtype(dtype, jnp.floating) or (booleans and jnp.issubdtype(dtype, jnp.bool))
     )

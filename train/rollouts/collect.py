@@ -223,7 +223,9 @@ def _check_rows(completions: Completions, vocab_size: int, prompt_length: int) -
     The sampler of this process needs no check; sources of the user have theirs (`UserSource`).
     """
     check_fields(completions.fields, completions.tokens.shape)
-    tokens, token_mask, mask = completions.tokens, completions.token_mask, completions.completion_mask
+    tokens = completions.tokens
+    token_mask = completions.token_mask
+    mask = completions.completion_mask
     if not any(isinstance(x, jax.Array) for x in (tokens, token_mask, mask, *completions.fields.values())):
         rows = np.asarray(tokens), np.asarray(token_mask), np.asarray(mask)
         check_values(*rows, completions.fields, vocab_size=vocab_size, prompt_length=prompt_length)

@@ -151,7 +151,8 @@ def sampling_program(
     context: RunContext, name: str, prompt_length: int, samples: int, *, sampling: Sampling, stop: StopTable | None
 ) -> WindowedSampler:
     """Makes the not yet compiled sampler of `make_sampler` for one prompt length."""
-    config, layout = context.config, context.layout
+    config = context.config
+    layout = context.layout
     padding = config.data.max_prompt_length - prompt_length
 
     def pad_left(x: jax.Array, fill: float = 0) -> jax.Array:

@@ -89,7 +89,8 @@ def measure_lags(plan: Plan, rows: Mapping[str, np.ndarray]) -> tuple[dict[str, 
     count = int(rows["lag_count"].sum()) if "lag_count" in rows else 0
     if not count:
         return {}, None
-    least, most = int(rows["least_lag"].min()), int(rows["most_lag"].max())
+    least = int(rows["least_lag"].min())
+    most = int(rows["most_lag"].max())
     if not (most or section.ahead or section.policy_lag or reads_lags(plan)):
         return {}, None
     mean = float(rows["lag_sum"].sum() / count)

@@ -51,7 +51,9 @@ class SamplingLayout:
         wide_head: bool = True,
         rules: Rules | None = None,
     ) -> None:
-        self.mesh, self.model, self.line = mesh, model, ""
+        self.mesh = mesh
+        self.model = model
+        self.line = ""
         self.unroll: bool | None = None
         self._training = training
         self._wide_head = wide_head

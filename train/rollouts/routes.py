@@ -26,7 +26,8 @@ def check_routes(context: RunContext, completions: Completions, rows: RowSplit) 
     """
     routes = completions.fields.get(ROUTES)
     config = context.config
-    experts, shape = context.model.config.experts, context.model.config.route_shape
+    experts = context.model.config.experts
+    shape = context.model.config.route_shape
     if routes is None or (experts is None and config.routing.replay == "none"):
         return
     if experts is None:

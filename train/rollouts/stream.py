@@ -35,7 +35,8 @@ class Stream:
 
     def __init__(self, context: RunContext, source: Source) -> None:
         """Takes a source with nothing in flight."""
-        self._context, self._source = context, source
+        self._context = context
+        self._source = source
         self._ahead = context.config.rollout.ahead
         self._unsent: tuple[kljax.Policy, int] | None = None
         self._started: dict[int, Request] = {}

@@ -127,7 +127,8 @@ class UserSource:
         with self._calling(method):
             finished = self._stream.take()
             self._check_part(finished, method)
-            completions, request = finished.completions, finished.request
+            completions = finished.completions
+            request = finished.request
             if finished.rows is not None:
                 request = dataclasses.replace(request, rows=RowSplit(len(finished.rows), finished.rows, finished.rows))
             self._check_form(completions, request, method)

@@ -246,7 +246,8 @@ def _difference(theirs: SavedBase, ours: SavedBase) -> tuple[str, str] | None:
         return None
     if theirs.digest is None and (theirs.path.resolve(), theirs.item) == (ours.path.resolve(), ours.item):
         return None
-    first, second = theirs.arrays(), ours.arrays()
+    first = theirs.arrays()
+    second = ours.arrays()
     for name in sorted(first.keys() | second.keys()):
         shapes = [f"{name}: {list(arrays[name].shape) if name in arrays else 'missing'}" for arrays in (first, second)]
         if shapes[0] != shapes[1]:

@@ -173,7 +173,8 @@ def start_run(config: Config) -> RunDirectory:
       UserError: the directory cannot be made.
     """
     first = RunDirectory.of(config).root
-    root, number = first, 2
+    root = first
+    number = 2
     try:
         while not claim(root):
             root = first.with_name(f"{config.name}-{number}")

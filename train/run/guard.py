@@ -88,7 +88,8 @@ class Warnings:
             return False, 0
         before = self._silent
         self._silent = 0
-        self._last, self._worst = step, factor
+        self._last = step
+        self._worst = factor
         return True, before
 
 
@@ -265,7 +266,8 @@ class StepGuard:
 
 def _ratio(value: float, number: float) -> float:
     """Returns how many times a value is as large as its limit, or as small."""
-    larger, smaller = max(abs(value), number), min(abs(value), number)
+    larger = max(abs(value), number)
+    smaller = min(abs(value), number)
     return larger / smaller if smaller else math.inf
 
 
@@ -281,7 +283,8 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None, na
     metric = next((name for name in names if name in tokens), None)
     if metric is None or not (token := tokens[metric]).largest > -math.inf:
         return ""
-    row, column = int(token.row), int(token.column)
+    row = int(token.row)
+    column = int(token.column)
     arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
     first = int(np.argmax(drawn))

@@ -14,7 +14,9 @@ from train.distributed.exchange import run_together
 from train.distributed.peer_watch import last_progress
 from train.distributed.peers import process
 
-HEALTHY, UNHEALTHY, UNKNOWN = 200, 503, 404
+HEALTHY = 200
+UNHEALTHY = 503
+UNKNOWN = 404
 
 
 @contextmanager

@@ -39,7 +39,8 @@ def input_digests(config: Config) -> dict[str, dict[str, str]]:
 
 def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
     """Yields prompts, chat template and recordings, each with its field."""
-    data, source = config.data, config.rollout.source
+    data = config.data
+    source = config.rollout.source
     for name, path in (("train", data.train), ("eval", data.eval), ("chat_template", data.chat_template)):
         if path is not None and not path.startswith(HUB):
             yield f"data.{name}", Path(path)

@@ -114,7 +114,8 @@ class MetricsWriter:
           UserError: the file is not what was written up to `mark`, or a line is not a record.
         """
         target = as_path(directory)
-        self._target, self._mirror = target, Mirror(target) if is_remote(target) else None
+        self._target = target
+        self._mirror = Mirror(target) if is_remote(target) else None
         self._directory = target if self._mirror is None else self._mirror.local
         self._directory.mkdir(parents=True, exist_ok=True)
         path = target / FILE_NAME

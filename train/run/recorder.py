@@ -42,7 +42,8 @@ class RolloutFiles:
         Raises:
           UserError: the directory is not writable.
         """
-        self._directory, self._max_bytes = directory, max_bytes
+        self._directory = directory
+        self._max_bytes = max_bytes
         try:
             usable_directory(directory)
             for path in directory.glob("*.partial"):
@@ -205,7 +206,8 @@ def token_texts(tokenizer: Tokenizer) -> TokenTexts:
 
 def chosen_rows(config: Config, step: int) -> list[int]:
     """Draws the rows of a step that are recorded: all completions of some prompts, up to the number of rows."""
-    samples, prompts = config.rollout.samples_per_prompt, config.rollout.prompts_per_step
+    samples = config.rollout.samples_per_prompt
+    prompts = config.rollout.prompts_per_step
     count = min(config.report.rollouts, config.rows_per_batch())
     groups = np.random.default_rng([config.seed, step]).choice(prompts, -(-count // samples), replace=False)
     return [int(group) * samples + sample for group in sorted(groups) for sample in range(samples)][:count]

@@ -194,7 +194,9 @@ def _begin(
 
     The base is written when the warm start is complete; a run that was killed before starts again.
     """
-    config, model, mesh = context.config, context.model, context.mesh
+    config = context.config
+    model = context.model
+    mesh = context.mesh
     if continued and saved_base(directory.root) is not None:
         base = load_base(directory, model, mesh)
         first = first_state(context.plan, model, mesh, base, context.optimizer)

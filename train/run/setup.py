@@ -61,7 +61,8 @@ def with_local_model(config: Config) -> Config:
       UserError: the Hub does not give the commit; or the GGUF file is damaged or not understood, or the folder beside
         it was made of another file or cannot be written.
     """
-    path, revision = config.model.path, config.model.revision
+    path = config.model.path
+    revision = config.model.revision
     if path is not None and is_address(path):
         return config
     if path is not None and revision is not None and Path(path).name != revision:
@@ -105,7 +106,8 @@ def make_context(config: Config) -> RunContext:
 
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
-    tokenizer, task = load_tokenizer(config), load_task(config)
+    tokenizer = load_tokenizer(config)
+    task = load_task(config)
     if config.model.path is not None:
         warn_of_generation_config(config.model.path)
     prompts = Prompts(

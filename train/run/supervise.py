@@ -68,7 +68,8 @@ class Supervisor:
         self.stopped = threading.Event()
         self._command = tuple(command)
         self._file = file
-        self._restarts, self._first_wait = restarts, wait
+        self._restarts = restarts
+        self._first_wait = wait
         self._child: subprocess.Popen[bytes] | None = None
         self._early: int | None = None
         self._started = 0.0

@@ -37,7 +37,8 @@ class GuardedTracker:
     """A tracker whose failure, or silence for `MOST_SECONDS`, is a warning; the run goes on without it."""
 
     def __init__(self, field: str, tracker: Tracker) -> None:
-        self._field, self._tracker = field, tracker
+        self._field = field
+        self._tracker = tracker
         self._failed = False
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -170,7 +171,8 @@ def open_trackers(config: Config, root: Path) -> list[Tracker]:
       UserError: a port cannot be used, or a package refuses, as Weights & Biases does without an API key.
     """
     trackers: list[Tracker] = []
-    port, project = config.report.prometheus_port, config.report.wandb
+    port = config.report.prometheus_port
+    project = config.report.wandb
     openers: dict[str, Callable[[], Tracker]] = {}
     if port is not None:
         openers["report.prometheus_port"] = lambda: PrometheusTracker(port, root.name)

@@ -86,7 +86,9 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     Raises:
       GuardError: loss or gradient are not finite for `guard.max_skipped` steps in a row, or with the last weights.
     """
-    config, model, mesh = context.config, context.model, context.mesh
+    config = context.config
+    model = context.model
+    mesh = context.mesh
     section = config.warm_start
     if section.steps == 0:
         return params

@@ -131,7 +131,8 @@ def group_forest(token_mask: Array, prompt: int, group: int) -> Forest:
       prompt: P.
       group: G consecutive sequences that share a prompt.
     """
-    rows, columns = len(token_mask) // group, token_mask.shape[1]
+    rows = len(token_mask) // group
+    columns = token_mask.shape[1]
     length = columns - prompt
     width = prompt + group * length
     of_prompts = token_mask[::group, :prompt]
@@ -178,7 +179,8 @@ def _compact(mask: Array) -> tuple[Array, Array]:
 def _take(x: Array, index: Array, units: int, fill: float) -> Array:
     """Takes entries within each unit, [A, C, ...] by [E, F] to [E, F, ...], and `fill` at indices below 0."""
     trailing = x.shape[2:]
-    flat, at = x.reshape(units, -1, *trailing), index.reshape(units, -1)
+    flat = x.reshape(units, -1, *trailing)
+    at = index.reshape(units, -1)
     taken = jax.vmap(lambda values, at: values.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds"))(flat, at)
     exists = (index >= 0).reshape(*index.shape, *[1] * len(trailing))
     return jnp.where(exists, taken.reshape(*index.shape, *trailing), jnp.asarray(fill, x.dtype))
@@ -215,7 +217,8 @@ def _before_forward(x: Array, branches: Array, parents: Array) -> tuple[Array, t
 def _before_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None, None]:
     """Adds the cotangents of the next slot, and those of branches: one sum a parent, written once."""
     branches, parents = kept
-    width, count = cotangent.shape[1], branches.shape[1]
+    width = cotangent.shape[1]
+    count = branches.shape[1]
     if not count:
         return _shift(cotangent, -1), None, None
     exists = branches < width

@@ -137,7 +137,8 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     Only lengths come to the host, and tokens if rows share prefixes, of all rows in every process, so that all choose
     the same places.
     """
-    config, layout = plan.config, plan.layout
+    config = plan.config
+    layout = plan.layout
     if not config.optim.packing:
         return None
     prompt = config.data.max_prompt_length
@@ -286,7 +287,9 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
         packed: list[dict[int, list[int]]] = []
         free: list[int] = []
         for index in order:
-            group, size, prompt = int(groups[index]), int(sizes[index]), int(prompts[index])
+            group = int(groups[index])
+            size = int(sizes[index])
+            prompt = int(prompts[index])
             if size == 0:
                 continue
             at = None
@@ -294,7 +297,8 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
                 if group in row:
                     shared = lengths.shared(int(rows[row[group][-1]]), int(rows[index]))
                     if free[candidate] >= prompt + size - shared:
-                        at, size = candidate, prompt + size - shared
+                        at = candidate
+                        size = prompt + size - shared
                         break
             if at is None:
                 size += prompt

@@ -82,8 +82,10 @@ class _Row:
 
     def __init__(self, width: int) -> None:
         slots = np.arange(width, dtype=np.int32)
-        self.start, self.end = slots.copy(), slots + 1
-        self.depth, self.counts = np.zeros_like(slots), np.zeros_like(slots)
+        self.start = slots.copy()
+        self.end = slots + 1
+        self.depth = np.zeros_like(slots)
+        self.counts = np.zeros_like(slots)
         self.readers = [np.full_like(slots, -1)]
         self.branches: list[int] = []
         self.parents: list[int] = []
@@ -100,7 +102,8 @@ class _Row:
             self.branches.append(self._used)
             self.parents.append(int(self._path[shared - 1]))
         path = np.concatenate([self._path[:shared], new])
-        self._path, self._used = path, self._used + len(new)
+        self._path = path
+        self._used = self._used + len(new)
         self.depth[new] = np.arange(shared, placed.length)
         self.start[new] = path[0]
         self.counts[path] += 1

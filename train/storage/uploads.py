@@ -95,10 +95,12 @@ class Mirror:
     def __init__(self, target: Path, *, seconds: float = 15.0) -> None:
         """Starts with an empty local directory."""
         self.local = Path(tempfile.mkdtemp(prefix="kljax-"))
-        self._target, self._seconds = target, seconds
+        self._target = target
+        self._seconds = seconds
         self._states: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._changed, self._ended = threading.Event(), threading.Event()
+        self._changed = threading.Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def changed(self) -> None:

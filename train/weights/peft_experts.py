@@ -19,8 +19,10 @@ from train.weights.huggingface.fused import PROJECTIONS, is_gpt_oss
 
 # As PEFT writes it when it fuses an adapter of transformers 4.
 PAIR_KEY = r".*\.gate_up_proj"
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_OUTER, _INNER = "mlp.experts", "mlp.experts.base_layer"
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
+_OUTER = "mlp.experts"
+_INNER = "mlp.experts.base_layer"
 _PAIR = PROJECTIONS["gate_up_proj"]
 
 
@@ -80,13 +82,16 @@ def _other(projection: str) -> str:
 
 def has_pairs(raw: Mapping[str, Any]) -> bool:
     """Checks whether rank and alpha of a config differ for `gate_up_proj` alone: twice the rank, and the same scale."""
-    ranks, alphas = raw.get("rank_pattern"), raw.get("alpha_pattern")
+    ranks = raw.get("rank_pattern")
+    alphas = raw.get("alpha_pattern")
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         return False
-    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    rank = raw.get("r")
+    alpha = raw.get("lora_alpha")
     if list(ranks) != [PAIR_KEY] or list(alphas) != [PAIR_KEY] or not isinstance(rank, int):
         return False
-    wide, scaled = ranks[PAIR_KEY], alphas[PAIR_KEY]
+    wide = ranks[PAIR_KEY]
+    scaled = alphas[PAIR_KEY]
     if wide != 2 * rank or not isinstance(alpha, int | float) or not isinstance(scaled, int | float):
         return False
     return bool(np.isclose(scaled, alpha * (2**0.5 if raw.get("use_rslora") else 2), rtol=1e-12, atol=0))
@@ -129,7 +134,8 @@ def split(config: DecoderConfig, projection: str, kind: str, matrix: np.ndarray,
     """
     assert config.experts is not None
     assert config.lora is not None
-    count, rank = config.experts.count, config.lora.rank
+    count = config.experts.count
+    rank = config.lora.rank
     if kind == "lora_A":
         turned = matrix.reshape(count, -1, matrix.shape[1]).transpose(0, 2, 1)
     else:

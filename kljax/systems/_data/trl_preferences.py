@@ -16,7 +16,8 @@ POLICY_AND_REF = {
     "rejected": "the same of the reference"
 }
 BETA_OF_EPOCH = {"coef": "beta, else that of the epoch in the list"}
-BETA, SMOOTHING = {"coef": "beta"}, {"label_smoothing": "label_smoothing"}
+BETA = {"coef": "beta"}
+SMOOTHING = {"label_smoothing": "label_smoothing"}
 SCORES = "scores w and l of the chosen and the rejected completion, m = beta (w - l), S the logistic function"
 
 policy_loss = partial(Entry, "trl", "policy_loss", divisors="all pairs", gradient="to both scores, that of the formula")

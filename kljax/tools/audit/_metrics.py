@@ -110,7 +110,8 @@ def sequence_level(moments: Moments, mask: np.ndarray, *, draws: int) -> Level:
         "advantage": (zero - mean, zero + mean**2, zero + mean**2),
     }
     fields = _value_fields(moments)
-    kl, row_mean = fields["exact"].sum(-1), fields["mean"].sum(-1)
+    kl = fields["exact"].sum(-1)
+    row_mean = fields["mean"].sum(-1)
     row_variance = fields["variance"].sum(-1)
     bias = (row_mean - kl) ** 2 - (row_variance / draws if draws else 0)
     value = {"exact": kl, "mean": row_mean, "squared_bias": bias, "variance": row_variance}

@@ -165,7 +165,8 @@ def _position(logits: Array, ref_logits: Array, sampling_logits: Array, known_kl
 
 
 def _vocabulary(position: Position) -> Events:
-    pi, drawn = position.pi, position.drawn
+    pi = position.pi
+    drawn = position.drawn
 
     def squared_norms(coefficients: Array, _: Array) -> tuple[Array, Array]:
         weighted = drawn[None] * coefficients

@@ -164,7 +164,8 @@ def _head(head: Head, params: Any, layout: str) -> Array:
 
 
 def _blocks(apply: Apply, weights: list[Any], heads: list[Array], tokens: ArrayLike, rows: int) -> Iterator[Block]:
-    compiled, tokens = jax.jit(apply), jnp.asarray(tokens)
+    compiled = jax.jit(apply)
+    tokens = jnp.asarray(tokens)
     for start in range(0, len(tokens), rows):
         part = tokens[start : start + rows]
         outputs = [compiled(params, part) for params in weights]

@@ -276,9 +276,12 @@ def _kl(summary: Summary, level: Level) -> Interval:
 def _all_moments(
     blocks: Iterable[Block], mask: np.ndarray, options: AuditOptions, key: Array
 ) -> tuple[Moments, Moments | None, tuple[str, ...], int]:
-    exact, sampled = [], []
+    exact = []
+    sampled = []
     corrections: tuple[str, ...] = ("none",)
-    vocabulary, first_row, size = 0, 0, 0
+    vocabulary = 0
+    first_row = 0
+    size = 0
     for block in blocks:
         vocabulary = block.shape[-1]
         rows = mask[first_row : first_row + block.shape[0]]

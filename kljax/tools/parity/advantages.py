@@ -59,7 +59,8 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     if step.kl_coef:
         rewards = rewards - step.kl_coef * _second_kl(replay, recipe, used)
     if not subtracts or recipe.kl.early:
-        rewards, charge = rewards - charge.sum(1), np.zeros(replay.shape)
+        rewards = rewards - charge.sum(1)
+        charge = np.zeros(replay.shape)
     shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": charge, "token_rewards": token_rewards}
     renamed = {name: replay.array_name("advantage", name) for name in call.required}
     arrays = replay.inputs("advantage") | shaped
@@ -67,7 +68,8 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     # The recorded rewards stand under these arguments; GAE has those of its tokens.
     names = ["rewards", *(name for name in renamed if renamed[name] == "rewards")]
     if call.function == "gae":
-        arrays["rewards"], names = token_rewards, []
+        arrays["rewards"] = token_rewards
+        names = []
     keywords: dict[str, Any] = {"coef": 1.0} if subtracts else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
 
@@ -155,7 +157,8 @@ def _distances(rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def _root_factor(call: Call, rewards: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Returns what epsilon in the variance, not at the standard deviation, multiplies each row with, `[B]`."""
-    ddof, eps = call.arguments.get("ddof", 1), call.arguments.get("eps", 1e-6)
+    ddof = call.arguments.get("ddof", 1)
+    eps = call.arguments.get("eps", 1e-6)
     if call.arguments.get("scale", "std") == "batch_std":
         spread = np.full(len(rewards), rewards.std(ddof=ddof))
     else:
@@ -202,7 +205,8 @@ def _changed(
     if step.per_length:
         lengths = np.maximum(used.sum(1), 1)
         factor = 1 / (lengths if value.ndim == 1 else lengths[:, None])
-        value, bound = value * factor, bound * factor
+        value = value * factor
+        bound = bound * factor
     if step.discount != 1:
         factor = np.where(used, step.discount ** np.maximum(tokens_after(used) - 1, 0), 0)
         value, bound = (over_tokens(array, used.shape) * factor for array in (value, bound))

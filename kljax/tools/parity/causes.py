@@ -34,7 +34,8 @@ MASKS: tuple[Choice, ...] = (
     ("prompt and padding on the left", "has all before the completion in it", {"prompt": True, "left": True}),
     ("all tokens", "has every position in it", {"prompt": True, "left": True, "pad": True}),
 )
-END, LAST = "leaves out the end-of-sequence token of each row", "leaves out the last token of each row"
+END = "leaves out the end-of-sequence token of each row"
+LAST = "leaves out the last token of each row"
 KL_ESTIMATORS: dict[str, Settings] = {
     "k1": {"estimator": "k1"},
     "abs": {"estimator": "abs"},
@@ -109,7 +110,9 @@ def make(stage: str, name: str, text: str, settings: Settings) -> Cause:
 
 def causes_of(replay: Replay, recipe: Recipe) -> list[Cause]:
     """Lists every hypothesis about a dump, in the order of the data; causes that change nothing are left out."""
-    batch, kl, sections = replay.batch, recipe.kl, recipe.calls
+    batch = replay.batch
+    kl = recipe.kl
+    sections = recipe.calls
     mask_rules = _masks(batch, "mask_rule", "recorded mask", recipe)
     choices: list[tuple[str, Iterable[Choice]]] = [("mask_rule", mask_rules)]
     for stage, side in (("log_probs", ""), ("reference", "ref_")):
@@ -151,11 +154,13 @@ def _masks(batch: Replay, stage: str, title: str, recipe: Recipe) -> Iterator[Ch
     ]
     if not batch.layout.ends_known:
         ends = [("end of sequence left out", LAST, {"last": "none"})]
-    source, rule = batch.arrays["mask"], MaskRule()
+    source = batch.arrays["mask"]
+    rule = MaskRule()
     if stage == "mask_rule":
         if not {"prompt_lengths", "lengths"} <= set(batch.arrays):
             return
-        source, rule = batch.layout.completions(batch.shape[1]), recipe.mask_rule
+        source = batch.layout.completions(batch.shape[1])
+        rule = recipe.mask_rule
     base = apply_rule(source, rule, batch.layout)
     masks = {base.tobytes(), np.zeros_like(base).tobytes()}
     for name, text, settings in (*MASKS, *ends):
@@ -320,7 +325,8 @@ def _losses(replay: Replay, recipe: Recipe) -> Iterator[Choice]:
     if value.get("max_ratio") is not None:
         yield "no cap of the ratio", "the ratio is not capped", {"arguments": {"max_ratio": None}}
     for parameter in parameters(call):
-        name, words = parameter.name, (True, False) if parameter.annotation is bool else ()
+        name = parameter.name
+        words = (True, False) if parameter.annotation is bool else ()
         if get_origin(parameter.annotation) is Literal:
             words = tuple(word for word in get_args(parameter.annotation) if "average" not in str(word))
         for word in (word for word in words if word != value[name]):

@@ -102,7 +102,8 @@ def is_permuted(replay: Replay, name: str, recipe: Recipe) -> bool:
         return False
     prediction = replay.predict(name, recipe)
     _, bound, at = offsets(recorded, prediction)
-    values, bounds = np.broadcast_to(prediction.value, recorded.shape)[at], bound[at]
+    values = np.broadcast_to(prediction.value, recorded.shape)[at]
+    bounds = bound[at]
     if len(values) < 4 or not np.isfinite(values).all() or np.ptp(values) <= 16 * bounds.max():
         return False
     order = np.argsort(values)
@@ -147,7 +148,8 @@ def _places(replay: Replay, differs: np.ndarray, at: np.ndarray) -> Iterator[str
         yield f"in rows {', '.join(map(str, rows[:16]))}{', ...' if len(rows) > 16 else ''}"
     if differs.ndim == 1:
         return
-    mask, layout = replay.arrays["mask"], replay.layout
+    mask = replay.arrays["mask"]
+    layout = replay.layout
     groups = {
         "outside the mask": ~mask,
         "at the last token of a row": mask & (tokens_after(mask) == 1),

@@ -16,7 +16,8 @@ from kljax._checks import closest
 from kljax._npy import read_header
 
 FORMAT = 1
-RESULT, INPUT = "result", "input"
+RESULT = "result"
+INPUT = "input"
 METRIC = "metric/"
 
 
@@ -196,7 +197,8 @@ class Dump:
             field = field_of(name)
             axes = field.axes if "columns" in self._stored else field.axes.replace("N", "T")
             axes = "B" if field.per_row and len(array.shape) == 1 else axes
-            got, wanted = f"{name}: got shape {list(array.shape)}", f"[{', '.join(axes)}]"
+            got = f"{name}: got shape {list(array.shape)}"
+            wanted = f"[{', '.join(axes)}]"
             if len(array.shape) != len(axes):
                 raise DumpError(f"{got}, expected {wanted}")
             for axis, size in zip(axes, array.shape, strict=True):

@@ -14,9 +14,11 @@ from kljax.tools.parity.rounding import UNITS
 # Estimators whose advantages sum to 0 in each group.
 CENTERED = ("grpo_advantages", "rloo_advantages")
 # A mean log-ratio up to which two forward passes of one policy agree, in nats, and in units of the log-probs' rounding.
-SAME, UNITS_OF_PASS = 1e-3, 4.0
+SAME = 1e-3
+UNITS_OF_PASS = 4.0
 # The mean size of the log-ratio, in nats, and the distance of its slope from 1, of a sampler that is another policy.
-OTHER_SAMPLER, OTHER_SLOPE = 0.2, 0.1
+OTHER_SAMPLER = 0.2
+OTHER_SLOPE = 0.1
 # Tokens from which a slope says something.
 MANY = 64
 
@@ -37,7 +39,8 @@ def invariants_of(replay: Replay) -> Iterator[tuple[str, Invariant]]:
 
 def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
     """The advantages of the rows of a group sum to 0 if an estimator centers them."""
-    arrays, mask = replay.arrays, replay.arrays["mask"]
+    arrays = replay.arrays
+    mask = replay.arrays["mask"]
     call = replay.recipe.calls.get("advantage")
     if not {"advantages", "group_ids"} <= set(arrays) or call is None or call.function not in CENTERED:
         return
@@ -74,7 +77,8 @@ def _sums_of_groups(replay: Replay) -> Iterator[Invariant]:
 def _distance(replay: Replay, name: str, first: str) -> tuple[float, float, float, float]:
     """Returns mean, mean size and slope of the log-ratio of two policies, and the mean size of the log-probs."""
     mask, policy, other = (replay.arrays[field] for field in ("mask", first, name))
-    a, b = policy[mask], other[mask]
+    a = policy[mask]
+    b = other[mask]
     deviation = b - b.mean()
     slope = float((deviation * a).sum() / max((deviation**2).sum(), 1e-30))
     return float((a - b).mean()), float(np.abs(a - b).mean()), slope, float(np.abs(b).mean())

@@ -35,7 +35,8 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
 def loss(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the scalar loss, KL term included, from the values per token: of some rows, their share of it."""
     unit = replay.unit("loss", recipe)
-    total, bound = 0.0, 0.0
+    total = 0.0
+    bound = 0.0
     height = accumulator(unit) * tree_height(int(replay.batch.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, weights in _terms(replay, recipe):
         values, errors = replay.input(name, recipe)
@@ -49,7 +50,8 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the derivative of the scalar loss by the log-probs of the policy, at every position."""
     unit = replay.unit("grad_log_probs", recipe)
     settings = recipe.gradient
-    total, bound = np.zeros(replay.shape), np.zeros(replay.shape)
+    total = np.zeros(replay.shape)
+    bound = np.zeros(replay.shape)
     for coef, name, weights in _terms(replay, recipe):
         if name == "token_loss" and settings.through_policy:
             value, errors = _policy_loss(replay, recipe, unit, weights)

@@ -138,7 +138,8 @@ def _of_call(replay: Replay, recipe: Recipe, stage: str) -> Iterator[UnknownNumb
     for step, _ in steps(replay.call(stage, recipe)) if stage in recipe.calls else ():
         scalars = scalar_parameters(step)
         for parameter in parameters(step):
-            name, value = parameter.name, step.arguments.get(parameter.name, parameter.default)
+            name = parameter.name
+            value = step.arguments.get(parameter.name, parameter.default)
             if name not in scalars or name in seen or value is inspect.Parameter.empty:
                 continue
             grid = GRIDS.get(name, ())
@@ -233,7 +234,8 @@ def solve_linear(evaluate: Evaluate, start: float, other: float) -> float | None
     """Solves a number that the results are linear in, by least squares in units of the bounds."""
     # From far away the slope is a small difference of large numbers: the second time it is that at the solution.
     for _ in range(2):
-        first, second = evaluate(start), evaluate(other)
+        first = evaluate(start)
+        second = evaluate(other)
         if first is None or second is None:
             return None
         slope = (first.difference - second.difference) / (other - start)
@@ -294,9 +296,11 @@ def _bisect(evaluate: Evaluate, low: float, high: float, first: np.ndarray, seco
         units = residual.units
         worst = int(np.argmax(np.where(opposite, np.abs(units), 0)))
         if np.sign(units[worst]) == np.sign(first[worst]):
-            low, first = value, units
+            low = value
+            first = units
         else:
-            high, second = value, units
+            high = value
+            second = units
         if _missed(first, second) > MISSED or high - low <= 1e-14 * max(abs(low), abs(high)):
             return None
     return None
@@ -308,7 +312,8 @@ def agreeing_interval(evaluate: Evaluate, value: float, grid: Sequence[float]) -
         return None
     ends = []
     for outside in (min(grid), max(grid)):
-        inside, limit = value, outside
+        inside = value
+        limit = outside
         if _agrees(evaluate, outside):
             inside = limit
         for _ in range(20 if inside != limit else 0):

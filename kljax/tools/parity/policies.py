@@ -56,9 +56,12 @@ def log_probs(replay: Replay, recipe: Recipe, *, side: str) -> Prediction:
 
 def _score(replay: Replay, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float) -> Prediction:
     """Computes the log-probs of one policy on the recorded rows and positions."""
-    dump, layout = replay.dump, replay.layout
+    dump = replay.dump
+    layout = replay.layout
     tokens = replay.arrays["tokens"]
-    value, bound, at = np.zeros(mask.shape), np.zeros(mask.shape), np.zeros(mask.shape, bool)
+    value = np.zeros(mask.shape)
+    bound = np.zeros(mask.shape)
+    at = np.zeros(mask.shape, bool)
     width = dump.stored(f"{side}logits").shape[-1] if f"{side}logits" in dump else _head(dump, side).shape[-1]
     position = np.arange(mask.shape[1])
     columns = replay.arrays["columns"] if "columns" in dump else position
@@ -95,9 +98,11 @@ def _log_softmax_at(
     if settings.softcap is not None:
         z = settings.softcap * np.tanh(z / settings.softcap)
         e = e + unit * EXP * np.abs(z)
-    z, e = z / settings.temperature, e / settings.temperature
+    z = z / settings.temperature
+    e = e / settings.temperature
     e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
-    z, e = z[:, : settings.vocab_size], e[:, : settings.vocab_size]
+    z = z[:, : settings.vocab_size]
+    e = e[:, : settings.vocab_size]
     if settings.top_p is not None:
         z = np.where(_top_p_set(z, settings.top_p, ids), z, -np.inf)
     positions = np.arange(len(ids))

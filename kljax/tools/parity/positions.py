@@ -67,7 +67,8 @@ def apply_rule(mask: np.ndarray, rule: MaskRule, layout: RowLayout) -> np.ndarra
     if rule == MaskRule():
         return mask
     position = np.arange(mask.shape[1])
-    start, end = layout.starts[:, None], layout.lengths[:, None]
+    start = layout.starts[:, None]
+    end = layout.lengths[:, None]
     completions = layout.completions(mask.shape[1])
     cut = ~layout.complete[:, None]
     result = mask.copy()

@@ -62,7 +62,8 @@ class RowArrays(Mapping[str, np.ndarray]):
     """The recorded arrays of some rows but for logits, hidden states and heads, each read at its first use."""
 
     def __init__(self, dump: Dump, rows: np.ndarray | None) -> None:
-        self._dump, self._rows = dump, rows
+        self._dump = dump
+        self._rows = rows
         self._names = [name for name in dump if len(dump.stored(name).shape) < 3 and not name.endswith("head")]
         self._read: dict[str, np.ndarray] = {}
 
@@ -105,7 +106,9 @@ class Replay:
         rows: np.ndarray | None = None,
         batch: "Replay | None" = None,
     ) -> None:
-        self.dump, self.recipe, self.stages = dump, recipe, stages
+        self.dump = dump
+        self.recipe = recipe
+        self.stages = stages
         self.batch = self if batch is None else batch
         self.rows = np.arange(dump.sizes["B"]) if rows is None else rows
         self.arrays = RowArrays(dump, rows)
@@ -117,7 +120,8 @@ class Replay:
             eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
             self.layout = layout_of(self.arrays["mask"], self.arrays, dump.header.get("pad_id"), eos)
         else:
-            self.dtype, self.layout = batch.dtype, batch.layout.of_rows(self.rows)
+            self.dtype = batch.dtype
+            self.layout = batch.layout.of_rows(self.rows)
 
     def part(self, rows: np.ndarray) -> "Replay":
         """Returns the replay of some rows of the batch, by their numbers; of all of them, this replay."""

@@ -10,8 +10,10 @@ from kljax.tools.parity.causes import Cause
 from kljax.tools.parity.dump import Dump
 from kljax.tools.parity.report import Difference, Finding
 
-RECORDED, USED = "routed_experts", "used_experts"
-LAG, ENTROPY = "lag", "router_entropy"
+RECORDED = "routed_experts"
+USED = "used_experts"
+LAG = "lag"
+ENTROPY = "router_entropy"
 SHIFTS = {"before": 1, "after": -1}
 """How far a recording is moved so that a token has the experts of a neighbour."""
 
@@ -23,7 +25,8 @@ def compare_routes(dump: Dump) -> tuple[tuple[Difference, ...], tuple[Finding, .
     """
     if RECORDED not in dump or USED not in dump:
         return (), (), ()
-    rows, layers = dump.sizes["B"], dump.sizes["L"]
+    rows = dump.sizes["B"]
+    layers = dump.sizes["L"]
     # Pairs of a token and a layer whose experts are known on both sides, and those that differ.
     pairs, differing = np.zeros((2, rows, layers), int)
     neighbours = {name: np.zeros(2, int) for name in SHIFTS}
@@ -32,7 +35,8 @@ def compare_routes(dump: Dump) -> tuple[tuple[Difference, ...], tuple[Finding, .
     for row in range(rows):
         used, recorded = (np.sort(dump.stored(name).part(row).astype(np.int64)) for name in (USED, RECORDED))
         known, differs = _compare(used, recorded)
-        pairs[row], differing[row] = known.sum(0), differs.sum(0)
+        pairs[row] = known.sum(0)
+        differing[row] = differs.sum(0)
         for name, shift in SHIFTS.items():
             overlap = slice(max(shift, 0), len(used) + min(shift, 0))
             counted = _compare(used[overlap], np.roll(recorded, shift, axis=0)[overlap])

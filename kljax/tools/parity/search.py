@@ -20,7 +20,8 @@ from kljax.tools.parity.routes import compare_routes, route_loads, uncompared_ro
 from kljax.tools.parity.stages import count_stages, recorded_results
 
 # Causes of one report, and ties that are kept.
-MAX_CAUSES, TIES = 4, 8
+MAX_CAUSES = 4
+TIES = 8
 # Positions of a batch up to which causes are tried on all rows; of a larger one, on a sample of rows.
 SMALL = 1 << 14
 SAMPLE = 8
@@ -246,7 +247,8 @@ class Search:
         if len(np.unique(values)) < DISTINCT:
             # Chance has one number on the grid once in 8,192 or 65,536 cases: it has to be that of the recipe, rounded.
             value, bound, _ = self.replay.predict(name, recipe)
-            low, high = round_to(value - bound, kind), round_to(value + bound, kind)
+            low = round_to(value - bound, kind)
+            high = round_to(value + bound, kind)
             if values.size != 1 or not values.any() or not low <= values <= high:
                 return None
         cause = Cause("rounding", kind, f"rounding of {kind} from {name} on", (("rounding", ((name, kind),)),))

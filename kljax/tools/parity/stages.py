@@ -47,7 +47,9 @@ def count_stages(replay: Replay, judged: set[str], reasons: dict[str, str]) -> S
         "reference": bool(replay.recipe.kl.place) and replay.recipe.kl.reference == "ref_log_probs",
         "correction": "correction" in replay.recipe.calls,
     }
-    compared, missing, claimed = [], [], []
+    compared = []
+    missing = []
+    claimed = []
     for stage, (fields, section) in COUNTED.items():
         if not applies.get(stage, True):
             continue

@@ -189,7 +189,8 @@ def _trl_adaptive(value: Any, values: Values) -> Mapping[str, Any]:
 
 
 def _trl_prompts(value: Any, values: Values) -> Mapping[str, Any]:
-    batch, samples = values["generation_batch_size"], values["num_generations"]
+    batch = values["generation_batch_size"]
+    samples = values["num_generations"]
     batch = batch or values["per_device_train_batch_size"] * (value or values["gradient_accumulation_steps"])
     if batch % samples:
         raise NotExpressed(f"{batch} completions of a step are no whole number of groups of {samples}")
@@ -327,7 +328,9 @@ TRL = (
 
 
 # verl's resolved configuration, as its trainer prints and Hydra writes it.
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
 
 
 def _verl_kl_loss(value: Any, values: Values) -> Mapping[str, Any]:
@@ -471,7 +474,9 @@ VERL = (
 )
 
 # SkyRL's configuration, with its sections `trainer` and `generator`.
-_ALGORITHM, _OPTIMIZER, _SAMPLING = "trainer.algorithm", "trainer.policy.optimizer_config", "generator.sampling_params"
+_ALGORITHM = "trainer.algorithm"
+_OPTIMIZER = "trainer.policy.optimizer_config"
+_SAMPLING = "generator.sampling_params"
 _SKYRL_LOSS = f"{_ALGORITHM}.policy_loss_type"
 SKYRL_CLIPPED = ("regular", "dual_clip", "gspo")
 # Of its KL term, whatever the reduction of the policy loss is.

@@ -22,7 +22,8 @@ POLICY_LOSS_ARRAYS = (*SAMPLER_LOG_PROBS, "log_probs", "advantages", "mask", "ke
 ADVANTAGE_ARRAYS = ("rewards", "group_ids", "mask", "num_groups", "kl", "coef")
 # Without a KL, every token of a row has the advantage of the row after these.
 STEPS_TO_TOKENS = ("broadcast_to_tokens", "subtract_kl", "reinforce_plus_plus_returns")
-REWARDS, GROUPS = (1.0, 0.0, 0.0, 0.5, 2.0), (0, 0, 0, 0, 1)
+REWARDS = (1.0, 0.0, 0.0, 0.5, 2.0)
+GROUPS = (0, 0, 0, 0, 1)
 
 HEADINGS = {
     "kl": f"value / gradient at x = log pi - log ref; where a ratio enters, log pi - log old = {LOG_WEIGHT}",

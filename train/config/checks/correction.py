@@ -19,7 +19,8 @@ def _bounds(config: Config) -> Iterator[Problem]:
         low, high = next((names for names in BOUNDS if options.keys() >= set(names)), ("", ""))
         if not low:
             continue
-        lowest, highest = options[low], options[high]
+        lowest = options[low]
+        highest = options[high]
         if mode == "truncate" and lowest is not None:
             text = f"got {lowest:g}, but mode truncate has no lower bound; set mode=clip or mode=mask, or null"
             yield problem(text, f"{path}.{low}")
@@ -75,7 +76,8 @@ def _lags(config: Config) -> Iterator[Problem]:
     for number, signature in enumerate(Plan.of(config).corrections):
         if "lags" not in signature:
             continue
-        path, kind = f"correction[{number}]", config.correction[number].type
+        path = f"correction[{number}]"
+        kind = config.correction[number].type
         if source.type == "file" and source.shuffle:
             text = (
                 f"got {kind}, which reads the lag of each token, but shuffled rows of a recording have none; set "

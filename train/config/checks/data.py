@@ -103,7 +103,8 @@ def _template(config: Config) -> Iterator[Problem]:
 
 
 def _rewards(config: Config) -> Iterator[Problem]:
-    buffer, longest = config.rewards.overlong_buffer, config.data.max_completion_length
+    buffer = config.rewards.overlong_buffer
+    longest = config.data.max_completion_length
     if buffer > longest:
         yield problem(
             f"got {buffer}, expected at most data.max_completion_length = {longest}",

@@ -46,7 +46,8 @@ def _row_ratio(loss: LossKL) -> Iterator[Problem]:
 
 def _exact(config: Config) -> Iterator[Problem]:
     """The exact KL samples nothing: it has one gradient, and nothing to correct or to bound."""
-    loss, reward = config.kl.loss, config.kl.reward
+    loss = config.kl.loss
+    reward = config.kl.reward
     wrong: list[tuple[str, object, str]] = []
     if loss.estimator == "exact":
         if loss.gradient != "value":

@@ -33,7 +33,9 @@ def one_remaining_axis(config: Config) -> Iterator[Problem]:
 
 def with_smallest_mesh(config: Config) -> Config:
     """Returns the config of the fewest devices: sizes that it cannot divide, it divides for no number of them."""
-    mesh, sampling, rollout = config.mesh, config.rollout.mesh, config.rollout
+    mesh = config.mesh
+    sampling = config.rollout.mesh
+    rollout = config.rollout
     if sampling is not None:
         rollout = rollout.model_copy(update={"mesh": sampling.smallest()})
     return config.model_copy(update={"mesh": mesh.smallest(), "rollout": rollout})
@@ -116,7 +118,8 @@ def divisions(shape: Mapping[str, Any], config: Config) -> Iterator[tuple[str, s
 
 
 def _divisions(config: Config) -> Iterator[Problem]:
-    model, mesh = config.model, config.mesh
+    model = config.model
+    mesh = config.mesh
     rows = mesh.parts(ROW_AXES)
     for name, size in (("warm_start", config.warm_start.batch_size), ("eval", config.eval.rows())):
         if size % rows.count:

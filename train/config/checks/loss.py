@@ -25,7 +25,8 @@ def user_functions(config: Config) -> Iterator[Problem]:
     ]
     for path, section, available in chosen:
         if isinstance(section, UserFunction):
-            function, arguments = f"{path}.function", f"{path}.arguments"
+            function = f"{path}.function"
+            arguments = f"{path}.arguments"
             yield from function_problems(section.function, section.arguments, function, arguments, available)
 
 
@@ -131,7 +132,8 @@ def _entropy(config: Config) -> Iterator[Problem]:
             "loss.entropy_aggregation",
             "loss.entropy_coef",
         )
-    coef, controller = config.loss.entropy_coef, config.loss.entropy_controller
+    coef = config.loss.entropy_coef
+    controller = config.loss.entropy_controller
     lowest = getattr(controller, "min_coef", coef)
     highest = getattr(controller, "max_coef", coef)
     if not lowest <= coef <= highest:

@@ -117,7 +117,8 @@ def _addresses(source: OpenAISourceSection) -> Iterator[Problem]:
 
 
 def _slots(config: Config) -> Iterator[Problem]:
-    slots, sampling = config.rollout.slots, config.rollout.mesh
+    slots = config.rollout.slots
+    sampling = config.rollout.mesh
     parts = config.mesh.parts(ROW_AXES) if sampling is None else sampling.parts(config.mesh)
     if slots is not None and slots % parts.count:
         line = f"got {slots}, expected a multiple of {parts}, over which rows are split"
@@ -144,7 +145,8 @@ def _kept_tokens(config: Config) -> Iterator[Problem]:
 def _user_source(config: Config) -> Iterator[Problem]:
     source = config.rollout.source
     if source.type == "custom":
-        name, arguments = "rollout.source.function", "rollout.source.arguments"
+        name = "rollout.source.function"
+        arguments = "rollout.source.arguments"
         yield from function_problems(source.function, source.arguments, name, arguments, supplied=("context",))
 
 

@@ -29,7 +29,8 @@ def score(example: Example, completion: str, finished: bool, *, equal: Callable[
 
 
 def _example(record: Record) -> Example:
-    problem, solution = text_of(record, "problem"), text_of(record, "solution")
+    problem = text_of(record, "problem")
+    solution = text_of(record, "solution")
     answer = text_of(record, "answer") if "answer" in record.fields else last_boxed(solution)
     if answer is None:
         raise UserError(f"{record.where}: field 'solution': expected a text with \\boxed{{}}, got {solution[-60:]!r}")

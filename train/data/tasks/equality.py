@@ -22,7 +22,8 @@ class Judge:
 
     def __init__(self, workers: int = WORKERS, seconds: float = SECONDS) -> None:
         """Limits the pool to `workers` processes, and each answer to `seconds` of CPU time; a longer one is wrong."""
-        self.workers, self._seconds = workers, seconds
+        self.workers = workers
+        self._seconds = seconds
         self._pool = WorkerPool("equality", workers=workers)
         self.gave_up = 0
 

@@ -68,7 +68,8 @@ def score_mathematically(
 
 
 def _example(record: Record) -> Example:
-    question, answer = text_of(record, "question"), text_of(record, "answer")
+    question = text_of(record, "question")
+    answer = text_of(record, "answer")
     number = final_number(answer)
     if number is None:
         got = f"got {answer[-60:]!r}"

@@ -33,7 +33,8 @@ class Verifier(UserScore):
           UserError: the function cannot be imported, or takes other arguments than record, completion and finished.
         """
         super().__init__(f"data.reward: {name}")
-        self._name, self._timeout = name, timeout
+        self._name = name
+        self._timeout = timeout
         self._function: RewardFunction | None = None
         self._pool: WorkerPool | None = None
         if workers:

@@ -44,7 +44,8 @@ def check_folder_exists(folder: Path) -> None:
     # The message, and its command for a download, have the path as it is written.
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     try:
-        is_folder, exists = folder.is_dir(), folder.exists()
+        is_folder = folder.is_dir()
+        exists = folder.exists()
     except OSError as error:
         raise UserError(f"model.path: cannot open {str(folder)!r}: {error.strerror}") from error
     if exists and folder.suffix == ".gguf":
@@ -176,7 +177,8 @@ def _growth(step: Mapping[str, Any]) -> float:
     """Returns how many times as long a step of a normalizer or decoder may make a text."""
     if step["type"] != "Replace":
         return 1
-    pattern, content = step["pattern"], step["content"]
+    pattern = step["pattern"]
+    content = step["content"]
     # A regular expression may match one character, or between any two.
     return max(1, len(content) / len(pattern["String"]) if pattern.get("String") else 1 + len(content))
 

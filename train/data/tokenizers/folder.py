@@ -48,7 +48,9 @@ class FolderTokenizer:
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer, self._template, self._system = tokenizer, template, system
+        self._tokenizer = tokenizer
+        self._template = template
+        self._system = system
         vocabulary = {number: piece for piece, number in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._pieces = {number: piece for number, piece in vocabulary.items() if number not in self._added}

@@ -61,7 +61,8 @@ def equal(gold: str, text: str) -> bool:
     series = compare_series(gold, last_boxed(text) or "")
     if series is not None:
         return series
-    expected, answer = _gold(gold), _parse(text)
+    expected = _gold(gold)
+    answer = _parse(text)
     decided = compare_answers(_answer_text(expected) or gold, _answer_text(answer))
     if decided is not None:
         return decided

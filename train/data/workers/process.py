@@ -111,7 +111,8 @@ class WorkerPool:
         start_seconds: float = START_SECONDS,
     ) -> None:
         """Describes the processes, which answer their first question within `start_seconds`; see `WorkerProcess`."""
-        self.workers, self._start_seconds = workers, start_seconds
+        self.workers = workers
+        self._start_seconds = start_seconds
         self._command = (module, *arguments)
         self._output = output
         self._environment = dict(environment or {})

@@ -37,7 +37,8 @@ _BY_BLOCKS: dict[str, tuple[Callable[..., jax.Array], int]] = {
     "blocks": (attend_in_blocks, CPU_BLOCK),
 }
 """Functions of whole blocks, and the slots of a block."""
-_QUERIES, _KEYS = ("rows", "tokens", "heads", None), ("rows", None, "kv_heads", None)
+_QUERIES = ("rows", "tokens", "heads", None)
+_KEYS = ("rows", None, "kv_heads", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,9 @@ def choose_implementation(
     query: jax.Array, key: jax.Array, spans: Spans, options: AttentionOptions = AttentionOptions()
 ) -> Implementation:
     """Chooses how the devices of this mesh compute `attend`, by the shapes and the types alone."""
-    kind, head_dim, width = device_kind(), query.shape[3], key.shape[1]
+    kind = device_kind()
+    head_dim = query.shape[3]
+    width = key.shape[1]
     split = {"rows": len(query), "heads": query.shape[2], "kv_heads": key.shape[2], "tokens": width}
     if not all(divides(size, axis) for axis, size in split.items()):
         return "dense"

@@ -62,7 +62,8 @@ def attend_in_blocks(
       To queries, keys, values and sinks; the scores are computed again, block by block.
     """
     rows, length, heads, head_dim = query.shape
-    kv_heads, wide = key.shape[2], jnp.promote_types(query.dtype, jnp.float32)
+    kv_heads = key.shape[2]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
 
     def tiles(x: Array) -> Array:
         """Cuts [R, S, heads, H] into blocks, [R S / c, K, heads / K c, H]."""
@@ -87,7 +88,8 @@ def _forward(
     statics: _Statics, query: Array, key: Array, value: Array, sinks: Array, spans: tuple[Array, ...]
 ) -> tuple[Array, tuple[Any, ...]]:
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    lowest, sink = jnp.finfo(wide).min, _by_query(sinks, query, wide)
+    lowest = jnp.finfo(wide).min
+    sink = _by_query(sinks, query, wide)
 
     def of_query(i: Array, loop: Callable[..., Any], results: tuple[Array, Array]) -> tuple[Array, Array]:
         def step(j: Array, seen: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -155,11 +157,14 @@ def _over_queries(
     says which pairs are no keys of their queries.
     """
     end, start, first, table, count = spans
-    block, queries, keys = statics.block, table.shape[1], table.shape[2]
+    block = statics.block
+    queries = table.shape[1]
+    keys = table.shape[2]
     group = query.shape[2] // block
 
     def body(number: Array, results: Any) -> Any:
-        row, i = number // queries, number % queries
+        row = number // queries
+        i = number % queries
 
         def loop(step: Callable[[Array, Array, Any], Any], state: Any) -> Any:
             slots = first + i * block + jnp.arange(block)[:, None]

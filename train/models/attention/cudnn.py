@@ -13,7 +13,9 @@ from train.models.attention.spans import Spans, is_key
 from train.models.sharding import split_by_hand
 
 Array = jax.Array
-_ROWS, _QUERIES, _KEYS = ("rows",), ("rows", None, "heads", None), ("rows", None, "kv_heads", None)
+_ROWS = ("rows",)
+_QUERIES = ("rows", None, "heads", None)
+_KEYS = ("rows", None, "kv_heads", None)
 
 
 def cudnn_rows(query: Array, key: Array, value: Array, spans: Spans, sliding: bool | Array, *, scale: float) -> Array:
@@ -51,7 +53,8 @@ def cudnn_groups(query: Array, key: Array, value: Array, spans: Spans, sliding: 
     prompt, length = spans.group
     rows, width = query.shape[:2]
     count = (width - prompt) // length
-    end, start = spans.end, spans.for_layer(sliding)
+    end = spans.end
+    start = spans.for_layer(sliding)
 
     def completions(x: Array) -> Array:
         return x[:, prompt:].reshape(rows * count, length, *x.shape[2:])

@@ -8,8 +8,10 @@ from jax import lax
 
 from train.models.attention.spans import capped, dense_mask
 
-QUERIES, MOST_BLOCKS = 64, 8
-"""Queries of a block, at least, and most blocks of a row: a block reads no key after its last query."""
+QUERIES = 64
+"""Queries of a block, at least: a block reads no key after its last query."""
+MOST_BLOCKS = 8
+"""Blocks of a row, at most."""
 
 
 def attend_densely(
@@ -26,7 +28,8 @@ def attend_densely(
     split: bool = False,
 ) -> jax.Array:
     """Computes `attend_in_blocks` with all scores at once, [R, T, N, H]; `split`: in blocks of whole rows' queries."""
-    mask, length = dense_mask(end, start, first), query.shape[1]
+    mask = dense_mask(end, start, first)
+    length = query.shape[1]
     count = max(1, min(length // QUERIES, MOST_BLOCKS)) if split else 1
     edges = [length * block // count for block in range(count + 1)]
 

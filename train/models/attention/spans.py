@@ -87,7 +87,8 @@ def capped(scores: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Arr
 
 def dense_mask(end: jax.Array, start: jax.Array, first: int | jax.Array = 0) -> jax.Array:
     """Computes the mask [R, T, W] of queries from slot `first` on, with `end` [R, W] and `start` [R, T]."""
-    slots, queries = jnp.arange(end.shape[-1]), first + jnp.arange(start.shape[-1])
+    slots = jnp.arange(end.shape[-1])
+    queries = first + jnp.arange(start.shape[-1])
     return is_key(queries[:, None], slots, end[:, None, :], start[:, :, None])
 
 

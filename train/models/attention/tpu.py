@@ -18,12 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 from train.models.attention.spans import capped, is_key, needed_blocks, visits
 
 Array = jax.Array
-LANES, SUBLANES = 128, 8
+LANES = 128
+SUBLANES = 8
 BLOCKS = (512, 256, 128)
 """Slots of a block, the largest divisor is taken: 512 x 512 scores of 256-wide heads fit a v5e, the smallest chip."""
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
-NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
-"""The axes of a product, and of one with the second matrix transposed."""
+NN = (((1,), (0,)), ((), ()))
+"""The axes of a product."""
+NT = (((1,), (1,)), ((), ()))
+"""The axes of a product with the second matrix transposed."""
 
 
 class TpuStatics(NamedTuple):
@@ -72,7 +75,8 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     rows, heads, length, head_dim = query.shape
     end, start, first, table, count, *_ = spans
-    block, group = statics.block, heads // key.shape[1]
+    block = statics.block
+    group = heads // key.shape[1]
 
     def of_query(r: Any, n: Any, i: Any, *_: Any) -> tuple[Any, ...]:
         return r, n, i, 0
@@ -104,7 +108,9 @@ def _backward(statics: TpuStatics, kept: tuple[Any, ...], cotangent: Array) -> t
     query, key, value, sinks, spans, output, logsums = kept
     end, start, first, table, count, key_table, key_count = spans
     rows, heads, length, head_dim = query.shape
-    kv_heads, width, block = key.shape[1], key.shape[2], statics.block
+    kv_heads = key.shape[1]
+    width = key.shape[2]
+    block = statics.block
     group = heads // kv_heads
     delta = jnp.einsum("RNTH,RNTH->RNT", cotangent, output, preferred_element_type=jnp.float32)[:, :, None]
 
@@ -299,7 +305,9 @@ def _query_kernel(
     *,
     statics: TpuStatics,
 ) -> None:
-    r, i, s = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    r = pl.program_id(0)
+    i = pl.program_id(2)
+    s = pl.program_id(3)
     block = statics.block
 
     @pl.when(s == 0)
@@ -308,7 +316,8 @@ def _query_kernel(
 
     @pl.when(s < count_ref[r, i])
     def visit() -> None:
-        j, key = table_ref[r, i, s], k_ref[...]
+        j = table_ref[r, i, s]
+        key = k_ref[...]
         scores, slope = capped(_dot(q_ref[...], key, NT), statics.softcap)
         seen = _seen(i, j, first_ref[0], end_ref[:1], _tiled(start_ref[...], block), (block, block), 0)
         weights = jnp.where(seen, jnp.exp(scores - jnp.expand_dims(logsum_ref[0], -1)), 0)
@@ -351,7 +360,9 @@ def _key_kernel(
 
     @pl.when(s < count_ref[r, j])
     def visit() -> None:
-        i, query, cotangent = table_ref[r, j, s], q_ref[...], cotangent_ref[...]
+        i = table_ref[r, j, s]
+        query = q_ref[...]
+        cotangent = cotangent_ref[...]
         # Scores are [keys, queries] here, so that no product transposes them.
         scores, slope = capped(_dot(k_ref[...], query, NT), statics.softcap)
         seen = _seen(i, j, first_ref[0], _tiled(end_ref[...], block), start_ref[:1], (block, block), 1)

@@ -85,7 +85,9 @@ def _backward(statics: TritonStatics, kept: tuple[Any, ...], cotangent: Array) -
     query, key, value, sinks, spans, output, logsums = kept
     end, start, first, table, count, key_table, key_count = spans
     rows, length, heads, head_dim = query.shape
-    block, kv_heads, width = statics.block, key.shape[2], key.shape[1]
+    block = statics.block
+    kv_heads = key.shape[2]
+    width = key.shape[1]
     delta = jnp.einsum("RTNH,RTNH->RNT", cotangent, output, preferred_element_type=jnp.float32)
     specs = _Specs(query, key, block)
     of_query = [specs.query, specs.statistics, specs.statistics]
@@ -128,7 +130,9 @@ class _Specs:
     """The blocks of a program for one block of queries, one row and one head; keys and their ends are whole."""
 
     def __init__(self, query: Array, key: Array, block: int) -> None:
-        group, width, head_dim = query.shape[2] // key.shape[2], key.shape[1], query.shape[3]
+        group = query.shape[2] // key.shape[2]
+        width = key.shape[1]
+        head_dim = query.shape[3]
         self.query = pl.BlockSpec((None, block, None, head_dim), lambda i, r, n: (r, i, n, 0))
         self.keys = pl.BlockSpec((None, width, None, head_dim), lambda i, r, n: (r, 0, n // group, 0))
         self.ends = pl.BlockSpec((None, width), lambda i, r, n: (r, 0))
@@ -179,7 +183,8 @@ def _scores(query: Array, key: Array, statics: TritonStatics) -> tuple[Array, Ar
 
 def _seen(i: Array, j: Array, first: Array, end: Array, start: Array, block: int) -> Array:
     """Returns the pairs [c, c] of query block i and key block j that attend."""
-    queries, keys = first + i * block + jnp.arange(block), j * block + jnp.arange(block)
+    queries = first + i * block + jnp.arange(block)
+    keys = j * block + jnp.arange(block)
     return is_key(queries[:, None], keys[None], end[None], start[:, None])
 
 
@@ -198,8 +203,12 @@ def _forward_kernel(
     *,
     statics: TritonStatics,
 ) -> None:
-    i, block = pl.program_id(0), statics.block
-    query, start, first, sink = q_ref[...], start_ref[...], first_ref[0], sink_ref[0]
+    i = pl.program_id(0)
+    block = statics.block
+    query = q_ref[...]
+    start = start_ref[...]
+    first = first_ref[0]
+    sink = sink_ref[0]
 
     def visit(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         total, norm, top = state
@@ -236,9 +245,14 @@ def _query_kernel(
     *,
     statics: TritonStatics,
 ) -> None:
-    i, block = pl.program_id(0), statics.block
-    query, start, first = q_ref[...], start_ref[...], first_ref[0]
-    cotangent, logsum, delta = cotangent_ref[...], logsum_ref[...], delta_ref[...]
+    i = pl.program_id(0)
+    block = statics.block
+    query = q_ref[...]
+    start = start_ref[...]
+    first = first_ref[0]
+    cotangent = cotangent_ref[...]
+    logsum = logsum_ref[...]
+    delta = delta_ref[...]
 
     def visit(n: Array, d_query: Array) -> Array:
         j = table_ref[n]
@@ -273,14 +287,20 @@ def _key_kernel(
     statics: TritonStatics,
     group: int,
 ) -> None:
-    j, block = pl.program_id(0), statics.block
-    key, value, end, first = k_ref[...], v_ref[...], end_ref[...], first_ref[0]
+    j = pl.program_id(0)
+    block = statics.block
+    key = k_ref[...]
+    value = v_ref[...]
+    end = end_ref[...]
+    first = first_ref[0]
 
     def visit(number: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         d_key, d_value = state
-        i, head = table_ref[lax.div(number, jnp.int32(group))], lax.rem(number, jnp.int32(group))
+        i = table_ref[lax.div(number, jnp.int32(group))]
+        head = lax.rem(number, jnp.int32(group))
         at = pl.ds(i * block, block)
-        query, cotangent = q_ref[at, head, :], cotangent_ref[at, head, :]
+        query = q_ref[at, head, :]
+        cotangent = cotangent_ref[at, head, :]
         scores, slope = _scores(query, key, statics)
         seen = _seen(i, j, first, end, start_ref[at], block)
         weights = jnp.where(seen, jnp.exp(scores - logsum_ref[head, at][:, None]), 0)

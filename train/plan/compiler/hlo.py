@@ -42,7 +42,8 @@ class Instruction(NamedTuple):
     def operands(self) -> list[str]:
         """Returns the names of the operands."""
         start = self.line.index(f" {self.opcode}(") + len(self.opcode) + 2
-        depth, end = 1, start
+        depth = 1
+        end = start
         while depth and end < len(self.line):
             depth += (self.line[end] == "(") - (self.line[end] == ")")
             end += 1
@@ -79,7 +80,8 @@ def parse(text: str) -> HloModule:
       ValueError: if the text holds no program.
     """
     computations: dict[str, list[Instruction]] = {}
-    entry, current = None, None
+    entry = None
+    current = None
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header and not line.startswith("HloModule"):

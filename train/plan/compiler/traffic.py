@@ -54,12 +54,14 @@ class Kernels:
 
     def __init__(self, module: HloModule) -> None:
         self._module = module
-        self.read, self.written = functools.cache(self._read), functools.cache(self._written)
+        self.read = functools.cache(self._read)
+        self.written = functools.cache(self._written)
         self.shares = functools.cache(self._shares)
 
     def moved(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Counts the bytes of one execution of an instruction outside kernels."""
-        opcode, shape = instruction.opcode, instruction.shape
+        opcode = instruction.opcode
+        shape = instruction.shape
         if opcode in _FREE or opcode.endswith("-done") or _NO_KERNEL.search(instruction.line):
             return 0
         operands = [shapes.get(name, "") for name in instruction.operands]

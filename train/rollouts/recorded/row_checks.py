@@ -44,13 +44,16 @@ class RowCounter:
 
     def __init__(self) -> None:
         # The row of its step, and the rows of that step, 0 until a check tells.
-        self._all, self._row, self._expected = 0, 0, 0
+        self._all = 0
+        self._row = 0
+        self._expected = 0
 
     def add(self, numbers: str | None) -> None:
         """Counts a row; raises ValueError if a row before it is missing."""
         self._all += 1
         if self._row == self._expected:
-            self._row, self._expected = 0, 0
+            self._row = 0
+            self._expected = 0
         self._row += 1
         if numbers is None:
             return

@@ -97,7 +97,8 @@ class FileSource(InTurn):
         self._files = open_files(self._path)
         scan = self._scan()
         self._check(scan)
-        self.groups, self.too_long = scan.groups, scan.too_long
+        self.groups = scan.groups
+        self.too_long = scan.too_long
         self._sizes = dict(scan.sizes or {})
         if section.shuffle:
             # They count the steps of the run that recorded them, which the order of the file alone repeats.

@@ -88,7 +88,8 @@ def make_table(rows: TokenRows, texts: TokenTexts) -> "pyarrow.Table":
     import pyarrow
 
     arrays = rows.arrays
-    token_mask, completion_mask = arrays["token_mask"], arrays["completion_mask"]
+    token_mask = arrays["token_mask"]
+    completion_mask = arrays["completion_mask"]
     prompt_mask = token_mask & ~completion_mask
     tokens = arrays["tokens"]
     columns: dict[str, Any] = pyarrow.Table.from_pylist(list(rows.rows)).to_pydict() if rows.rows else {}
@@ -120,7 +121,8 @@ def _lists(values: np.ndarray, mask: np.ndarray, fill: float | None = None) -> "
     lengths += [np.full(math.prod(chosen.shape[:axis]), chosen.shape[axis]) for axis in range(1, chosen.ndim)]
     if fill is not None:
         is_value = chosen != fill
-        chosen, lengths[-1] = chosen[is_value], is_value.sum(-1).reshape(-1)
+        chosen = chosen[is_value]
+        lengths[-1] = is_value.sum(-1).reshape(-1)
     lists = pyarrow.array(chosen.reshape(-1), from_pandas=chosen.dtype.kind == "f")
     for sizes in reversed(lengths):
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)

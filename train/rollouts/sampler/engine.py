@@ -233,7 +233,8 @@ def finish(
 
 def samples_sharding(mesh: Mesh) -> "Samples":
     """Returns the shardings of the results of `sample`, for `out_shardings`: rows over the mesh, scalars replicated."""
-    rows, scalar = batch_sharding(mesh), replicated(mesh)
+    rows = batch_sharding(mesh)
+    scalar = replicated(mesh)
     arrays = dict.fromkeys(("tokens", "token_mask", "completion_mask", "finished", "fields"), rows)
     return Samples(**arrays, steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
 

@@ -92,7 +92,9 @@ class WindowedSampler:
         transform: Callable[[Samples], Samples] = lambda samples: samples,
     ) -> None:
         self.widths = list(widths or window_widths(max_new_tokens))
-        self._name, self._slots, self._group = name, slots, group
+        self._name = name
+        self._slots = slots
+        self._group = group
         # The first window ends within a call, unless rows wait.
         steps = max(STEPS, self.widths[0])
         self._decode = functools.partial(decode, model, sampling=sampling, eos_ids=eos_ids, stop=stop, steps=steps)
@@ -168,7 +170,8 @@ class WindowedSampler:
     def window(self, number: int) -> Callable[..., Any]:
         """Makes the program that goes on in a window on first use; the state of the layers is donated."""
         if number not in self._windows:
-            width, after = self.widths[number], self.widths[number - 1] if number else 0
+            width = self.widths[number]
+            after = self.widths[number - 1] if number else 0
             if number:
                 log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
 

@@ -28,7 +28,8 @@ class AnswerError(ValueError):
 
     def __init__(self, text: str, *, retry: bool = False, stale: bool = False) -> None:
         super().__init__(text)
-        self.retry, self.stale = retry, stale
+        self.retry = retry
+        self.stale = stale
 
 
 class _Form(BaseModel):

@@ -23,7 +23,8 @@ from train.rollouts.source import SourceError
 # Statuses worth a retry: time-outs, overload, a server that restarts behind a proxy.
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 SUCCESSES = range(200, 300)
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
 CONNECT_SECONDS = 10.0
 MOST_BYTES = 2**24
 """Limit of an answer that has no limit of its own."""
@@ -138,7 +139,10 @@ class Client:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.retries = retries
-        self._timeout, self._sleep, self._key, self._field = timeout, sleep, key, field
+        self._timeout = timeout
+        self._sleep = sleep
+        self._key = key
+        self._field = field
         self._connections = asyncio.Semaphore(connections)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -216,7 +220,8 @@ class Client:
                         exchange = self._exchange(method, url + path, content, most_bytes=most_bytes, fresh=fresh)
                         return await self._attempt(f"{method} {url}{path}", exchange, read)
                 except AttemptError as error:
-                    last, retry_after = str(error), error.retry_after
+                    last = str(error)
+                    retry_after = error.retry_after
                 if attempt < attempts:
                     await self._sleep(wait_before(attempt, random.random(), retry_after))
         times = "once" if attempts == 1 else f"{attempts} times"
@@ -227,7 +232,8 @@ class Client:
 
     def hurry(self) -> None:
         """Gives later requests one attempt of a few seconds: the run ends, and its server may hang."""
-        self.retries, self._timeout = 0, min(self._timeout, CONNECT_SECONDS)
+        self.retries = 0
+        self._timeout = min(self._timeout, CONNECT_SECONDS)
 
     def close(self) -> None:
         """Ends the requests that are under way, and closes the connections."""

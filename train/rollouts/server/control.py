@@ -24,7 +24,8 @@ class Server:
     """Requests to one address."""
 
     def __init__(self, client: Client, url: str) -> None:
-        self.client, self.url = client, url
+        self.client = client
+        self.url = url
 
     async def get(self, path: str, read: Callable[[bytes], _Parsed], **options: Any) -> _Parsed:
         """Returns the answer, read by `read`; options are those of `Client.request`."""

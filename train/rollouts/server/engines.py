@@ -154,7 +154,8 @@ class Engines:
     def expect(self, label: str, version: int, *, adapter: bool = False) -> None:
         """Sets the label of the weights that every engine has to have from now on, and their number of RL steps."""
         self.versions[label] = version
-        self.label, self._of_adapter = label, adapter
+        self.label = label
+        self._of_adapter = adapter
 
     def confirm(self) -> None:
         """Reads the label of the weights back from every engine."""

@@ -90,7 +90,8 @@ def check_probes(config: Config, url: str, owner: str, at_one: Probe, at_half: P
     Raises:
       UserError: they are not.
     """
-    section, temperature = config.rollout, config.temperature
+    section = config.rollout
+    temperature = config.temperature
     if missing := sum(map(math.isinf, at_one.log_probs)):
         raise UserError(
             f"rollout.source: {missing} of the {len(at_one.tokens)} most probable tokens have no log-prob in the "

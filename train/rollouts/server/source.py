@@ -133,7 +133,8 @@ class ServerSource:
           UserError: a server is unreachable, lacks the model, returns no ids or no usable log-probs, or samples from
             another distribution than it is asked to.
         """
-        self._context, self._section = context, section
+        self._context = context
+        self._section = section
         self._client = client or Client(
             timeout=section.timeout,
             retries=section.retries,

@@ -119,7 +119,9 @@ class _FolderSync:
     """
 
     def __init__(self, engines: Engines, context: RunContext, *, model: str, folder: str | None) -> None:
-        self._engines, self._context, self._model = engines, context, model
+        self._engines = engines
+        self._context = context
+        self._model = model
         self._folders = _VersionFolders(folder, context.config.name)
         self._written: list[Path] = []
 
@@ -224,7 +226,9 @@ class UserSync:
     in_place = True
 
     def __init__(self, engines: Engines, context: RunContext, name: str, model: str) -> None:
-        self._engines, self._context, self._model = engines, context, model
+        self._engines = engines
+        self._context = context
+        self._model = model
         self._label = f"rollout.source.sync: {name}"
         with waiting_for(self._label):
             self._transfer: Transfer = make_with("rollout.source.sync", name, Transfer, context)

@@ -121,7 +121,8 @@ class _Cursor:
     """A position in the header; each read checks that its bytes are there."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data = path, data
+        self._path = path
+        self._data = data
         self.position = 0
         self._end = min(len(data), MAX_HEADER_BYTES)
 

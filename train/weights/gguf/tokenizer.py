@@ -23,7 +23,8 @@ FILLER = re.compile(r"\[PAD\d+\]")
 MAX_SQUARES = 10**9
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 MARKED = r"[^\r\n\p{L}\p{N}]?"
 
 
@@ -253,7 +254,8 @@ def _merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) -> lis
 
     sentencepiece joins the neighbours whose sum has the best score, so that pairs rank by the score of their sum.
     """
-    ranks, kinds = scores.tolist(), types.tolist()
+    ranks = scores.tolist()
+    kinds = types.tolist()
     normal = {token: ranks[number] for number, token in enumerate(tokens) if kinds[number] == TokenType.NORMAL}
     pairs = [
         (-score, number, (token[:cut], token[cut:]))

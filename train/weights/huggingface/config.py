@@ -185,7 +185,8 @@ def pad_id(source: str | Path | Mapping[str, Any]) -> int | None:
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """Looks up the family of a mapping; raises ValueError listing the supported families for any other model."""
-    kind, architectures = raw.get("model_type"), raw.get("architectures")
+    kind = raw.get("model_type")
+    architectures = raw.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {kind!r}, expected one of {', '.join([*FAMILIES, *NESTED])}")
     family = FAMILIES[kind]
@@ -265,7 +266,8 @@ def _check_quantization(stored: Any) -> None:
 
 def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
     """Reads the ropes of full and sliding layers from either form of the keys; both forms must agree."""
-    new, length = values["rope_parameters"], values["max_position_embeddings"]
+    new = values["rope_parameters"]
+    length = values["max_position_embeddings"]
     old = values["rope_scaling"]
     theta = family.theta if values["rope_theta"] is None else _number(values, "rope_theta")
     if old is not None and not isinstance(old, Mapping):
@@ -366,7 +368,8 @@ def _swiglu(values: Mapping[str, Any]) -> ClampedSwiglu | None:
 def _head_dim(values: Mapping[str, Any]) -> int:
     if values["head_dim"] is not None:
         return _count(values, "head_dim")
-    width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
+    width = _count(values, "hidden_size")
+    heads = _count(values, "num_attention_heads")
     if width % heads:
         raise ValueError(f"head_dim: missing, and hidden_size {width} is no multiple of num_attention_heads {heads}")
     return width // heads

@@ -27,8 +27,10 @@ EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 EXPERTS = "experts"
 """The module below which a leaf stacks experts, and a checkpoint has a number."""
-MIXTRAL, GPT_OSS = "mixtral", "gpt_oss"
-_GATE, _ROUTER = ".mlp.gate.", ".mlp.router."
+MIXTRAL = "mixtral"
+GPT_OSS = "gpt_oss"
+_GATE = ".mlp.gate."
+_ROUTER = ".mlp.router."
 _MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 # Prefixes of the body: causal model, bare model, text part of a multimodal model (two conventions).
 PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")

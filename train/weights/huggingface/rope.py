@@ -39,7 +39,8 @@ def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length
       ValueError: an unknown type or key, a missing key, or a value out of range.
     """
     keys = {key: value for key, value in parameters.items() if value is not None}
-    kind, old_kind = keys.pop("rope_type", None), keys.pop("type", None)
+    kind = keys.pop("rope_type", None)
+    old_kind = keys.pop("type", None)
     if kind is not None and old_kind is not None and kind != old_kind:
         raise ValueError(f"{where}: got rope_type {kind!r} and type {old_kind!r}, expected one of them")
     kind = kind or old_kind or "default"
@@ -91,7 +92,8 @@ def _attention_factor(numbers: Mapping[str, float]) -> float:
     def growth(scale: float) -> float:
         return 0.1 * scale * math.log(numbers["factor"]) + 1.0
 
-    top, bottom = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    top = numbers.get("mscale")
+    bottom = numbers.get("mscale_all_dim")
     return growth(top) / growth(bottom) if top and bottom else growth(1.0)
 
 
