@@ -20,7 +20,7 @@ import kljax
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from kljax.tools.parity.dump import FIELDS
-from kljax.tools.systems.migration import OPTIONS
+from kljax.tools.systems.foreign import FOREIGN
 from train.config import help as train_help
 from train.config.installation import RECIPES
 from train.config.messages import show
@@ -161,7 +161,7 @@ def presets(key: str) -> str:
 def config(key: str) -> str:
     """The options of a system's config, with the fields of the trainer."""
     lines = ["| option | field | |", "|---|---|---|"]
-    for option in OPTIONS[key]:
+    for option in FOREIGN[key].options:
         fields = ", ".join(f"`{field}`" for field in option.fields) or "none"
         lines.append(f"| `{option.name}` | {fields} | {_escaped(option.note)} |")
     return "\n".join(lines)

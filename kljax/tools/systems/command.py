@@ -13,7 +13,8 @@ from kljax.systems._lookup import did_you_mean, entries, find_by_function
 from kljax.systems._table import SYSTEMS
 from kljax.tools.systems import text
 from kljax.tools.systems.compare import compare, comparison_as_json, find_by_name
-from kljax.tools.systems.migration import FILES, OPTIONS, as_yaml, read_config, translate
+from kljax.tools.systems.foreign import FOREIGN
+from kljax.tools.systems.migration import as_yaml, read_config, translate
 from kljax.tools.systems.options import find_option
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         nargs=2,
         metavar=("SYSTEM", "CONFIG"),
-        help=f"print the config of this trainer for that of {', '.join(OPTIONS)}; options without a field are comments",
+        help=f"print the config of this trainer for that of {', '.join(FOREIGN)}; options without a field are comments",
     )
 
 
@@ -66,15 +67,15 @@ def _config_lines(args: argparse.Namespace) -> Iterable[str]:
     system, path = args.source
     if args.name is not None or args.compare is not None or args.json:
         raise UsageError("give --from SYSTEM CONFIG alone")
-    if system not in OPTIONS:
+    if system not in FOREIGN:
         raise UsageError(
-            f"--from: got {system!r}, expected one of {', '.join(OPTIONS)}{did_you_mean(system, [*OPTIONS])}"
+            f"--from: got {system!r}, expected one of {', '.join(FOREIGN)}{did_you_mean(system, [*FOREIGN])}"
         )
     try:
         config = read_config(pathlib.Path(path))
         return as_yaml(system, translate(system, config))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--from: {error}; expected {FILES[system]}") from error
+        raise UsageError(f"--from: {error}; expected {FOREIGN[system].file}") from error
 
 
 def _compare_lines(args: argparse.Namespace) -> Iterable[str]:

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 from kljax.__main__ import main
-from kljax.tools.systems.migration import OPTIONS, READ_BY_OTHERS, as_yaml, translate
+from kljax.tools.systems.foreign import FOREIGN
+from kljax.tools.systems.migration import as_yaml, translate
 from train.config.fields import known_fields
 from train.config.load import load
 from train.config.usual_names import USUAL_NAMES
@@ -29,21 +30,23 @@ def config_of(folder: pathlib.Path, system: str, options: dict) -> object:
 @pytest.mark.parametrize("system", DEFAULTS)
 def test_defaults_are_those_of_the_release(system: str) -> None:
     recorded = DEFAULTS[system]["defaults"]
-    compared = {option.name: option.default for option in OPTIONS[system] if option.name not in NOT_COMPARED}
-    compared |= {name: value for name, value in READ_BY_OTHERS.get(system, {}).items() if name in recorded}
+    compared = {option.name: option.default for option in FOREIGN[system].options if option.name not in NOT_COMPARED}
+    compared |= {name: value for name, value in FOREIGN[system].read_by_others.items() if name in recorded}
     compared.pop("generation_batch_size", None)  # computed
     assert json.loads(json.dumps(compared)) == {name: recorded[name] for name in compared}
 
 
-@pytest.mark.parametrize("system", OPTIONS)
+@pytest.mark.parametrize("system", FOREIGN)
 def test_fields_of_options_exist(system: str) -> None:
     known = known_fields()
-    assert {field for option in OPTIONS[system] for field in option.fields if field not in known} == set()
+    assert {field for option in FOREIGN[system].options for field in option.fields if field not in known} == set()
 
 
-@pytest.mark.parametrize("system", OPTIONS)
+@pytest.mark.parametrize("system", FOREIGN)
 def test_hints_of_unknown_fields_agree_with_the_table(system: str) -> None:
-    hints = {option: USUAL_NAMES.get(option.name.rpartition(".")[2]) for option in OPTIONS[system] if option.fields}
+    hints = {
+        option: USUAL_NAMES.get(option.name.rpartition(".")[2]) for option in FOREIGN[system].options if option.fields
+    }
     # A name of the table of systems stands for several fields, and a section for its own.
     named = {"loss.level": "loss.type", "advantage.scale": "advantage.type", "optim.schedule.type": "optim.schedule"}
     apart = [
