@@ -85,7 +85,9 @@ _OPTIONS = (
     same("max_steps", "steps"),
     same("model.name", "model.path"),
     ForeignOption("ckpt.interval", ("checkpoint.every",), None, "", unless(None, "checkpoint.every")),
-    missing("orchestrator.max_off_policy_steps", 8, "rollout.policy_lag is the lag of every row"),
+    missing(
+        "orchestrator.max_off_policy_steps", 8, "set rollout.ahead, and add correction: {type: max_lag, max_lag: 8}"
+    ),
 )
 
 # fmt: off
