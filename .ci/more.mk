@@ -35,7 +35,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-storage test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-storage test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -60,6 +60,14 @@ test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other
 
 test-thorough: $(VENV)/.ready ## what test-all leaves out: the same statements in still more settings
 	$(BIN)/python $(PYTEST) -m thorough $(ARGS)
+
+# The folder of the results; a new one each time.
+MEASURED ?= build/measured
+measure-tests: $(VENV)/.ready ## what each test costs and reaches, from which python -m tests.tiers chooses; for hours
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(BIN)/uv sync --frozen --inexact --quiet --python $(BIN)/python --group measure
+	KLJAX_MEASURED=$(abspath $(MEASURED)) $(BIN)/python $(PYTEST) -p tests.tiers.measure \
+	  $(addprefix --deselect=,$(ELSEWHERE)) $(ARGS)
+	$(BIN)/python -m tests.tiers $(MEASURED)
 
 test-library: $(VENV)/.ready ## the tests of kljax alone
 	$(BIN)/python $(PYTEST) $(call tests,tests/kljax kljax) $(ARGS)

@@ -1,11 +1,12 @@
 """Plants each fault of `mutants.json` in a copy of the checkout, and runs the tests until one fails.
 
-    python -m tests.mutants [--only NUMBER ...] [--results FILE] [--rows]
+    python -m tests.mutants [--only NUMBER ...] [--results FILE] [--rows] [--measured FOLDER]
 
 The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it, with those
 of all public functions if it is of the library; then all of `make test`, then what `make test-all` has besides. With
 `--results` a file of earlier results is continued; with `--rows` the tests of the row are all, and what they overlook
-is left for a call without it. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
+is left for a call without it. With `--measured` the tests come first that reach the changed lines, by what `make
+measure-tests` wrote. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
 for a statement that has lost its test.
 """
 
@@ -20,12 +21,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.tiers.measured import tests_reaching
+
 ROOT = Path(__file__).parents[2]
 MUTANTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("mutants.json").read_text())
 # What sees every public function of the library.
 PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "systems")
 SWEEPS = [f"tests/kljax/test_{name}.py" for name in PROPERTIES]
-QUICK, MORE = "not thorough and not more", "more and not thorough"
+QUICK = "not thorough and not more"
+MORE = "more and not thorough"
+MOST_TESTS = 300
+"""Tests of one command, whose length has a limit."""
 ELSEWHERE = re.findall(r"[\w/]+_(?:aot_)?plans(?:_aot)?\.py", (ROOT / "Makefile").read_text())
 
 
@@ -51,7 +57,7 @@ def first_failure(root: Path, marks: str, paths: list[str]) -> str:
     return found[1] if found else done.stdout[-300:]
 
 
-def plant(root: Path, mutant: dict[str, str], *, only_row: bool) -> dict[str, Any] | None:
+def plant(root: Path, mutant: dict[str, str], *, only_row: bool, measured: Path | None) -> dict[str, Any] | None:
     """Plants one fault, says what noticed it, and takes it away; None where only its row was tried in vain."""
     file = root / mutant["file"]
     text = file.read_text()
@@ -60,16 +66,17 @@ def plant(root: Path, mutant: dict[str, str], *, only_row: bool) -> dict[str, An
     file.write_text(text.replace(mutant["old"], mutant["new"]))
     try:
         row = [path for path in tests_of(mutant["file"]) if (root / path).exists()]
+        first = text[: text.index(mutant["old"])].count("\n") + 1
+        lines = range(first, first + mutant["old"].rstrip("\n").count("\n") + 1)
+        reaching = tests_reaching(measured, mutant["file"], lines)[:MOST_TESTS] if measured else []
         row += SWEEPS if mutant["file"].startswith("kljax/") else []
-        for name, marks, paths in (
-            ("test", QUICK, row),
-            ("test", QUICK, []),
-            ("test-all", MORE, row),
-            ("test-all", MORE, []),
-        )[: 1 if only_row else None]:
-            failed = first_failure(root, marks, paths)
-            if failed:
-                return {"noticed by": name, "first failure": failed}
+        # Nobody waits for all tests where only those of the row are asked for.
+        parts = [reaching] * bool(reaching) + [row] + [[]] * (not only_row)
+        for name, marks in (("test", QUICK), ("test-all", MORE))[: 1 if only_row else None]:
+            for paths in parts:
+                failed = first_failure(root, marks, paths)
+                if failed:
+                    return {"noticed by": name, "first failure": failed}
         return None if only_row else {"noticed by": "none"}
     finally:
         file.write_text(text)
@@ -81,6 +88,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of faults, from 0")
     parser.add_argument("--results", type=Path, help="JSON file of results, continued if it is there")
     parser.add_argument("--rows", action="store_true", help="run the tests in the row of the module alone")
+    parser.add_argument("--measured", type=Path, help="folder that make measure-tests wrote")
     given = parser.parse_args()
     results = json.loads(given.results.read_text()) if given.results and given.results.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
@@ -92,7 +100,7 @@ def main() -> None:
         for number in given.only or range(len(MUTANTS)):
             mutant = MUTANTS[number]
             if mutant["what"] not in results:
-                result = plant(root, mutant, only_row=given.rows)
+                result = plant(root, mutant, only_row=given.rows, measured=given.measured)
                 print(f"{number:3d} {mutant['file']}: {mutant['what']}: {result}", flush=True)
                 if result:
                     results[mutant["what"]] = result

@@ -1,0 +1,138 @@
+"""Chooses the tests of `make test` and of CI from measurements, and writes the lists of those that they leave out.
+
+    python -m tests.tiers FOLDER [--test SECONDS] [--ci SECONDS]
+
+`make test` and CI have each a budget of CPU seconds. Within it they get, in this order:
+
+1. of every test function the cheapest case, as long as these cost a part of the budget: each states something else;
+2. for lines that none of these reach, the tests that reach most of them for a second;
+3. tests of other functions for lines that only one function reaches, then two, and so on: a line that a test
+   reaches is not one that it checks.
+
+`make test` is chosen first, and CI has it and more. The rest runs at night. A test that was not measured keeps its
+place.
+"""
+
+import argparse
+import heapq
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests import selection
+from tests.tiers.measured import Lines, read_costs, read_lines
+
+STATEMENTS = 0.5
+"""The part of a budget for the cheapest case of every test function."""
+
+
+def function_of(test: str) -> str:
+    """Returns a test without its parameters."""
+    return test.partition("[")[0]
+
+
+class Choice:
+    """Tests within a budget."""
+
+    def __init__(self, costs: Mapping[str, float], lines: Mapping[str, Lines], chosen: Iterable[str] = ()) -> None:
+        self.costs = costs
+        self.lines = lines
+        self.chosen: set[str] = set()
+        self.spent = 0.0
+        # The functions that reach a line.
+        self.by_line: dict[tuple[str, int], set[str]] = {}
+        for test in chosen:
+            self.take(test)
+
+    def take(self, test: str) -> None:
+        """Chooses a test."""
+        self.chosen.add(test)
+        self.spent += self.costs[test]
+        for line in self.lines.get(test, ()):
+            self.by_line.setdefault(line, set()).add(function_of(test))
+
+    def gain(self, test: str, times: int) -> float:
+        """Returns the lines for a second that a test reaches, and fewer than `times` other functions do."""
+        function = function_of(test)
+        nobody: set[str] = set()
+        reached = (self.by_line.get(line, nobody) for line in self.lines.get(test, ()))
+        new = sum(1 for functions in reached if len(functions) < times and function not in functions)
+        return new / self.costs[test]
+
+    def take_statements(self, budget: float) -> None:
+        """Chooses the cheapest case of each function, the cheapest functions first."""
+        cheapest: dict[str, str] = {}
+        for test in sorted(self.costs, key=lambda test: (self.costs[test], test)):
+            cheapest.setdefault(function_of(test), test)
+        stated = {function_of(test) for test in self.chosen}
+        for function, test in cheapest.items():
+            if self.spent + self.costs[test] > budget:
+                return
+            if function not in stated:
+                self.take(test)
+
+    def take_lines(self, budget: float, times: int) -> None:
+        """Chooses tests until `times` functions reach each line, as far as there are so many and the budget lasts."""
+        # Gains only fall, so what is first in the heap after it was weighed again is the best.
+        heap = [(-self.gain(test, times), test) for test in self.costs if test not in self.chosen]
+        heapq.heapify(heap)
+        while heap:
+            _, test = heapq.heappop(heap)
+            gain = self.gain(test, times)
+            if gain == 0 or self.spent + self.costs[test] > budget:
+                continue
+            if heap and gain < -heap[0][0]:
+                heapq.heappush(heap, (-gain, test))
+                continue
+            self.take(test)
+
+    def fill(self, budget: float) -> None:
+        """Spends a budget."""
+        self.take_statements(self.spent + STATEMENTS * (budget - self.spent))
+        for times in range(1, 10):
+            self.take_lines(budget, times)
+        self.take_statements(budget)
+
+
+def write_list(mark: str, tests: Iterable[str], measured: Iterable[str]) -> None:
+    """Writes a list; tests that were not measured stay in it, and files and functions that are left out stand whole."""
+    path = Path(selection.__file__).with_name(selection.MARKS[mark])
+    head = path.read_text("utf-8").partition("\n")[0]
+    known = set(measured)
+    left_out = set(tests)
+    parts = {test.partition("::")[0] for test in known} | {function_of(test) for test in known} | known
+    kept = {name for name in selection.read_names(mark) if name not in parts}
+    for part in (lambda test: test.partition("::")[0], function_of):
+        whole = {part(test) for test in left_out} - {part(test) for test in known - left_out}
+        kept |= whole
+        left_out = {test for test in left_out if part(test) not in whole}
+    path.write_text("\n".join([head, *sorted(kept | left_out)]) + "\n", "utf-8")
+
+
+def main() -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="what tests.tiers.measure wrote")
+    parser.add_argument("--test", type=float, default=500, help="CPU seconds of make test; default %(default)s")
+    parser.add_argument("--ci", type=float, default=1200, help="those of CI, with make test; default %(default)s")
+    options = parser.parse_args()
+    costs = read_costs(options.folder)
+    lines = read_lines(options.folder)
+    quick = Choice(costs, lines)
+    quick.fill(options.test)
+    in_ci = Choice(costs, lines, quick.chosen)
+    in_ci.fill(options.ci)
+    write_list("more", in_ci.chosen - quick.chosen, costs)
+    write_list("thorough", costs.keys() - in_ci.chosen, costs)
+    every = len(set().union(*lines.values()))
+    functions = set(map(function_of, costs))
+    for name, choice in (("make test", quick), ("CI", in_ci)):
+        of_functions = set(map(function_of, choice.chosen))
+        print(
+            f"{name}: {choice.spent:.0f} of {sum(costs.values()):.0f} CPU seconds, "
+            f"{len(choice.chosen)} of {len(costs)} tests, {len(of_functions)} of {len(functions)} functions, "
+            f"{len(choice.by_line)} of {every} lines"
+        )
+
+
+if __name__ == "__main__":
+    main()
