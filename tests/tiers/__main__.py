@@ -16,11 +16,12 @@ place.
 
 import argparse
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests import selection
-from tests.tiers.measured import Lines, read_costs, read_lines
+from tests.tiers.measured import Lines, file_of, read_costs, read_lines
 
 CHEAPEST = 0.25
 """The part of a budget for the cheapest tests."""
@@ -51,22 +52,28 @@ def function_of(test: str) -> str:
 class Choice:
     """Tests within a budget."""
 
-    def __init__(self, costs: Mapping[str, float], lines: Mapping[str, Lines], chosen: Iterable[str] = ()) -> None:
+    def __init__(self, costs: Mapping[str, float], shared: Mapping[str, float], lines: Mapping[str, Lines]) -> None:
         self.costs = costs
+        self.shared = shared
         self.lines = lines
         self.chosen: set[str] = set()
+        self.files: set[str] = set()
         self.spent = 0.0
         # The functions that reach a line.
         self.by_line: dict[tuple[str, int], set[str]] = {}
-        for test in chosen:
-            self.take(test)
 
     def take(self, test: str) -> None:
         """Chooses a test."""
+        self.spent += self.price(test)
         self.chosen.add(test)
-        self.spent += self.costs[test]
+        self.files.add(file_of(test))
         for line in self.lines.get(test, ()):
             self.by_line.setdefault(line, set()).add(function_of(test))
+
+    def price(self, test: str) -> float:
+        """Returns what a test adds: the first of a file sets up what its tests share."""
+        file = file_of(test)
+        return self.costs[test] + (0.0 if file in self.files else self.shared.get(file, 0.0))
 
     def gain(self, test: str, times: int) -> float:
         """Returns the lines for a second that a test reaches, and fewer than `times` other functions do."""
@@ -74,36 +81,46 @@ class Choice:
         nobody: set[str] = set()
         reached = (self.by_line.get(line, nobody) for line in self.lines.get(test, ()))
         new = sum(1 for functions in reached if len(functions) < times and function not in functions)
-        return new / self.costs[test]
+        return new / self.price(test)
+
+    def cheapest(self, tests: Iterable[str]) -> list[str]:
+        """Sorts tests by their costs, each with its part of what the tests of its file share."""
+        listed = list(tests)
+        sizes = Counter(map(file_of, listed))
+
+        def cost(test: str) -> tuple[float, str]:
+            return self.costs[test] + (self.price(test) - self.costs[test]) / sizes[file_of(test)], test
+
+        return sorted(listed, key=cost)
 
     def take_cheapest(self, budget: float) -> None:
         """Chooses the cheapest tests."""
-        for test in sorted(self.costs.keys() - self.chosen, key=lambda test: (self.costs[test], test)):
-            if self.spent + self.costs[test] > budget:
-                return
-            self.take(test)
+        self.take_all(self.cheapest(self.costs.keys() - self.chosen), budget)
 
     def take_statements(self, budget: float) -> None:
         """Chooses the cheapest case of each function, the cheapest functions first."""
-        cheapest: dict[str, str] = {}
+        first: dict[str, str] = {}
         for test in sorted(self.costs, key=lambda test: (self.costs[test], test)):
-            cheapest.setdefault(function_of(test), test)
-        stated = {function_of(test) for test in self.chosen}
-        for function, test in cheapest.items():
-            if self.spent + self.costs[test] > budget:
-                return
-            if function not in stated:
+            first.setdefault(function_of(test), test)
+        for test in self.chosen:
+            first.pop(function_of(test), None)
+        self.take_all(self.cheapest(first.values()), budget)
+
+    def take_all(self, tests: Iterable[str], budget: float) -> None:
+        """Chooses tests in their order until the budget is spent."""
+        for test in tests:
+            if self.spent + self.price(test) <= budget:
                 self.take(test)
 
     def take_lines(self, budget: float, times: int) -> None:
         """Chooses tests until `times` functions reach each line, as far as there are so many and the budget lasts."""
-        # Gains only fall, so what is first in the heap after it was weighed again is the best.
+        # Gains fall, but for those of a file with its first test: what is first after it was weighed again is the best.
         heap = [(-self.gain(test, times), test) for test in self.costs if test not in self.chosen]
         heapq.heapify(heap)
         while heap:
             _, test = heapq.heappop(heap)
             gain = self.gain(test, times)
-            if gain == 0 or self.spent + self.costs[test] > budget:
+            if gain == 0 or self.spent + self.price(test) > budget:
                 continue
             if heap and gain < -heap[0][0]:
                 heapq.heappush(heap, (-gain, test))
@@ -125,9 +142,9 @@ def write_list(mark: str, tests: Iterable[str], measured: Iterable[str]) -> None
     head = path.read_text("utf-8").partition("\n")[0]
     known = set(measured)
     left_out = set(tests)
-    parts = {test.partition("::")[0] for test in known} | {function_of(test) for test in known} | known
+    parts = set(map(file_of, known)) | set(map(function_of, known)) | known
     kept = {name for name in selection.read_names(mark) if name not in parts}
-    for part in (lambda test: test.partition("::")[0], function_of):
+    for part in (file_of, function_of):
         whole = {part(test) for test in left_out} - {part(test) for test in known - left_out}
         kept |= whole
         left_out = {test for test in left_out if part(test) not in whole}
@@ -141,12 +158,13 @@ def main() -> None:
     parser.add_argument("--test", type=float, default=500, help="CPU seconds of make test; default %(default)s")
     parser.add_argument("--ci", type=float, default=1200, help="those of CI, with make test; default %(default)s")
     options = parser.parse_args()
-    costs = read_costs(options.folder)
+    costs, shared = read_costs(options.folder)
     lines = read_lines(options.folder)
-    quick = Choice(costs, lines)
+    quick = Choice(costs, shared, lines)
     quick.fill(options.test)
-    promised = {test for test in costs if function_of(test) in PROMISES}
-    in_ci = Choice(costs, lines, quick.chosen | promised)
+    in_ci = Choice(costs, shared, lines)
+    for test in sorted(quick.chosen | {test for test in costs if function_of(test) in PROMISES}):
+        in_ci.take(test)
     in_ci.fill(options.ci)
     write_list("more", in_ci.chosen - quick.chosen, costs)
     write_list("thorough", costs.keys() - in_ci.chosen, costs)
@@ -155,7 +173,7 @@ def main() -> None:
     for name, choice in (("make test", quick), ("CI", in_ci)):
         of_functions = set(map(function_of, choice.chosen))
         print(
-            f"{name}: {choice.spent:.0f} of {sum(costs.values()):.0f} CPU seconds, "
+            f"{name}: {choice.spent:.0f} of {sum(costs.values()) + sum(shared.values()):.0f} CPU seconds, "
             f"{len(choice.chosen)} of {len(costs)} tests, {len(of_functions)} of {len(functions)} functions, "
             f"{len(choice.by_line)} of {every} lines"
         )

@@ -1,13 +1,14 @@
 """Writes what each test costs and which lines of `kljax` and `train` it reaches: `pytest -p tests.tiers.measure`.
 
 Every process writes into the folder that `KLJAX_MEASURED` names. Lines that a test reaches in a process of its own are
-not seen. What the tests of a file share is counted where it is made first.
+not seen. Fixtures that tests share count for their file, whichever test needs them first.
 """
 
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ class Measure:
         folder.mkdir(parents=True, exist_ok=True)
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         self.costs = (folder / f"{worker}.costs").open("w", encoding="utf-8", buffering=1)
+        self.shared = 0.0
         self.lines = coverage.Coverage(
             data_file=str(folder / f"{worker}.coverage"),
             source=[str(ROOT / "kljax"), str(ROOT / "train")],
@@ -39,12 +41,23 @@ class Measure:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Measures one test, with the fixtures that it is the first to need."""
+        """Measures one test, apart from the fixtures that others share."""
         self.lines.switch_context(item.nodeid)
+        self.shared = 0.0
         before = cpu_seconds()
         result = yield
-        self.costs.write(json.dumps([item.nodeid, round(cpu_seconds() - before, 3)]) + "\n")
+        own = cpu_seconds() - before - self.shared
+        self.costs.write(json.dumps([item.nodeid, round(own, 3), round(self.shared, 3)]) + "\n")
         self.lines.switch_context("")
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """Measures a fixture that others share; one fixture that needs another does not run inside it."""
+        before = cpu_seconds()
+        result = yield
+        if fixturedef.scope != "function":
+            self.shared += cpu_seconds() - before
         return result
 
     def pytest_sessionfinish(self) -> None:

@@ -11,10 +11,23 @@ Lines = frozenset[tuple[str, int]]
 """Files and the numbers of lines."""
 
 
-def read_costs(folder: Path) -> dict[str, float]:
-    """Reads the CPU seconds of each test."""
-    rows = (json.loads(line) for file in folder.glob("*.costs") for line in file.read_text("utf-8").splitlines())
-    return {test: max(seconds, FREE) for test, seconds in rows}
+def read_costs(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Reads the CPU seconds of each test alone, and of what the tests of each file share."""
+    own: dict[str, float] = {}
+    shared: dict[str, dict[str, float]] = {}
+    for path in folder.glob("*.costs"):
+        for row in path.read_text("utf-8").splitlines():
+            test, seconds, of_file = json.loads(row)
+            own[test] = max(seconds, FREE)
+            # Each process that runs tests of a file sets up its own.
+            of_processes = shared.setdefault(file_of(test), {})
+            of_processes[path.name] = of_processes.get(path.name, 0.0) + of_file
+    return own, {file: max(of_processes.values()) for file, of_processes in shared.items()}
+
+
+def file_of(test: str) -> str:
+    """Returns the file of a test."""
+    return test.partition("::")[0]
 
 
 def read_lines(folder: Path) -> dict[str, Lines]:
@@ -30,7 +43,7 @@ def read_lines(folder: Path) -> dict[str, Lines]:
 
 def tests_reaching(folder: Path, file: str, lines: range) -> list[str]:
     """Lists the tests that reach a line of a file of the repository, the cheapest first."""
-    costs = read_costs(folder)
+    costs, _ = read_costs(folder)
     tests: set[str] = set()
     for data in _databases(folder):
         for path in data.measured_files():
