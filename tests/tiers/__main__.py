@@ -17,7 +17,7 @@ place.
 import argparse
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests import selection
@@ -151,13 +151,13 @@ def write_list(mark: str, tests: Iterable[str], measured: Iterable[str]) -> None
     path.write_text("\n".join([head, *sorted(kept | left_out)]) + "\n", "utf-8")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.tiers", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what tests.tiers.measure wrote")
     parser.add_argument("--test", type=float, default=500, help="CPU seconds of make test; default %(default)s")
     parser.add_argument("--ci", type=float, default=1200, help="those of CI, with make test; default %(default)s")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     costs, shared = read_costs(options.folder)
     lines = read_lines(options.folder)
     quick = Choice(costs, shared, lines)

@@ -107,7 +107,11 @@ def decay(value: Any, _: Values) -> Mapping[str, Any]:
 
 
 def schedule(kind: Any, steps: Any, warmup: Any) -> Mapping[str, Any]:
-    """The fall of the learning rate to 0 behind the warm-up."""
+    """The fall of the learning rate to 0 behind the warm-up.
+
+    Raises:
+      NotExpressed: the optimizer has no such schedule, or the file no number of updates.
+    """
     name = str(kind).removesuffix("_with_warmup")
     if name == "constant":
         return {}
