@@ -5,7 +5,7 @@
 The tests in the row of the module (`docs/contributing/tests.md`) come first, as the likeliest to notice it, with those
 of all public functions if it is of the library; then all of `make test`, then what `make test-all` has besides. With
 `--results` a file of earlier results is continued; with `--rows` the tests of the row are all, and what they overlook
-is left for a call without it. With `--measured` the tests come first that reach the changed lines, by what `make
+is left for a call without it. With `--measured` those come first that reach the changed lines, by what `make
 measure-tests` wrote. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
 for a statement that has lost its test.
 """
@@ -30,7 +30,7 @@ PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "s
 SWEEPS = [f"tests/kljax/test_{name}.py" for name in PROPERTIES]
 QUICK = "not thorough and not more"
 MORE = "more and not thorough"
-MOST_TESTS = 300
+MOST_TESTS = 100
 """Tests of one command, whose length has a limit."""
 ELSEWHERE = re.findall(r"[\w/]+_(?:aot_)?plans(?:_aot)?\.py", (ROOT / "Makefile").read_text())
 
@@ -70,7 +70,8 @@ def plant(root: Path, mutant: dict[str, str], *, only_row: bool, measured: Path 
         row = [path for path in tests_of(mutant["file"]) if (root / path).exists()]
         first = text[: text.index(mutant["old"])].count("\n") + 1
         lines = range(first, first + mutant["old"].rstrip("\n").count("\n") + 1)
-        reaching = tests_reaching(measured, mutant["file"], lines)[:MOST_TESTS] if measured else []
+        reached = tests_reaching(measured, mutant["file"], lines) if measured else []
+        reaching = sorted(reached, key=lambda test: not test.startswith(tuple(row)))[:MOST_TESTS]
         row += SWEEPS if mutant["file"].startswith("kljax/") else []
         # Nobody waits for all tests where only those of the row are asked for.
         parts = [reaching] * bool(reaching) + [row] + [[]] * (not only_row)
