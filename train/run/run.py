@@ -57,7 +57,6 @@ from train.run.setup import (
     make_context,
     with_local_model,
 )
-from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
 from train.run.user_functions import check_user_functions
 from train.storage.copies import with_local_copies
@@ -87,7 +86,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     start = Path.cwd()
     if resume is None:
         resume = on_leader("run directory", RunDirectory.of(loaded.config).config.is_file)
-    config, resume = _start_of_leader(loaded.config, resume)
+    config = loaded.config
     print_devices(console)
     agree("compile_cache", config.compile_cache)
     console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
@@ -113,7 +112,6 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         ending_alone(),
         progress(console) as bars,
     ):
-        tell_supervisor(directory.root)
         shown = as_path(config.output) / directory.root.name
         console.print(f"run directory: {shown}", markup=False, highlight=False)
         if context.held_out or config.rollout.source.type != "file":
@@ -176,15 +174,6 @@ def _prepare(
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)
     return open_stream(context, continued=continued is not None), expected, saved
-
-
-def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
-    """Returns what the leader continues, if all processes are supervised: one may not have told its supervisor yet."""
-    starts = exchange_json("start", [config.name, resume, is_supervised()])
-    if not all(supervised for _, _, supervised in starts):
-        return config, resume
-    name, resume, _ = starts[0]
-    return config.model_copy(update={"name": name}), resume
 
 
 def _begin(
