@@ -17,7 +17,7 @@ from train.config.mesh import describe_mesh
 from train.config.schema import Config
 from train.context import RunContext
 from train.distributed.compile_cache import start_compile_cache
-from train.distributed.exchange import agree, exchange_json, on_leader, run_together
+from train.distributed.exchange import agree, on_leader, run_together
 from train.distributed.peers import is_leader
 from train.process.error_exit import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
