@@ -187,7 +187,8 @@ def _begin(
     if continued and saved_base(directory.root) is not None:
         base = load_base(directory, model, mesh)
         first = first_state(context.plan, model, mesh, base, context.optimizer)
-        restored = checkpoints.restore_last(with_abstract_reference(context.plan, first))
+        like = with_abstract_reference(context.plan, first)
+        restored = checkpoints.restore_from_memory(like) or checkpoints.restore_last(like)
         state = first if restored is None else restored
         writer = _continue_records(config, directory, checkpoints, None if restored is None else int(state.step))
     else:
