@@ -161,10 +161,9 @@ def gather_rows(label: str, values: Mapping[str, np.ndarray], rows: np.ndarray, 
     """
     if processes() == 1:
         return {name: np.asarray(array) for name, array in values.items()}
-    local = {"": rows, **values}
-    packed = exchange(
-        label, msgpack_serialize({name: np.asarray(x) for name, x in local.items()}) if len(rows) else b""
-    )
+    local = {name: np.asarray(array) for name, array in {"": rows, **values}.items()}
+    # In place, the names keep their order.
+    packed = exchange(label, msgpack_serialize(local, in_place=True) if len(rows) else b"")
     parts = {number: msgpack_restore(part) for number, part in enumerate(packed) if part}
     (first, expected), *others = parts.items()
     for number, part in others:
