@@ -6,11 +6,12 @@ Orbax saves them there, and restores a slice that was lost from the memory of an
 import json
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 from etils import epath
@@ -29,6 +30,8 @@ Tree = Any
 ITEM = "state"
 KEPT = 2
 """A process may be lost while the newest state is saved."""
+NO_MESH = Mesh(np.empty((), object), ())
+"""Under the mesh of a run, values that orbax exchanges between processes would be arrays of all devices."""
 
 
 class EmergencyCheckpoints:
@@ -48,10 +51,11 @@ class EmergencyCheckpoints:
 
     def save(self, tree: Tree, step: int, content: Mapping[str, Any]) -> None:
         """Starts a save; the arrays are copied before it returns."""
-        manager = self._manager_of(tree)
-        manager.wait_until_finished()
         sealed = seal({**content, "step": step, "arrays": tree_digests(tree), "mesh": _layout(tree)})
-        manager.save(step, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(tree)}))
+        with jax.set_mesh(NO_MESH):
+            manager = self._manager_of(tree)
+            manager.wait_until_finished()
+            manager.save(step, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(tree)}))
 
         def record() -> None:
             self._records.mkdir(exist_ok=True)
@@ -68,9 +72,10 @@ class EmergencyCheckpoints:
 
         Without one, the states in memory are deleted: the run goes on from an earlier step.
         """
-        manager = self._manager_of(like)
-        steps = [int(step) for step in manager.all_steps(read=True) if int(step) > after]
-        content = on_leader("emergency checkpoint", lambda: self._read(max(steps))) if steps else None
+        with jax.set_mesh(NO_MESH):
+            manager = self._manager_of(like)
+            steps = [int(step) for step in manager.all_steps(read=True) if int(step) > after]
+        content = on_leader("emergency checkpoint", lambda: self._read(steps))
         if content is None or content["mesh"] != _layout(like):
             if content is not None:
                 warn(
@@ -81,14 +86,20 @@ class EmergencyCheckpoints:
             self._manager = None
             run_together("emergency checkpoints", lambda: shutil.rmtree(self._local, ignore_errors=True))
             return None
-        tree = manager.restore(max(steps), args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeRestore(like)}))[ITEM]
-        check_digests(f"checkpoint.emergency: step {max(steps)}", tree, content["arrays"])
-        warn(Note(f"checkpoint.emergency: the run goes on from step {max(steps)}, which the memory of a slice has"))
+        with jax.set_mesh(NO_MESH):
+            step = content["step"]
+            tree = manager.restore(step, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeRestore(like)}))[ITEM]
+        check_digests(f"checkpoint.emergency: step {step}", tree, content["arrays"])
+        warn(Note(f"checkpoint.emergency: the run goes on from step {step}, which the memory of a slice has"))
         return tree, content
 
-    def _read(self, step: int) -> dict[str, Any] | None:
-        file = self._records / f"{step}.json"
-        return open_sealed(str(file), json.loads(file.read_text())) if file.is_file() else None
+    def _read(self, steps: Sequence[int]) -> dict[str, Any] | None:
+        """Reads what belongs to the newest of these states, without which it is of no use."""
+        for step in sorted(steps, reverse=True):
+            file = self._records / f"{step}.json"
+            if file.is_file():
+                return open_sealed(str(file), json.loads(file.read_text()))
+        return None
 
     def _manager_of(self, tree: Tree) -> orbax_emergency.CheckpointManager:
         """Opens the directory of this process; the layout of the state is known no sooner."""

@@ -386,7 +386,9 @@ def test_requests_under_way_keep_going_with_new_weights():
         source.update(policy(context, 1), 1)
         assert engine.resumed.is_set()
         completions = source.take().completions
-    told = [row[mask] for row, mask in zip(completions.token_versions, completions.completion_mask, strict=True)]
+    told = [
+        row[mask] for row, mask in zip(completions.fields["token_versions"], completions.completion_mask, strict=True)
+    ]
     assert {tuple(map(int, versions)) for versions in told} == {(0, 1)}
 
 
@@ -394,7 +396,7 @@ def test_kept_requests_need_the_versions_of_tokens():
     with (
         serving(Keeping(tells=False)) as url,
         opened(f"url: '{url}', in_flight: keep") as (context, source),
-        pytest.raises(SourceError, match=r"weight_versions: got null, expected the spans of the tokens"),
+        pytest.raises(SourceError, match=r"weight_versions of the answer: got null, expected the spans of the tokens"),
     ):
         step(context, source, 0)
     with (
