@@ -113,7 +113,12 @@ class EmergencyCheckpoints:
             # Orbax asks for a directory of checkpoints of its own, which it never writes here.
             unused = self._local / "unused"
             memory = self._local / "states"
-            run_together("checkpoint.emergency", lambda: [path.mkdir(0o700, True, True) for path in (unused, memory)])
+
+            def make() -> None:
+                for path in (unused, memory):
+                    path.mkdir(0o700, parents=True, exist_ok=True)
+
+            run_together("checkpoint.emergency", make)
             self._manager = orbax_emergency.CheckpointManager(
                 epath.Path(memory),
                 epath.Path(unused),
