@@ -61,6 +61,7 @@ from train.run.trackers import check_trackers
 from train.run.user_functions import check_user_functions
 from train.storage.copies import with_local_copies
 from train.storage.paths import as_path
+from train.weights.emergency import check_process
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
@@ -168,6 +169,8 @@ def _prepare(
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
     check_user_functions(context.plan)
+    if config.checkpoint.emergency is not None:
+        check_process(context.mesh)
     if not context.plan.reference:
         warn(Note(UNMEASURED_KL))
     steps = [] if continued is None else continued.steps()

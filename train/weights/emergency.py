@@ -23,6 +23,7 @@ from kljax.checkpoint._digests import check_digests
 from train.config.errors import Note, UserError, warn
 from train.config.schema import EmergencySection
 from train.distributed.exchange import exchange_json, on_leader, run_together
+from train.distributed.global_arrays import processes_of
 from train.distributed.peers import process, processes
 from train.storage.uploads import whole_file
 
@@ -104,7 +105,6 @@ class EmergencyCheckpoints:
     def _manager_of(self, tree: Tree) -> orbax_emergency.CheckpointManager:
         """Opens the directory of this process; the layout of the state is known no sooner."""
         if self._manager is None:
-            run_together("checkpoint.emergency", lambda: _check_process(_mesh_of(tree)))
             # As the programs of orbax do, of which the trainer is none.
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
@@ -158,17 +158,15 @@ def _layout(tree: Tree) -> str:
     return f"{sizes}, {processes()} processes"
 
 
-def _check_process(mesh: Mesh) -> None:
-    slices = {row for row in range(len(mesh.devices)) for device in mesh.devices[row].flat if _is_mine(device)}
-    if len(slices) != 1:
+def check_process(mesh: Mesh) -> None:
+    """Raises `UserError` unless the devices of this process are in one slice, an index of the first axis of the mesh."""
+    slices = [Mesh(mesh.devices[[row]], mesh.axis_names) for row in range(len(mesh.devices))]
+    count = sum(process() in processes_of(of_slice) for of_slice in slices)
+    if count != 1:
         raise UserError(
-            f"checkpoint.emergency: process {process()} has devices of {len(slices)} slices; start one process or more "
-            "for each slice"
+            f"checkpoint.emergency: process {process()} has devices of {count} slices; start one process or more for "
+            "each slice"
         )
-
-
-def _is_mine(device: jax.Device) -> bool:
-    return device.process_index == process()
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
