@@ -159,7 +159,7 @@ def _layout(tree: Tree) -> str:
 
 
 def check_process(mesh: Mesh) -> None:
-    """Raises `UserError` unless the devices of this process are in one slice, an index of the first axis of the mesh."""
+    """Raises `UserError` unless the devices of this process are in one slice, an index of the first axis."""
     slices = [Mesh(mesh.devices[[row]], mesh.axis_names) for row in range(len(mesh.devices))]
     count = sum(process() in processes_of(of_slice) for of_slice in slices)
     if count != 1:
