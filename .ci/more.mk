@@ -9,7 +9,7 @@ STORAGE_VENV := .venv-storage
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
-  test_resume.py::test_killed_at_some_moments_supervised_and_interrupted)
+  test_resume.py::test_killed_at_some_moments_and_interrupted)
 
 # What the rounding of a CPU can change: the numbers of the library, the compute core, models and sampler of the trainer,
 # and the smallest run. Recorded results of systems, and rules of the source, are the same everywhere.

@@ -91,13 +91,22 @@ def signalled(
 
 
 def names_the_lost(ended: Ended, victim: int) -> bool:
-    """Whether every other process ended in time with code 75 and a message that names the lost one and its step."""
+    """Whether every other process ended in time with code 75 and a message that names the lost one and its step.
+
+    Where the leader is lost, JAX may abort the others first.
+    """
     text = f"error: process {victim} of {len(ended.codes)} ("
     return ended.seconds < LIMIT and all(
-        code == 75 and text in error and f"pid {ended.pid}) is lost" in error and "Traceback" not in error
+        (code == 75 and text in error and f"pid {ended.pid}) is lost" in error and "Traceback" not in error)
+        or (victim == 0 and names_the_leader(code, error))
         for number, (code, error) in enumerate(zip(ended.codes, ended.errors, strict=True))
         if number != victim
     )
+
+
+def names_the_leader(code: int | None, error: str) -> bool:
+    """Whether JAX has aborted a process, with a message that names the leader."""
+    return code == -signal.SIGABRT and "Either the leader task was preempted/died" in error
 
 
 def go_on(

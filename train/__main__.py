@@ -1,4 +1,4 @@
-"""`python -m train CONFIG [key=value ...] [--resume | --resume-or-start] [--supervise]`."""
+"""`python -m train CONFIG [key=value ...] [--resume | --resume-or-start]`."""
 
 import argparse
 import sys
@@ -9,7 +9,6 @@ from train.config.help import algorithm_help, field_help, overview, search_help
 from train.config.load import load
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
-from train.run.supervise import RESTARTS, supervise, tell_end
 
 EXAMPLES = """\
 examples:
@@ -20,7 +19,6 @@ examples:
   python -m train configs/quickstart.yaml preset=trl/grpo kl.loss.coef=0.04 --explain
   python -m train configs/quickstart.yaml --resume
   python -m train configs/quickstart.yaml --coordinator 10.0.0.1:8476 --process 0 --processes 2
-  python -m train configs/quickstart.yaml --supervise
   python -m train --help kl.loss                   # the fields and algorithms with a word in them
 """
 
@@ -41,30 +39,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--resume-or-start", action="store_true", help="--resume if there is a run of this name, else start it"
     )
-    command.add_argument("--supervise", action="store_true", help="restart the run with --resume after a loss")
-    command.add_argument(
-        "--restarts",
-        metavar="N",
-        type=_count,
-        help=f"--supervise: largest number of restarts in a row without a new checkpoint (default {RESTARTS})",
-    )
     add_process_flags(command)
     return command
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
-
-
-def _unsupervised(arguments: Sequence[str]) -> list[str]:
-    """Drops the flags of the supervisor, which the supervised command must not see."""
-    remaining = [text for text in arguments if text != "--supervise" and not text.startswith("--restarts=")]
-    if "--restarts" in remaining:
-        del remaining[(index := remaining.index("--restarts")) : index + 2]
-    return remaining
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if arguments[0] in ("-h", "--help") and len(arguments) > 1:
         return run_command(lambda: print(search_help(arguments[1:])))
-    command_line = parser()
-    options = command_line.parse_intermixed_args(arguments)
-    if options.supervise:
-        return supervise(_unsupervised(arguments), restarts=options.restarts or RESTARTS)
-    if options.restarts is not None:
-        command_line.error("argument --restarts: set --supervise too")
+    options = parser().parse_intermixed_args(arguments)
 
     def command() -> int:
         loaded = load(options.config, options.overrides)
@@ -102,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run(loaded, resume=options.resume or (None if options.resume_or_start else False))
 
-    code = run_command(command)
-    tell_end()
-    return code
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -7,4 +7,9 @@
 # all hosts see. The run goes on when the connection ends; its log is ~/kljax/train.log of each host.
 arguments=$(printf "'%s' " "$@" "output=$SHARED/runs" "compile_cache=$SHARED/compiled")
 exec gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all --command \
-  "cd kljax && nohup .venv/bin/python -m train $arguments --resume-or-start --supervise >> train.log 2>&1 < /dev/null &"
+  "cd kljax && nohup sh -c '
+    until .venv/bin/python -m train \"\$@\" --resume-or-start --join-timeout 600; do
+      # An error that you can fix (2), the guard (3) and a signal (130) end it; a lost process and a crash start it again.
+      case \$? in 2 | 3 | 130) break ;; esac
+      sleep 10
+    done' sh $arguments >> train.log 2>&1 < /dev/null &"

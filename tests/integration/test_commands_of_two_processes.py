@@ -125,6 +125,8 @@ class Adapters(Digits):
         if path == "/v1/load_lora_adapter":
             assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
             self.loaded.append(body["lora_name"])
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": name} for name in ("m", *self.loaded)]})
         return (200, "") if path.endswith("_lora_adapter") else super().__call__(path, body)
 
 

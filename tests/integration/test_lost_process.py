@@ -129,3 +129,25 @@ def test_a_damaged_checkpoint_is_set_aside_once(whole, env, tmp_path):
     assert [text.count("is damaged and was skipped") for _, _, text in ended] == [1, 0]
     assert [path.name for path in (root / "damaged").iterdir()] == [f"{lost.STEPS}-0"]
     assert_same_run(root, whole)
+
+
+def test_lost_slice_is_restored_from_the_memory_of_another(whole, env, tmp_path):
+    """The first slice, and what its host has in memory, is lost after step 2; the last checkpoint is of step 0."""
+    memory = tmp_path / "memory"
+    more = (
+        "mesh={data: 2, fsdp: 2, slices: 2}",
+        f"checkpoint={{every: 50, emergency: {{folder: {memory}}}}}",
+    )
+    moment = "in a step"
+    ended = lost.signalled(tmp_path, moment, 0, signal.SIGKILL, env=env, more=more)
+    assert lost.names_the_lost(ended, 0), ended
+    assert [path.name for path in (ended.root / "checkpoints").iterdir()] == ["0"]
+    (of_run,) = memory.iterdir()
+    shutil.rmtree(of_run / "0")
+    done = lost.go_on(tmp_path, *more, env=env)
+    for code, _, errors in done:
+        assert code == 0, errors
+    assert re.search(r"the run goes on from step [1-5], which the memory of a slice has", done[0][1] + done[0][2])
+    assert (ended.root / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    assert_same_arrays(state_arrays(ended.root, lost.STEPS), state_arrays(whole, lost.STEPS))
+    assert list(of_run.iterdir()) == []

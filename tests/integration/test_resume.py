@@ -3,7 +3,6 @@
 PPO with a value head under the adaptive controller, eight updates a batch: everything that a state can hold moves.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -28,9 +27,8 @@ from tests.integration.command import (
     saved_arrays,
     start,
     state_arrays,
-    wait_for,
 )
-from tests.processes import child_of, state_of
+from tests.processes import state_of
 from train.run.recorder import recorded_steps
 
 STEPS = 4
@@ -138,61 +136,49 @@ IN_SAVES = ("while the base is saved", "while step 0 is saved")
 @pytest.mark.parametrize(
     "moments", [IN_SAVES, pytest.param(sorted(MOMENTS.keys() - {*IN_SAVES}), marks=pytest.mark.thorough)], ids=", ".join
 )
-def test_killed_at_some_moments_supervised_and_interrupted(uninterrupted, env, resume, tmp_path, moments):
-    """The supervisor continues a killed run, in a numbered directory, and passes Ctrl-C on.
+def test_killed_at_some_moments_and_interrupted(uninterrupted, env, resume, tmp_path, moments):
+    """One command starts the run and continues it after a kill; Ctrl-C ends it.
 
     A frozen run leaves on disk what a kill leaves. Each copy, and the interrupted run, is continued.
     """
-    (tmp_path / NAME).mkdir()
-    (tmp_path / NAME / "file").write_text("")
-    root = tmp_path / f"{NAME}-2"
+    root = tmp_path / NAME
     copies: list[Path] = []
-    children: list[int] = []
 
     def copy() -> None:
         copies.append(tmp_path / f"copy-{len(copies)}")
         shutil.copytree(root, copies[-1] / root.name)
 
-    def next_child() -> int:
-        wait_for(supervisor, lambda: child_of(supervisor.pid) not in (None, *children))
-        children.append(child_of(supervisor.pid))
-        return children[-1]
-
-    supervisor = start(env, *RECIPE, f"output={tmp_path}", "--supervise", "--restarts=3")
+    command = (*RECIPE, f"output={tmp_path}", "--resume-or-start")
+    run = start(env, *command)
     try:
-        pid = next_child()
         for name in (name for name in MOMENTS if name in moments):
-            assert frozen_at(pid, root, MOMENTS[name]), f"{name}: the run ended before"
+            assert frozen_at(run.pid, root, MOMENTS[name]), f"{name}: the run ended before"
             copy()
-            os.kill(pid, signal.SIGCONT)
-        assert frozen_at(pid, root, lambda root: before_save(root, 1))
-        os.kill(pid, signal.SIGKILL)
-        pid = next_child()
-        assert frozen_at(pid, root, lambda root: in_save(root, 2))
+            os.kill(run.pid, signal.SIGCONT)
+        assert frozen_at(run.pid, root, lambda root: before_save(root, 1))
+        run.kill()
+        assert finish(run).returncode == -signal.SIGKILL
+        run = start(env, *command)
+        assert frozen_at(run.pid, root, lambda root: in_save(root, 2))
         copy()
-        supervisor.send_signal(signal.SIGINT)
+        run.send_signal(signal.SIGINT)
         # The signal is there before the run goes on, so that it does not come at the end.
         time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
+        os.kill(run.pid, signal.SIGCONT)
     except BaseException:
-        supervisor.kill()
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        run.kill()
         raise
-    done = finish(supervisor)
+    done = finish(run)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
-    restart = "killed by SIGKILL, as it is without memory: restart 1 of 3 without a new checkpoint, in 1 s: "
-    assert f"{restart}{root} with --resume" in done.stderr
     step = lines_written(root, "train")
     assert 2 <= step < STEPS
     assert f"interrupted after step {step} of {STEPS}; saved, continue with --resume" in done.stderr
     assert int(state_arrays(root, step)["step"]) == step
     assert not (root / "summary.json").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*(path.name for path in copies), NAME, root.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(path.name for path in copies), NAME]
     for output in (*copies, tmp_path):
-        assert_same_run(resume(f"output={output}", f"name={root.name}").succeeded().root, uninterrupted.root)
+        assert_same_run(resume(f"output={output}").succeeded().root, uninterrupted.root)
     leftovers = [path for path in tmp_path.rglob("*") if "tmp" in path.name or path.name.endswith(".partial")]
     assert leftovers == []
 

@@ -89,7 +89,7 @@ def test_trainer_runs_in_a_folder_with_such_names(wheel, tmp_path):
     assert "configs/" not in listed
     own = ["task=jsonl", "data.train=prompts.jsonl", "data.eval=prompts.jsonl", "rewards.workers=1"]
     # In a process of its own under the supervisor, with a worker process that imports the folder's module.
-    shown = command("kljax-train", "smoke", *own, "data.reward=kljax_rewards:count", "--supervise")
+    shown = command("kljax-train", "smoke", *own, "data.reward=kljax_rewards:count")
     assert shown.startswith("devices: ")
     assert f"{programs.relative_to(tmp_path)}/kljax-report runs/smoke --open" in shown.replace("../", "")
     assert "accuracy" in command("kljax-eval", "runs/smoke")

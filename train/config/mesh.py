@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from train.config.types import AxisSize, Count, Section
 
@@ -74,7 +75,10 @@ class Mesh(Section):
     tensor: AxisSize = 1
     """Devices that split heads, MLP and vocabulary."""
     slices: Count = 1
-    """Slices of TPUs that only a network connects, each with an equal part of data; GPUs on one fabric are one."""
+    """Slices of TPUs that only a network connects, each with an equal part of `slice_axis`; GPUs on one fabric are
+    one."""
+    slice_axis: Literal["data", "fsdp"] = "data"
+    """The axis that goes over the network: data sends gradients, fsdp weights too, for models too large for a slice."""
 
     def axes(self) -> dict[str, int]:
         """Returns the sizes of the axes by name."""
@@ -86,7 +90,7 @@ class Mesh(Section):
 
     def smallest(self) -> "Mesh":
         """Returns the mesh with the least size of an axis that is -1."""
-        least = self.slices if self.data == REMAINING else 1
+        least = self.slices if getattr(self, self.slice_axis) == REMAINING else 1
         return self.filled(least * math.prod(size for size in self.axes().values() if size != REMAINING))
 
     def is_filled(self) -> bool:

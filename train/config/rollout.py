@@ -46,6 +46,8 @@ class OpenAISourceSection(Section):
     """openai: address of a router in front of `urls`, which gets the requests; null: the least busy server does."""
     on_engine_failure: Literal["stop", "drop"] = "stop"
     """openai: with `urls`, `stop` ends the run if a server fails or has old weights; `drop` goes on without it."""
+    in_flight: Literal["finish", "keep"] = "finish"
+    """openai: what requests under way do at an update: `finish` before it, or `keep` going with the new weights."""
     model: Text
     """openai: the server's name of the base model."""
     sync: SyncName | None = None

@@ -21,6 +21,7 @@ from train.config.types import (
     Fraction,
     Monitor,
     NonNegative,
+    PathText,
     Port,
     Positive,
     RunName,
@@ -161,6 +162,15 @@ class Eval(Section):
         return self.batch_size if self.prompts else 0
 
 
+class EmergencySection(Section):
+    """States in the memory of other slices, from which a lost slice is restored."""
+
+    folder: PathText = "/dev/shm/kljax"
+    """Directory in the memory of each host, which a restart of the process leaves in place."""
+    every: Count = 1
+    """Steps between two states in memory."""
+
+
 class Checkpoint(Section):
     every: Count = 50
     """Steps between checkpoints."""
@@ -168,6 +178,8 @@ class Checkpoint(Section):
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
     """Also keep the checkpoints of steps that this divides, a multiple of every; null: none."""
+    emergency: EmergencySection | None = None
+    """States in the memory of other slices between two checkpoints, with `mesh.slices`; null: none."""
 
 
 class ReportSection(Section):

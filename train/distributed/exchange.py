@@ -4,11 +4,11 @@ Values travel through the coordination service of JAX, in the same order in ever
 """
 
 import json
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+from flax.serialization import msgpack_restore, msgpack_serialize
 
 from train.config.errors import UserError
 from train.distributed.peers import coordination, is_leader, process, processes
@@ -150,17 +150,19 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     _STATE["rounds"] += 1
     prefix = f"kljax/{number}"
     if not is_leader():
-        service.key_value_set_bytes(f"{prefix}/{process()}", join([label.encode(), value]))
-        labels, *values = split(_wait(f"{prefix}/all"))
+        service.key_value_set_bytes(f"{prefix}/{process()}", msgpack_serialize({"label": label, "value": value}))
+        answer = msgpack_restore(_wait(f"{prefix}/all"))
+        labels, values = answer["labels"], answer["values"]
     else:
-        received = [split(_wait(f"{prefix}/{peer}")) for peer in range(1, processes())]
-        labels = json.dumps([label, *(part[0].decode() for part in received)]).encode()
-        values = [value, *(part[1] for part in received)]
-        service.key_value_set_bytes(f"{prefix}/all", join([labels, *(values if to_all else ())]))
+        received = [msgpack_restore(_wait(f"{prefix}/{peer}")) for peer in range(1, processes())]
+        labels = [label, *(part["label"] for part in received)]
+        values = [value, *(part["value"] for part in received)]
+        answer = {"labels": labels, "values": values if to_all else []}
+        service.key_value_set_bytes(f"{prefix}/all", msgpack_serialize(answer))
         # Every process has read the values of the round before, since it has sent those of this one.
         service.key_value_delete(f"kljax/{number - 1}/")
-    if len(set(all_labels := json.loads(labels))) > 1:
-        raise RuntimeError(f"the processes are at different places of the program: {', '.join(all_labels)}")
+    if len(set(labels)) > 1:
+        raise RuntimeError(f"the processes are at different places of the program: {', '.join(labels)}")
     return values
 
 
@@ -217,18 +219,3 @@ def _user_error(kind: str, text: str) -> Exception:
 def short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def join(parts: Iterable[bytes]) -> bytes:
-    """Concatenates byte strings, each behind its length."""
-    return b"".join(struct.pack("<q", len(part)) + part for part in parts)
-
-
-def split(joined: bytes) -> list[bytes]:
-    parts = []
-    position = 0
-    while position < len(joined):
-        (length,) = struct.unpack_from("<q", joined, position)
-        parts.append(joined[position + 8 : position + 8 + length])
-        position += 8 + length
-    return parts

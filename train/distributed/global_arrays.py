@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from train.config.errors import UserError
-from train.distributed.exchange import exchange, join, split
+from train.distributed.exchange import exchange
 from train.distributed.peers import process, processes
 
 Tree = Any
@@ -161,8 +161,10 @@ def gather_rows(label: str, values: Mapping[str, np.ndarray], rows: np.ndarray, 
     """
     if processes() == 1:
         return {name: np.asarray(array) for name, array in values.items()}
-    packed = exchange(label, _pack({"": rows, **values}) if len(rows) else b"")
-    parts = {number: _unpack(part) for number, part in enumerate(packed) if part}
+    local = {name: np.asarray(array) for name, array in {"": rows, **values}.items()}
+    # In place, the names keep their order.
+    packed = exchange(label, msgpack_serialize(local, in_place=True) if len(rows) else b"")
+    parts = {number: msgpack_restore(part) for number, part in enumerate(packed) if part}
     (first, expected), *others = parts.items()
     for number, part in others:
         if part.keys() != expected.keys():
@@ -180,15 +182,7 @@ def _place_leaf(leaf: Any, sharding: Sharding) -> jax.Array:
     # The parts are of one size, so the number of all rows follows from that of this process.
     parts = sharding.num_devices
     rows = len(leaf) * parts // len(held_rows(sharding, parts))
-    local_rows = held_rows(sharding, rows)
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        first, last = _bounds(index[0], rows)
-        start = int(np.searchsorted(local_rows, first))
-        return leaf[start : start + last - first]
-
-    return jax.make_array_from_callback((rows, *leaf.shape[1:]), sharding, read)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), (rows, *leaf.shape[1:]))
 
 
 def _replicated(sharding: Sharding) -> NamedSharding:
@@ -204,16 +198,3 @@ def _replicate(sharding: NamedSharding) -> Callable[[list[jax.Array]], list[jax.
 def _bounds(index: slice, rows: int) -> tuple[int, int]:
     first, last, _ = index.indices(rows)
     return first, last
-
-
-def _pack(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Writes arrays as bytes: a header with names, dtypes and shapes, then the values."""
-    copies = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    header = [[name, array.dtype.str, array.shape] for name, array in copies.items()]
-    return join([json.dumps(header).encode(), *(array.tobytes() for array in copies.values())])
-
-
-def _unpack(packed: bytes) -> dict[str, np.ndarray]:
-    header, *parts = split(packed)
-    entries = zip(json.loads(header), parts, strict=True)
-    return {name: np.frombuffer(part, np.dtype(dtype)).reshape(shape) for (name, dtype, shape), part in entries}

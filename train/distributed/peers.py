@@ -1,19 +1,17 @@
 """Joining and leaving the other processes, and how many there are."""
 
 import os
+import socket
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from train.config.errors import LostProcessError, UserError
-from train.distributed.joining import joining_within
 
 HEARTBEAT_SECONDS = 10
 """A process that says nothing for this long is taken for lost."""
-LAST_SECONDS = 86_400
-"""A process that has come to its end waits this long for the others, which may still write files; a lost one is noticed
-by its silence."""
 VARIABLES = {
     "--coordinator": "JAX_COORDINATOR_ADDRESS",
     "--process": "JAX_PROCESS_ID",
@@ -116,36 +114,67 @@ def start(peers: Peers | None, *, join_seconds: float) -> None:
         return
     if peers is not None and peers.processes == 1:
         return
-    # Signals are the trainer's: JAX's own handler of SIGTERM would replace it.
+    # Signals are the trainer's: JAX's own handler of SIGTERM would replace it, and end no command before RL.
     jax.config.update("jax_enable_preemption_service", False)
+    # The loss of a process is told, in place of an abort of all.
+    jax.config.update("jax_enable_recoverability", True)
     # Programs that CPU devices run at the same time could wait for one another in two orders.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     address, number, count = (
         (None, None, None) if peers is None else (peers.coordinator, peers.process, peers.processes)
     )
+    # JAX waits inside one call, and aborts without a reason.
+    late = threading.Timer(join_seconds, _end_waiting, (join_seconds,))
+    late.daemon = True
+    late.start()
     try:
-        with joining_within(join_seconds):
-            jax.distributed.initialize(
-                address,
-                num_processes=count,
-                process_id=number,
-                # The limit is kept here, with a message in place of an abort.
-                initialization_timeout=int(join_seconds) + 60,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-                shutdown_timeout_seconds=LAST_SECONDS,
-            )
+        jax.distributed.initialize(
+            address,
+            num_processes=count,
+            process_id=number,
+            initialization_timeout=int(join_seconds) + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
     except (RuntimeError, ValueError) as error:
         where = "" if peers is None else f" at {peers.coordinator}"
         reason = str(error).strip().splitlines()[0][:200]
         raise LostProcessError(
             f"--coordinator: cannot join the other processes{where}: {reason}; start all of them with the same address"
         ) from error
+    finally:
+        late.cancel()
+
+
+def _end_waiting(seconds: float) -> None:
+    """Ends this process: the others have not joined in time."""
+    from jax._src.distributed import global_state
+
+    address, count = global_state.coordinator_address, global_state.num_processes
+    if address is None:
+        problem = "the environment has not named the other processes"
+    elif global_state.process_id == 0:
+        problem = f"not all of {count} processes have joined {address}"
+    else:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            problem = f"process 0 at {address} waits for others"
+        except OSError as error:
+            problem = f"process 0 at {address} cannot be reached ({error.strerror or error})"
+    advice = "start all processes at about the same time, or raise the limit"
+    os.write(2, f"error: --join-timeout: {problem} after {seconds:g} s; {advice}\n".encode())
+    os._exit(LostProcessError.code)
 
 
 def stop() -> None:
-    """Leaves the other processes; waits until all have come this far."""
-    if coordination() is not None:
-        jax.distributed.shutdown()
+    """Leaves the other processes; the leader, in which the service runs, waits until all have left."""
+    service = coordination()
+    if service is None:
+        return
+    if is_leader():
+        # JAX answers when every process that is still there has asked: none of them asks any more.
+        service.get_live_nodes(list(range(processes())))
+    jax.distributed.shutdown()
 
 
 def process() -> int:

@@ -34,17 +34,19 @@ def make_mesh(
     tensor: int = 1,
     slices: int = 1,
     *,
+    slice_axis: str = "data",
     expert: int = 1,
     context: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh over the first `data * fsdp * expert * context * tensor` devices.
 
-    With slices, each has an equal part of axis data, whose collectives alone go over the network between them.
+    With slices, each has an equal part of `slice_axis`, whose collectives alone go over the network between them.
 
     Args:
       data, fsdp, tensor: sizes of the axes.
-      slices: a divisor of `data`.
+      slices: a divisor of the size of `slice_axis`.
+      slice_axis: data or fsdp.
       expert: size of the axis that splits the experts of a mixture.
       context: size of the axis that splits the tokens of a row.
       devices: the devices to choose from; None: all devices of the run.
@@ -56,20 +58,20 @@ def make_mesh(
     for name, size in (sizes | {"slices": slices}).items():
         if size < 1:
             raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
-    if data % slices:
-        raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.data = {data}")
+    if sizes[slice_axis] % slices:
+        raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.{slice_axis} = {sizes[slice_axis]}")
     needed = math.prod(sizes.values())
     devices = jax.devices() if devices is None else devices
     if needed > len(devices):
         got = f"{len(devices)} ({devices[0].platform})"
         raise ValueError(f"mesh: {describe_mesh(sizes)} needs {needed} devices, got {got}")
     types = (AxisType.Auto,) * len(AXES)
-    shape = tuple((sizes | {"data": data // slices}).values())
+    shape = tuple((sizes | {slice_axis: sizes[slice_axis] // slices}).values())
     blocks = [
         jax.make_mesh(shape, AXES, axis_types=types, devices=block).devices
         for block in split_slices(devices, slices, needed // slices)
     ]
-    return Mesh(np.concatenate(blocks), AXES, axis_types=types)
+    return Mesh(np.concatenate(blocks, AXES.index(slice_axis)), AXES, axis_types=types)
 
 
 def split_slices(devices: Sequence[jax.Device], slices: int, size: int) -> list[list[jax.Device]]:

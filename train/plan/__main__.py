@@ -134,7 +134,7 @@ def print_report(console: "Console", hardware: "HardwareReport", *, brief: bool 
 
 
 def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *, any_mesh: bool) -> LoadedConfig:
-    """Loads a config whose mesh has all devices of a topology; that of one slice is repeated along data on the others.
+    """Loads a config whose mesh has all devices of a topology; that of one slice is repeated on the others.
 
     Args:
       path: the config.
@@ -151,8 +151,9 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
     if any_mesh:
         return loaded
     if slices > 1 and mesh.slices == 1:
-        data = mesh.data if mesh.data == REMAINING else mesh.data * slices
-        loaded = load(path, [*overrides, f"mesh.slices={slices}", f"mesh.data={data}"])
+        size = getattr(mesh, mesh.slice_axis)
+        size = size if size == REMAINING else size * slices
+        loaded = load(path, [*overrides, f"mesh.slices={slices}", f"mesh.{mesh.slice_axis}={size}"])
     loaded = dataclasses.replace(loaded, config=fill_mesh(loaded.config, topology.size))
     mesh = loaded.config.mesh
     if mesh.slices != slices:

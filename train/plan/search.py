@@ -90,7 +90,8 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
         kept = start.with_devices(topology.size).mesh
     kept_parts = kept.parts(KEPT_AXES)
     split = "".join(f", {axis}: {getattr(kept, axis)}" for axis in KEPT_AXES)
-    meshes = _meshes(topology.size // kept_parts.count, topology.slices)
+    split += f", slice_axis: {kept.slice_axis}" if kept.slice_axis != "data" else ""
+    meshes = _meshes(topology.size // kept_parts.count, topology.slices, kept.slice_axis)
     for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
         changed = (
             f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}{split}}}",
@@ -106,10 +107,12 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
             yield candidate
 
 
-def _meshes(size: int, slices: int) -> Iterator[tuple[int, int, int]]:
+def _meshes(size: int, slices: int, slice_axis: str) -> Iterator[tuple[int, int, int]]:
     for tensor in _divisors(size // slices):
-        for fsdp in _divisors(size // slices // tensor):
-            yield size // fsdp // tensor, fsdp, tensor
+        for other in _divisors(size // slices // tensor):
+            # The rest has the slices.
+            rest = size // other // tensor
+            yield (rest, other, tensor) if slice_axis == "data" else (other, rest, tensor)
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,6 +11,7 @@ from train.config.json_text import parse_json
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.models import Decoder
+from train.storage.paths import as_path
 from train.weights.huggingface.config import text_part
 from train.weights.model import field_errors, make_policy_model
 
@@ -147,13 +148,13 @@ def folder_config(path: str | Path, field: str) -> Mapping[str, Any]:
     """Returns the `config.json` of a folder, or the published one of a model of its name.
 
     Args:
-      path: the folder.
+      path: the folder, of this machine or in an object store.
       field: the field of the config that names it.
 
     Raises:
       UserError: there is neither.
     """
-    file = Path(path) / "config.json"
+    file = as_path(path) / "config.json"
     if file.is_file():
         with field_errors(field):
             raw = parse_json(file.read_bytes())

@@ -133,12 +133,11 @@ def joined_processes(options: argparse.Namespace) -> Iterator[None]:
     join_processes(options)
     from train.distributed import peer_watch, peers
 
-    with peer_watch.watching():
-        try:
-            with ending_alone():
-                yield
-        finally:
-            peers.stop()
+    try:
+        with peer_watch.watching(), ending_alone():
+            yield
+    finally:
+        peers.stop()
 
 
 def check_output(option: str, path: Path, *, inputs: Sequence[Path] = ()) -> None:

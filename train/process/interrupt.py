@@ -52,7 +52,7 @@ class Interrupt:
         """Raises `StepLeftError` if a signal came; `together`: every process asks at this place, and all raise it."""
         if not self._leaves:
             return
-        # Imported late: the supervisor needs no JAX.
+        # Imported late, so that an error in the config shows before JAX starts.
         from train.distributed.exchange import any_of, is_stopping
 
         if any_of("interrupt", self.requested) if together else is_stopping(self.requested):

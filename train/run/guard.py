@@ -249,11 +249,19 @@ class StepGuard:
         """
         if step in self.checkpoints.steps():
             return
+        self._check_finite(state, step)
+        self.checkpoints.save(state, step)
+
+    def save_in_memory(self, state: TrainState, step: int) -> None:
+        """Saves a state in the memory of other slices, as `save` does."""
+        self._check_finite(state, step)
+        self.checkpoints.save_in_memory(state, step)
+
+    def _check_finite(self, state: TrainState, step: int) -> None:
         name = nonfinite_array(state)
         if name is not None:
             self.wait()
             raise GuardError(f"step {step}: {name} is not finite; not saved{self._last_checkpoint()}")
-        self.checkpoints.save(state, step)
 
     def _last_checkpoint(self) -> str:
         steps = self.checkpoints.steps()

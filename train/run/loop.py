@@ -349,6 +349,9 @@ def train(
         if last or stop or done % config.checkpoint.every == 0:
             enter(done, "save")
             watch.save(state, done)
+        elif (emergency := config.checkpoint.emergency) is not None and done % emergency.every == 0:
+            enter(done, "save in memory")
+            watch.save_in_memory(state, done)
         advance(f"{_note(values)}  {_parts(seconds, compiled=done == first + 1)}".strip())
     enter(done, "last save")
     jax.block_until_ready(state)

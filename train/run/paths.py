@@ -1,4 +1,4 @@
-"""Where the files of a run lie; the supervisor looks here too, without JAX."""
+"""Where the files of a run lie."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from train.config.mesh import describe_mesh
 from train.config.schema import Config
 from train.context import RunContext
 from train.distributed.compile_cache import start_compile_cache
-from train.distributed.exchange import agree, exchange_json, on_leader, run_together
+from train.distributed.exchange import agree, on_leader, run_together
 from train.distributed.peers import is_leader
 from train.process.error_exit import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
@@ -57,11 +57,11 @@ from train.run.setup import (
     make_context,
     with_local_model,
 )
-from train.run.supervise import is_supervised, tell_supervisor
 from train.run.trackers import check_trackers
 from train.run.user_functions import check_user_functions
 from train.storage.copies import with_local_copies
 from train.storage.paths import as_path
+from train.weights.emergency import check_process
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
@@ -87,7 +87,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     start = Path.cwd()
     if resume is None:
         resume = on_leader("run directory", RunDirectory.of(loaded.config).config.is_file)
-    config, resume = _start_of_leader(loaded.config, resume)
+    config = loaded.config
     print_devices(console)
     agree("compile_cache", config.compile_cache)
     console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
@@ -113,7 +113,6 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         ending_alone(),
         progress(console) as bars,
     ):
-        tell_supervisor(directory.root)
         shown = as_path(config.output) / directory.root.name
         console.print(f"run directory: {shown}", markup=False, highlight=False)
         if context.held_out or config.rollout.source.type != "file":
@@ -170,21 +169,14 @@ def _prepare(
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
     check_user_functions(context.plan)
+    if config.checkpoint.emergency is not None:
+        check_process(context.mesh)
     if not context.plan.reference:
         warn(Note(UNMEASURED_KL))
     steps = [] if continued is None else continued.steps()
     saved = check_reference(context.plan, context.model, context.mesh, steps)
     expected = check_same_base(context.plan, continued)
     return open_stream(context, continued=continued is not None), expected, saved
-
-
-def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
-    """Returns what the leader continues, if all processes are supervised: one may not have told its supervisor yet."""
-    starts = exchange_json("start", [config.name, resume, is_supervised()])
-    if not all(supervised for _, _, supervised in starts):
-        return config, resume
-    name, resume, _ = starts[0]
-    return config.model_copy(update={"name": name}), resume
 
 
 def _begin(
@@ -200,7 +192,8 @@ def _begin(
     if continued and saved_base(directory.root) is not None:
         base = load_base(directory, model, mesh)
         first = first_state(context.plan, model, mesh, base, context.optimizer)
-        restored = checkpoints.restore_last(with_abstract_reference(context.plan, first))
+        like = with_abstract_reference(context.plan, first)
+        restored = checkpoints.restore_from_memory(like) or checkpoints.restore_last(like)
         state = first if restored is None else restored
         writer = _continue_records(config, directory, checkpoints, None if restored is None else int(state.step))
     else:

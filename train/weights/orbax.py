@@ -21,6 +21,7 @@ from train.config.schema import Checkpoint
 from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
 from train.storage.paths import is_remote, move_tree, remove_tree
+from train.weights.emergency import EmergencyCheckpoints
 from train.weights.saved_array import SavedArray
 
 Tree = Any
@@ -148,6 +149,11 @@ class RunCheckpoints:
             **commit_options(self._directory),
         )
         self._manager = ocp.CheckpointManager(str(self._directory), options=self._options)
+        self._emergency = None
+        if section.emergency is not None:
+            records = self._directory.parent / "emergency"
+            self._emergency = EmergencyCheckpoints(section.emergency, run_id or "run", records)
+        self._carried: dict[int, dict[str, Any]] = {}
 
     def steps(self) -> list[int]:
         """Lists the steps that have a checkpoint, in order."""
@@ -160,7 +166,7 @@ class RunCheckpoints:
 
     def carried(self, step: int) -> dict[str, Any]:
         """Reads the values that were saved beside the state of a step, which is known to be undamaged."""
-        return carried_with(self.path(step))
+        return self._carried.get(step) or carried_with(self.path(step))
 
     def save(self, state: TrainState, step: int) -> None:
         """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
@@ -169,9 +175,25 @@ class RunCheckpoints:
         if batch is not None:
             trees[BATCH] = batch
         identity: dict[str, Any] = {"step": step} if self._run_id is None else {"step": step, "run": self._run_id}
-        of_state = identity if self.carry is None else {**identity, **self.carry()}
+        of_state = {**identity, **({} if self.carry is None else self.carry())}
         items = {name: _with_digests(item, of_state if name == ITEM else identity) for name, item in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def save_in_memory(self, state: TrainState, step: int) -> None:
+        """Starts to save a state in the memory of other slices, as `checkpoint.emergency` says."""
+        if self._emergency is not None:
+            self._emergency.save(_items(state), step, {} if self.carry is None else self.carry())
+
+    def restore_from_memory(self, like: TrainState) -> TrainState | None:
+        """Restores a state from the memory of a slice; None if none has a later one than the last checkpoint."""
+        if self._emergency is None:
+            return None
+        found = self._emergency.restore_last(abstract(_items(like)), after=max(self.steps(), default=-1))
+        if found is None:
+            return None
+        items, content = found
+        self._carried[content["step"]] = content
+        return TrainState(**items[ITEM], reference=items.get(REFERENCE))
 
     def restore_last(self, like: TrainState) -> TrainState | None:
         """Restores the newest readable state with the shardings of `like`; returns None if there is none.
@@ -288,6 +310,8 @@ class RunCheckpoints:
     def close(self) -> None:
         """Waits for the saves and stops the threads of orbax."""
         self._manager.close()
+        if self._emergency is not None:
+            self._emergency.close()
 
 
 def _check_step(metadata: checkpoint.CheckpointMetadata) -> None:

@@ -78,7 +78,7 @@ def test_every_problem_is_reported_at_once(write):
         ),
         ("kl=3", "kl: got 3, expected a mapping with reward, loss, advantage, rollout"),
         ("lora=3", "lora: got 3, expected a mapping with rank, alpha, rslora, targets, path or null"),
-        ("mesh=", "mesh: got null, expected a mapping with data, fsdp, expert, context, tensor, slices"),
+        ("mesh=", "mesh: got null, expected a mapping with data, fsdp, expert, context, tensor, slices, slice_axis"),
         (
             "rewards.weights={correct: yes}",
             "rewards.weights: got {'correct': 'yes'} (the entry 'correct': 'yes'), expected a mapping of names of "

@@ -21,6 +21,7 @@ HEADS = "model={heads: 8, kv_heads: 8}"
         (("mesh={data: 2, fsdp: -1}",), 8, {"data": 2, "fsdp": 4}),
         (("mesh={data: 2, tensor: -1}", HEADS), 4, {"data": 2, "tensor": 2}),
         (("mesh={data: -1, tensor: 2, slices: 2}",), 8, {"data": 4, "tensor": 2}),
+        (("mesh={fsdp: -1, tensor: 2, slices: 2, slice_axis: fsdp}",), 8, {"fsdp": 4, "tensor": 2}),
         (("mesh={fsdp: 2}",), 8, {"fsdp": 2}),
     ],
 )
@@ -63,6 +64,8 @@ def test_config_of_a_run_keeps_the_axis():
         (("mesh.data=0",), "mesh.data: got 0 (no devices), expected an integer >= 1 and <= 1_000_000_000, or -1"),
         (("mesh.data=-2",), "mesh.data: got -2, expected an integer >= 1 and <= 1_000_000_000, or -1"),
         (("mesh.slices=-1",), "mesh.slices: got -1, expected an integer >= 1"),
+        (("mesh={fsdp: 4, slices: 3, slice_axis: fsdp}",), "mesh.slices: got 3, expected a divisor of mesh.fsdp = 4"),
+        (("mesh.slice_axis=tensor",), "mesh.slice_axis: got 'tensor', expected one of data, fsdp"),
         # Known sizes alone decide these, whatever the number of devices.
         (("mesh={data: -1, tensor: 3}",), "model.heads: got 4, expected a multiple of mesh.tensor = 3"),
         (("mesh={data: -1, fsdp: 3}",), "a micro-batch has"),
@@ -90,6 +93,12 @@ def test_devices_that_do_not_fit_are_refused():
     assert fill_mesh(config, 4).mesh.data == 4
     with pytest.raises(ConfigError, match=r"got data=4 x tensor=1 = 4 devices, expected the 8 of mesh\.data"):
         fill_mesh(config, 8)
+
+
+def test_plan_repeats_the_asked_axis_on_other_slices():
+    overrides = ["mesh={fsdp: 4, slice_axis: fsdp}", *ROWS]
+    loaded = config_on_slices("configs/smoke.yaml", overrides, parse_topology("v5e:2x2", 2), any_mesh=False)
+    assert (loaded.config.mesh.data, loaded.config.mesh.fsdp, loaded.config.mesh.slices) == (1, 8, 2)
 
 
 @pytest.mark.parametrize(("slices", "data"), [(1, 4), (2, 8)])

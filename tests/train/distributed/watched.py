@@ -105,7 +105,7 @@ def main() -> None:
             if reason is None:
                 raise
             peer_watch.leave(f"error: {reason}", reason.code, reason)
-        peers.stop()
+    peers.stop()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def test_slices_split_the_data_axis_first():
     assert set(mesh.devices[2:].flat) == set(second)
 
 
+def test_slices_split_the_fsdp_axis_where_asked():
+    mesh = make_mesh(2, 2, 2, slices=2, slice_axis="fsdp")
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    first, second = jax.devices()[:4], jax.devices()[4:]
+    assert set(mesh.devices[:, 0].flat) == set(first)
+    assert set(mesh.devices[:, 1].flat) == set(second)
+    with pytest.raises(ValueError, match=r"mesh\.slices: got 2, expected a divisor of mesh\.fsdp = 1"):
+        make_mesh(2, 1, 2, slices=2, slice_axis="fsdp")
+
+
 def test_impossible_slices_are_explained():
     with pytest.raises(ValueError, match=r"mesh\.slices: got 3, expected a divisor of mesh\.data = 4"):
         make_mesh(4, 1, 2, slices=3)

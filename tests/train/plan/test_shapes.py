@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests import stores
 from tests.tiny import config_of
 from tests.train.weights.parameters import parameter_count
 from train.config.errors import UserError
@@ -14,6 +15,7 @@ from train.plan.shapes import PUBLISHED, folder_config, planned_model
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
 
+store = stores.store
 ROOT = pathlib.Path(__file__).parents[3]
 QWEN3 = ROOT / "tests" / "goldens" / "models" / "qwen3"
 # Billions of parameters, as the cards of the models say.
@@ -61,6 +63,14 @@ def test_a_config_json_counts_more_than_a_name(tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"model\.path: "):
         folder_config(folder, "model.path")
+
+
+def test_config_json_is_read_from_a_store(store):
+    (store / "Qwen3-8B").mkdir()
+    (store / "Qwen3-8B/config.json").write_text(json.dumps({"hidden_size": 3}))
+    assert folder_config("s3://bucket/Qwen3-8B", "model.path") == {"hidden_size": 3}
+    with pytest.raises(UserError, match=r"model\.path: there is no s3://bucket/other/config\.json, "):
+        folder_config("s3://bucket/other", "model.path")
 
 
 def test_local_folder_gives_the_decoder_of_a_run():

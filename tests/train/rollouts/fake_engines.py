@@ -26,6 +26,7 @@ class FakeEngine(Digits):
       hangs: paths that are answered when `over` is set.
       down: whether every connection is closed without an answer.
       keeps_label: whether an update leaves the label as it is.
+      pause_mode: the mode of pauses that is expected.
     """
 
     def __init__(self, *, disk: bool = True, labels: bool = True, tells_paused: bool = True) -> None:
@@ -36,6 +37,7 @@ class FakeEngine(Digits):
         self.hangs: set[str] = set()
         self.over = threading.Event()
         self.down = self.keeps_label = False
+        self.pause_mode = "wait"
         self._disk, self._labels, self._tells_paused = disk, labels, tells_paused
         self.restart()
 
@@ -75,7 +77,7 @@ class FakeEngine(Digits):
         done: dict = {}
         match path:
             case "/pause":
-                assert query == {"mode": ["wait"]}
+                assert query == {"mode": [self.pause_mode]}
                 self.paused = True
             case "/resume":
                 self.paused = False

@@ -38,9 +38,9 @@ policy_of = functools.cache(lambda options, number: tiny.policy_of(shared_contex
 
 
 @contextlib.contextmanager
-def opened(addresses: str, *options: str) -> Iterator[tuple[RunContext, ServerSource]]:
+def opened(addresses: str, *options: str, timeout: float = 2.0) -> Iterator[tuple[RunContext, ServerSource]]:
     options = options or WEIGHTS
-    source = f"rollout.source={{type: openai, model: m, retries: 0, timeout: 2.0, {addresses}}}"
+    source = f"rollout.source={{type: openai, model: m, retries: 0, timeout: {timeout}, {addresses}}}"
     plan = Plan.of(tiny.config_of("http://unused", source, *options))
     context = dataclasses.replace(shared_context(*options), plan=plan)
     with contextlib.closing(open_source(context)) as source:
@@ -349,6 +349,62 @@ def test_completion_of_other_weights_is_an_error(engines):
             pytest.raises(SourceError, match=rf"{url}.*weight_version of the answer: got .*old, expected .*-0-"),
         ):
             step(context, source, 0)
+
+
+class Keeping(FakeEngine):
+    """vLLM that freezes the requests under way: the first id is of the weights before, the others of those after."""
+
+    def __init__(self, *, tells: bool = True) -> None:
+        super().__init__()
+        self.pause_mode = "keep"
+        self.holds, self.begun, self.resumed = False, threading.Event(), threading.Event()
+        self._tells = tells
+
+    def __call__(self, path: str, body: dict) -> Answer:
+        """One answer."""
+        answer = super().__call__(path, body)
+        if path == "/resume" and self.holds:
+            self.resumed.set()
+        return answer
+
+    def _choice(self, body: dict) -> dict:
+        before = self.label
+        if self.holds:
+            self.begun.set()
+            assert self.resumed.wait(60)
+        spans = [{"version": before, "start": 0, "end": 1}, {"version": self.label, "start": 1}]
+        return super()._choice(body) | ({"weight_versions": spans} if self._tells else {})
+
+
+def test_requests_under_way_keep_going_with_new_weights():
+    engine = Keeping()
+    with serving(engine) as url, opened(f"url: '{url}', in_flight: keep", timeout=60.0) as (context, source):
+        step(context, source, 0)
+        engine.holds = True
+        source.start([Request.of(context, 1)])
+        assert engine.begun.wait(60)
+        source.update(policy(context, 1), 1)
+        assert engine.resumed.is_set()
+        completions = source.take().completions
+    told = [
+        row[mask] for row, mask in zip(completions.fields["token_versions"], completions.completion_mask, strict=True)
+    ]
+    assert {tuple(map(int, versions)) for versions in told} == {(0, 1)}
+
+
+def test_kept_requests_need_the_versions_of_tokens():
+    with (
+        serving(Keeping(tells=False)) as url,
+        opened(f"url: '{url}', in_flight: keep") as (context, source),
+        pytest.raises(SourceError, match=r"weight_versions of the answer: got null, expected the spans of the tokens"),
+    ):
+        step(context, source, 0)
+    with (
+        serving(FakeSglang()) as url,
+        opened(f"url: '{url}', in_flight: keep") as (context, source),
+        pytest.raises(SourceError, match=r"rollout\.source\.in_flight: got keep, which needs vLLM"),
+    ):
+        step(context, source, 0)
 
 
 def test_refusals_name_the_field(engines):

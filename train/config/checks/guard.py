@@ -39,4 +39,23 @@ def _kept_steps(config: Config) -> Iterator[Problem]:
         yield problem(text, "checkpoint.keep_every", "checkpoint.every")
 
 
-CHECKS = (_limits, _kept_steps)
+def _emergency(config: Config) -> Iterator[Problem]:
+    """Checks that there are slices with whole states, one of which has the memory of another."""
+    section, mesh = config.checkpoint.emergency, config.mesh
+    if section is None:
+        return
+    if mesh.slices < 2 or mesh.slice_axis != "data" or mesh.data != mesh.slices:
+        text = (
+            f"got a section with mesh.slices = {mesh.slices} and mesh.data = {mesh.data}, expected two slices or more "
+            "with one copy of the state each: set mesh.data to mesh.slices, or leave it out"
+        )
+        yield problem(text, "checkpoint.emergency", "mesh.slices", "mesh.data")
+    if section.every >= config.checkpoint.every:
+        text = f"got {section.every}, expected less than checkpoint.every = {config.checkpoint.every}"
+        yield problem(text, "checkpoint.emergency.every", "checkpoint.every")
+    if config.rollout.ahead:
+        text = f"got a section with rollout.ahead = {config.rollout.ahead}, whose batches are in checkpoints alone"
+        yield problem(f"{text}; set 0, or leave it out", "checkpoint.emergency", "rollout.ahead")
+
+
+CHECKS = (_limits, _kept_steps, _emergency)

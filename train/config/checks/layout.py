@@ -68,8 +68,9 @@ def _rows(config: Config) -> Iterator[Problem]:
 
 def _slices(config: Config) -> Iterator[Problem]:
     mesh = config.mesh
-    if mesh.data % mesh.slices:
-        yield problem(f"got {mesh.slices}, expected a divisor of mesh.data = {mesh.data}", "mesh.slices", "mesh.data")
+    axis = f"mesh.{mesh.slice_axis}"
+    if (size := getattr(mesh, mesh.slice_axis)) % mesh.slices:
+        yield problem(f"got {mesh.slices}, expected a divisor of {axis} = {size}", "mesh.slices", axis)
 
 
 def _context(config: Config) -> Iterator[Problem]:

@@ -68,6 +68,10 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.source.sync",
             "lora",
         )
+    sync = source.sync or ("weights" if config.lora is None else "lora")
+    if source.in_flight == "keep" and sync in ("lora", "none"):
+        line = f"got keep, but sync is {sync}, which leaves the weights of requests as they are; leave it out"
+        yield problem(line, "rollout.source.in_flight", "rollout.source.sync")
     if source.sync not in (None, "lora", "weights") and source.folder is not None:
         yield problem(
             f"got {source.folder!r}, but rollout.source.sync {source.sync} writes nothing; set it to null",

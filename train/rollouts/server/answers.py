@@ -182,6 +182,7 @@ class Requested:
       version: number of RL steps of the weights when the request was sent; -1 if nobody knows.
       versions: number of RL steps by the label of weights, of all that were sent by now; an answer with a label has to
         have one of them, and none that is older than `version`. None: answers have labels of something else.
+      spans: whether the weights may change while the request is under way, so that the answer has to tell them.
     """
 
     prompt: Sequence[int]
@@ -193,6 +194,7 @@ class Requested:
     routes_of: DecoderConfig | None = None
     version: int = UNKNOWN
     versions: Mapping[str, int] | None = None
+    spans: bool = False
 
 
 def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
@@ -267,13 +269,16 @@ def _versions(choice: _Choice, completions: _Completions, requested: Requested) 
     """Returns the version of each token: what the answer tells, of spans of tokens (vLLM) or the whole (SGLang).
 
     Raises:
-      AnswerError: it tells of weights that were never sent, or of older ones than those of the request.
+      AnswerError: it tells of weights that were never sent, of older ones than those of the request, or of none where
+        they may have changed.
     """
     count = len(choice.token_ids)
     versions = [requested.version] * count
     if requested.versions is None:
         return versions
     spans = list(choice.weight_versions or ())
+    if requested.spans and not spans:
+        raise _wrong("weight_versions", "null", "the spans of the tokens, which rollout.source.in_flight=keep needs")
     if completions.metadata is not None and completions.metadata.weight_version is not None:
         spans.insert(0, _Span(version=completions.metadata.weight_version))
     known = requested.versions

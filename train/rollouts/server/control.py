@@ -72,8 +72,8 @@ class Endpoints(Protocol):
 
     name: str
 
-    async def pause(self, server: Server) -> None:
-        """Stops sampling until `resume`."""
+    async def pause(self, server: Server, *, keep: bool) -> None:
+        """Stops sampling until `resume`; `keep`: the requests under way go on then."""
 
     async def resume(self, server: Server) -> None:
         """Goes on sampling."""
@@ -112,9 +112,9 @@ class Vllm:
     def __init__(self) -> None:
         self._in_phases: dict[str, bool] = {}
 
-    async def pause(self, server: Server) -> None:
-        """Waits for the requests under way; then every answer has to say that the server is paused."""
-        await server.post("/pause?mode=wait", {})
+    async def pause(self, server: Server, *, keep: bool) -> None:
+        """Keeps the requests under way, or waits for them; then every answer has to say that the server is paused."""
+        await server.post(f"/pause?mode={'keep' if keep else 'wait'}", {})
         reads = (server.read_if_there("/is_paused", _read_paused) for _ in range(READS))
         if False in await asyncio.gather(*reads):
             raise SourceError(f"rollout.source: {server.url} is not paused after /pause; {balancer_hint(server.url)}")
@@ -180,8 +180,14 @@ class Sglang:
 
     name = "SGLang"
 
-    async def pause(self, server: Server) -> None:
-        """Puts requests of others back into the queue; those of this run have ended."""
+    async def pause(self, server: Server, *, keep: bool) -> None:
+        """Puts requests of others back into the queue; those of this run have ended.
+
+        Raises:
+          SourceError: they are to be kept; its answers tell one label, not those of the tokens.
+        """
+        if keep:
+            raise SourceError("rollout.source.in_flight: got keep, which needs vLLM, but the servers are SGLang")
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: Server) -> None:

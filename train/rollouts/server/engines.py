@@ -44,6 +44,7 @@ class Engines:
         self._client = client
         self._router = section.router and section.router.rstrip("/")
         self._drops = section.on_engine_failure == "drop"
+        self._keeps = section.in_flight == "keep"
         self._is_pool = bool(section.urls)
         self._of_adapter = False
         self._lost: set[str] = set()
@@ -134,7 +135,7 @@ class Engines:
         """Pauses every engine; at the end resumes all of them, also those that failed."""
         urls = list(self.urls)
         try:
-            self.everywhere(self.endpoints.pause)
+            self.everywhere(lambda server: self.endpoints.pause(server, keep=self._keeps))
             yield
         except BaseException:
             self._client.run(self._resume_if_possible(urls))
@@ -144,12 +145,16 @@ class Engines:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Waits for the requests of this process that are under way; the others begin after the block."""
+        """Waits for the requests of this process that are under way, if they are not kept; others begin afterwards."""
         self._client.run(self._hold_back())
         try:
             yield
         finally:
             self._client.run(self._go_on())
+
+    def announce(self, label: str, version: int) -> None:
+        """Notes the label of weights that are about to be sent, which answers may tell from then on."""
+        self.versions[label] = version
 
     def expect(self, label: str, version: int, *, adapter: bool = False) -> None:
         """Sets the label of the weights that every engine has to have from now on, and their number of RL steps."""
@@ -265,7 +270,8 @@ class Engines:
 
     async def _hold_back(self) -> None:
         self._may_go_on.clear()
-        await self._is_idle.wait()
+        if not self._keeps:
+            await self._is_idle.wait()
 
     async def _go_on(self) -> None:
         self._may_go_on.set()

@@ -287,6 +287,7 @@ class ServerSource:
             routes_of=self._context.model.config if records_routes(self._context) else None,
             version=weights.version,
             versions=self._engines.versions if weights.model == self._section.model and self._engines.label else None,
+            spans=self._section.in_flight == "keep",
         )
 
     def _completions(self, sent: Sent, answers: Sequence[ServerAnswer]) -> Completions:

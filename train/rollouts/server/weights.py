@@ -177,8 +177,8 @@ class WeightSync(_FolderSync):
     """Writes all weights, merged with any adapter, and makes the servers load them in place.
 
     They are rounded to the dtype of the sampler, as a server would round them: bfloat16 is half of the bytes. All
-    servers are paused until the last of them has the new weights. They finish the completions that they have begun;
-    requests that were not sent yet wait for the new weights.
+    servers are paused until the last of them has the new weights. They finish the completions that they have begun, or
+    keep them, as `in_flight` says; requests that were not sent yet wait for the new weights.
     """
 
     in_place = True
@@ -197,6 +197,8 @@ class WeightSync(_FolderSync):
             return path
 
         path = run_together("weights for the server", write)
+        # The leader writes the folder; requests of any process may go on before the leader has told of the update.
+        self._engines.announce(of_leader("weights for the server", path.name), step)
         self._engines.expect(on_leader("weights for the server", lambda: self._exchange(path, step)), step)
         return self._model
 
@@ -237,6 +239,7 @@ class UserSync:
         """Sends the weights and returns the name of the base model."""
         label = f"{self._context.config.name}-{step}-{uuid.uuid4().hex[:8]}"
         version = of_leader("weights for the server", label)
+        self._engines.announce(version, step)
         pause = self._engines.paused() if is_leader() else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
             run_together("weights for the server", lambda: stack.enter_context(pause))
