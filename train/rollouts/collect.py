@@ -172,7 +172,10 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
         own_statistics |= lags_of_rows(split.select_own(drawn.lags))
     statistics = gather_rows("statistics", own_statistics, split.own, split.count)
     lag_metrics, lag = measure_lags(context.plan, statistics)
-    rewards = shard_rows(scores["reward"][split.held], context.mesh)
+    judged = {"rewards": shard_rows(scores["reward"][split.held], context.mesh)}
+    if context.config.loss.unfinished == "drop":
+        finished = shard_rows(measured["finished"][split.held].astype(bool), context.mesh)
+        judged["kept_mask"] = drawn.batch.completion_mask & finished[:, None]
     counted = slice(None) if completions.failed is None or completions.failed.all() else ~completions.failed
     metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
@@ -180,7 +183,7 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     metrics |= lag_metrics
     return dataclasses.replace(
         drawn,
-        batch=dataclasses.replace(drawn.batch, rewards=rewards),
+        batch=dataclasses.replace(drawn.batch, **judged),
         completions=completions,
         metrics=metrics | dict(completions.metrics),
         scores=named_rewards,

@@ -9,7 +9,7 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 """The form of Qwen and Hermes."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool call: its name, and its arguments by name or a text, the first of them; or why it cannot be read."""
 
     name: str
@@ -17,16 +17,16 @@ class Call(NamedTuple):
     problem: str | None = None
 
 
-def parse_calls(text: str, tools: Collection[str]) -> list[Call]:
+def parse_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
     """Finds the tool calls of a turn: `<tool_call>` with JSON, or a text that begins with the name of a tool.
 
     The second form is for models without a chat template: `calc 2*3` is a call of `calc` with the text `2*3`.
 
     Example:
       >>> parse_calls('<tool_call>{"name": "calc", "arguments": {"e": "1"}}</tool_call>', ["calc"])
-      [Call(name='calc', arguments={'e': '1'}, problem=None)]
+      [ToolCall(name='calc', arguments={'e': '1'}, problem=None)]
       >>> parse_calls("calc 2*3", ["calc"])
-      [Call(name='calc', arguments='2*3', problem=None)]
+      [ToolCall(name='calc', arguments='2*3', problem=None)]
       >>> parse_calls("The answer is 6.", ["calc"])
       []
       >>> parse_calls('<tool_call>{"name": </tool_call>', ["calc"])[0].problem
@@ -34,21 +34,21 @@ def parse_calls(text: str, tools: Collection[str]) -> list[Call]:
     """
     calls = [_parse(match[1]) for match in CALL.finditer(text)]
     if not calls and "<tool_call>" in text:
-        return [Call("", "", "the call has no </tool_call>")]
+        return [ToolCall("", "", "the call has no </tool_call>")]
     name, _, rest = text.strip().partition(" ")
     if not calls and name in tools:
-        return [Call(name, rest)]
+        return [ToolCall(name, rest)]
     return calls
 
 
-def _parse(text: str) -> Call:
+def _parse(text: str) -> ToolCall:
     try:
         call = json.loads(text)
     except ValueError:
-        return Call("", "", "the call is not JSON")
+        return ToolCall("", "", "the call is not JSON")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return Call("", "", "the call has no name")
+        return ToolCall("", "", "the call has no name")
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
-        return Call(call["name"], "", "the arguments are no object")
-    return Call(call["name"], arguments)
+        return ToolCall(call["name"], "", "the arguments are no object")
+    return ToolCall(call["name"], arguments)

@@ -56,7 +56,7 @@ def copy_row(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class NewTokens:
     """New tokens of several rows, one after the other without padding between them; arrays of the host.
 
     Segments may share tokens, if their rows begin alike: both then get the keys and values.
@@ -116,7 +116,7 @@ class SegmentCache:
 
     Attributes:
       old: [E, ...] of S columns.
-      members, places: of `Segments`.
+      members, places: of `NewTokens`.
       new: [1, N, K, H]; None before `write`.
     """
 

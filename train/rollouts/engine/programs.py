@@ -24,9 +24,9 @@ from train.models.cache import DecoderState, GroupCache, SlotCache
 from train.models.head import make_logits
 from train.models.parameters import bind
 from train.rollouts.engine.pool import (
+    NewTokens,
     Pool,
     SegmentCache,
-    Segments,
     by_layer,
     by_stack,
     copy_row,
@@ -92,7 +92,7 @@ class EngineSizes:
         return max(self.chunk, *(size.width for size in self.extends))
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """Tokens that were drawn: [B] of an extend, [B, chunk] of a chunk; and how many of each row, [B]."""
 
     tokens: Any
@@ -103,7 +103,7 @@ class Drawn(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ChunkRows:
     """The rows of a program, on the host.
 
     Attributes:
@@ -121,14 +121,14 @@ class Rows:
     stop_states: Any
 
     @classmethod
-    def empty(cls, count: int, columns: int) -> "Rows":
+    def empty(cls, count: int, columns: int) -> "ChunkRows":
         """Makes missing rows: what they write goes to the columns after the last."""
         zeros = (np.zeros(count, np.int32) for _ in range(3))
         keys, lengths = np.zeros((count, 2), np.uint32), np.full(count, columns, np.int32)
         return cls(next(zeros), lengths, keys, next(zeros), next(zeros))
 
 
-class Programs:
+class EnginePrograms:
     """The programs for one model and one sampling distribution, on one device.
 
     Attributes:
@@ -181,12 +181,12 @@ class Programs:
             self.compiled[name] = function.lower(*arguments).compile()
 
         for size, columns in itertools.product(sizes.extends, sizes.lengths):
-            segments, rows = empty_segments(size, sizes.columns), Rows.empty(size.segments, sizes.columns)
+            segments, rows = empty_segments(size, sizes.columns), ChunkRows.empty(size.segments, sizes.columns)
             program = jax.jit(_named(self._extend, f"engine_{_extend(size, columns)}"), static_argnames="columns")
             lowered = program.lower(weights, pool, segments, rows, greedy, columns=columns)
             self.compiled[_extend(size, columns)] = lowered.compile()
         for batch, columns in itertools.product(sizes.batches, sizes.lengths):
-            rows = Rows.empty(batch, sizes.columns)
+            rows = ChunkRows.empty(batch, sizes.columns)
             program = jax.jit(_named(self._decode, f"engine_{_decode(batch, columns)}"), static_argnames="columns")
             chunk = (weights, pool, np.zeros(batch, np.int32), np.zeros(batch, np.int32), rows, greedy)
             self.compiled[_decode(batch, columns)] = program.lower(*chunk, columns=columns).compile()
@@ -203,13 +203,13 @@ class Programs:
         self,
         weights: list[jax.Array],
         pool: Pool,
-        segments: Segments,
-        rows: Rows,
+        segments: NewTokens,
+        rows: ChunkRows,
         *,
         size: ExtendSize,
         columns: int,
         greedy: bool,
-    ) -> tuple[Pool, Drawn]:
+    ) -> tuple[Pool, DrawnTokens]:
         """Runs new tokens of rows, and draws one more token after each segment."""
         program = self.compiled[_extend(size, columns)]
         new, drawn = program(weights, pool, segments, rows, np.asarray(greedy))
@@ -222,11 +222,11 @@ class Programs:
         pool: Pool,
         pending: np.ndarray,
         limits: np.ndarray,
-        rows: Rows,
+        rows: ChunkRows,
         *,
         columns: int,
         greedy: bool,
-    ) -> tuple[Pool, Drawn]:
+    ) -> tuple[Pool, DrawnTokens]:
         """Draws up to `chunk` tokens of each row, at most `limits` [B]; `pending` [B] were drawn last."""
         program = self.compiled[_decode(len(pending), columns)]
         new, drawn = program(weights, pool, pending, limits, rows, np.asarray(greedy))
@@ -237,7 +237,7 @@ class Programs:
         """Copies a row of the pool."""
         return self.compiled["copy"](pool, np.int32(source), np.int32(target))
 
-    def _draw(self, head: Tree, hidden: jax.Array, rows: Rows, numbers: jax.Array, greedy: jax.Array) -> Any:
+    def _draw(self, head: Tree, hidden: jax.Array, rows: ChunkRows, numbers: jax.Array, greedy: jax.Array) -> Any:
         """Draws the tokens `numbers` [B] of the sessions of rows after hidden states [B, D]."""
         dtype = jnp.promote_types(hidden.dtype, jnp.float32)
         logits = make_logits(self.model, head)(hidden, dtype)
@@ -268,12 +268,12 @@ class Programs:
         self,
         weights: list[jax.Array],
         pool: Pool,
-        segments: Segments,
-        rows: Rows,
+        segments: NewTokens,
+        rows: ChunkRows,
         greedy: jax.Array,
         *,
         columns: int,
-    ) -> tuple[Pool, Drawn]:
+    ) -> tuple[Pool, DrawnTokens]:
         transformer, head = jax.tree.unflatten(self._structure, weights)
         caches = [
             SegmentCache(take_rows(cache, rows.rows, columns), segments.members, segments.places) for cache in pool
@@ -287,7 +287,7 @@ class Programs:
         last = jnp.take_along_axis(segments.members, jnp.maximum(segments.counts - 1, 0)[:, None], axis=1)[:, 0]
         tokens, log_probs = self._draw(head, hidden[0][last], rows, rows.numbers, greedy)
         ended, stop_states = self._ends(tokens, rows.stop_states)
-        return new, Drawn(tokens, log_probs, jnp.where(ended, 0, 1), stop_states)
+        return new, DrawnTokens(tokens, log_probs, jnp.where(ended, 0, 1), stop_states)
 
     def _decode(  # noqa: PLR0917 (the arguments of a program)
         self,
@@ -295,11 +295,11 @@ class Programs:
         pool: Pool,
         pending: jax.Array,
         limits: jax.Array,
-        rows: Rows,
+        rows: ChunkRows,
         greedy: jax.Array,
         *,
         columns: int,
-    ) -> tuple[Pool, Drawn]:
+    ) -> tuple[Pool, DrawnTokens]:
         transformer, head = jax.tree.unflatten(self._structure, weights)
         count, steps = len(pending), self.sizes.chunk
         # All rows are there in their order.
@@ -341,14 +341,14 @@ class Programs:
         end = lax.while_loop(lambda carry: (carry[0] < steps) & jnp.any(carry[1]), advance, start)
         _, _, _, stop_states, state, tokens, log_probs, done = end
         new = [cache.completions for cache in by_layer(state.stacks, self._layers)]
-        return new, Drawn(tokens, log_probs, done, stop_states)
+        return new, DrawnTokens(tokens, log_probs, done, stop_states)
 
 
-def empty_segments(size: ExtendSize, columns: int) -> Segments:
+def empty_segments(size: ExtendSize, columns: int) -> NewTokens:
     """Makes arrays of an extend without a token."""
     tokens, segments, width = size
     flat = (np.zeros(tokens, np.int32) for _ in range(3))
-    return Segments(
+    return NewTokens(
         tokens=next(flat),
         positions=next(flat),
         real=np.zeros(tokens, bool),

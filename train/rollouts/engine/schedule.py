@@ -15,7 +15,7 @@ import numpy as np
 
 import kljax
 from train.models import Decoder
-from train.rollouts.engine.programs import EngineSizes, ExtendSize, Programs, Rows, empty_segments
+from train.rollouts.engine.programs import ChunkRows, EnginePrograms, EngineSizes, ExtendSize, empty_segments
 from train.rollouts.sampler import Sampling, StopTable
 from train.sequences.token_fields import UNKNOWN
 
@@ -28,7 +28,7 @@ DRAWS = 64
 
 @dataclasses.dataclass(eq=False)
 class Turn:
-    """A request, and its answer once `Engine.step` returns it.
+    """A request, and its answer once `TurnEngine.step` returns it.
 
     Attributes:
       ids: the prompt, at least one.
@@ -58,7 +58,7 @@ class Turn:
 
 
 @dataclasses.dataclass(eq=False)
-class _Row:
+class _PoolRow:
     """A row of the pool on the host: its tokens, whose they are, whether a turn uses it, and when one did last."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -79,7 +79,7 @@ class _Part:
         return len(self.ids) - self.done
 
 
-class Engine:
+class TurnEngine:
     """Draws turns, in chunks of decode steps that turns join and leave; used from one thread.
 
     A row of the pool has the tokens of a session with their keys and values. A turn runs the tokens that its row lacks,
@@ -111,12 +111,12 @@ class Engine:
         stop: StopTable | None = None,
         caches: Literal["recompute", "keep"] = "recompute",
     ) -> None:
-        self.programs = Programs(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop)
+        self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop)
         self.sizes, self.greedy = sizes, False
         self.count: collections.Counter[str] = collections.Counter()
         self._caches = caches
         self._eos, self._matched = frozenset(eos_ids), None if stop is None else stop.matched
-        self._rows = [_Row() for _ in range(sizes.rows)]
+        self._rows = [_PoolRow() for _ in range(sizes.rows)]
         self._row_of: dict[Hashable, int] = {}
         self._waiting: collections.deque[Turn] = collections.deque()
         self._active: list[Turn] = []
@@ -268,7 +268,7 @@ class Engine:
         return full * _work(sizes[-1]) + least
 
     def _extend(self, size: ExtendSize, chosen: Sequence[tuple[_Part, int]]) -> list[Turn]:
-        segments, rows = empty_segments(size, self.sizes.columns), Rows.empty(size.segments, self.sizes.columns)
+        segments, rows = empty_segments(size, self.sizes.columns), ChunkRows.empty(size.segments, self.sizes.columns)
         flat = at = 0
         turns = list[Turn | None]()
         longest = 0
@@ -307,7 +307,7 @@ class Engine:
                 ended += self._append(complete, [int(tokens[number])], [float(log_probs[number])])
         return ended
 
-    def _write_draw(self, rows: Rows, at: int, turn: Turn) -> None:
+    def _write_draw(self, rows: ChunkRows, at: int, turn: Turn) -> None:
         rows.keys[at], rows.numbers[at] = turn.key, turn.first + len(turn.tokens)
         rows.stop_states[at] = turn.stop_state
 
@@ -316,7 +316,7 @@ class Engine:
         sizes = self.sizes
         count = next((size for size in sizes.batches if size >= len(self._active)), sizes.batches[-1])
         turns = self._active[:count]
-        rows = Rows.empty(count, sizes.columns)
+        rows = ChunkRows.empty(count, sizes.columns)
         pending, limits = np.zeros(count, np.int32), np.zeros(count, np.int32)
         whole = count == sizes.rows
         if whole:

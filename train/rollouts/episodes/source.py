@@ -13,9 +13,9 @@ from train.config.plan import Layout
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation, vocabulary_bytes
-from train.data.tokenizers.calls import Call, parse_calls
+from train.data.tokenizers.calls import ToolCall, parse_calls
 from train.data.tokenizers.protocol import EpisodeTokenizer
-from train.rollouts.engine import Engine, EngineSizes, Turn
+from train.rollouts.engine import EngineSizes, Turn, TurnEngine
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
 from train.rollouts.episodes.turns import Episode, SampledTurn, make_sequences
@@ -71,7 +71,7 @@ class EpisodeSource(InTurn):
         self._tools = self._environments.tools if self._tokenizer.has_template else []
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
         self._prompt_length, self._longest = config.data.max_prompt_length, config.data.max_completion_length
-        self._engine: Engine | None = None
+        self._engine: TurnEngine | None = None
 
     def update(self, policy: kljax.Policy, version: int) -> None:
         """Sets the weights; the first call compiles the engine."""
@@ -81,12 +81,12 @@ class EpisodeSource(InTurn):
                 self._engine = self._make_engine()
             self._engine.update(context.layout.weights(policy), version)
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> TurnEngine:
         context, section = self._context, self._context.config.rollout
         size = context.model.config.vocab_size
         most = max(context.config.rows_per_batch(), context.config.eval.rows())
         rows = min(self._section.rows or most, most)
-        return Engine(
+        return TurnEngine(
             context.layout.model,
             EngineSizes.of(rows, self._prompt_length + self._longest),
             sampling=rollout_sampling(context.config),
@@ -131,7 +131,7 @@ class EpisodeSource(InTurn):
                     ids = prompts[0] if prompts else self._tokenizer.prompt_ids(state.example)
                     state.prompt = list(ids)
 
-    def _run(self, engine: Engine, running: Sequence[_Running]) -> None:
+    def _run(self, engine: TurnEngine, running: Sequence[_Running]) -> None:
         rows = [{"prompt": s.example.prompt, "answer": s.example.answer, **s.example.record} for s in running]
         questions = [{"do": "reset", "episode": number, "row": row} for number, row in enumerate(rows)]
         for number, answer in enumerate(self._environments.answer(questions)):
@@ -150,7 +150,7 @@ class EpisodeSource(InTurn):
                 rewards = state.rewards
             state.episode.rewards = rewards
 
-    def _start(self, engine: Engine, number: int, state: _Running, text: str) -> None:
+    def _start(self, engine: TurnEngine, number: int, state: _Running, text: str) -> None:
         example = state.example
         if text:
             messages = example.messages
@@ -170,12 +170,12 @@ class EpisodeSource(InTurn):
         state.ids, state.messages = list(state.prompt), self._tokenizer.messages(example)
         self._ask(engine, number, state)
 
-    def _ask(self, engine: Engine, number: int, state: _Running) -> None:
+    def _ask(self, engine: TurnEngine, number: int, state: _Running) -> None:
         drawn = len(state.ids) - len(state.prompt)
         limit = min(self._longest - drawn, self._section.turn_tokens or self._longest)
         engine.submit(Turn(list(state.ids), limit, state.key, drawn, number))
 
-    def _observe(self, engine: Engine, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
+    def _observe(self, engine: TurnEngine, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
         waiting: list[tuple[int, str]] = []
         questions: list[dict[str, Any]] = []
@@ -198,7 +198,7 @@ class EpisodeSource(InTurn):
                 state.episode.finished = True
                 continue
             state.episode.calls += 1
-            call: Call = calls[0]
+            call: ToolCall = calls[0]
             if call.problem is not None:
                 refused.append((number, call.problem))
                 continue
@@ -222,7 +222,7 @@ class EpisodeSource(InTurn):
             running[number].episode.refused += 1
             self._go_on(engine, number, running[number], text=f"error: {problem}", role="tool")
 
-    def _go_on(self, engine: Engine, number: int, state: _Running, *, text: str, role: str) -> None:
+    def _go_on(self, engine: TurnEngine, number: int, state: _Running, *, text: str, role: str) -> None:
         """Appends an observation, and asks for the next turn, unless a limit ends the episode."""
         if len(state.episode.turns) >= self._section.max_turns:
             return

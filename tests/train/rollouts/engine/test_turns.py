@@ -11,7 +11,7 @@ import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.rollouts.engine import Engine, EngineSizes, ExtendSize, Turn
+from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.sampler import Sampling, sample, stop_table
 
@@ -34,7 +34,7 @@ def policy_of(seed: int = 0) -> kljax.Policy:
 
 @pytest.fixture(scope="module")
 def compiled():
-    engine = Engine(
+    engine = TurnEngine(
         MODEL,
         SIZES,
         sampling=Sampling(TEMPERATURE),
