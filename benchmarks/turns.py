@@ -62,7 +62,7 @@ class Episodes:
             engine.submit(Turn(self.prompts[session].tolist(), length, self.keys[session], session=session))
         while not engine.is_idle():
             for turn in engine.step():
-                session: int = turn.session  # type: ignore[assignment]
+                session = int(turn.session)  # type: ignore[call-overload]
                 number[session] += 1
                 if number[session] < TURNS:
                     ids = turn.all_ids() + self.observations[number[session], session].tolist()

@@ -15,6 +15,7 @@ from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation, vocabulary_bytes
 from train.data.tokenizers.calls import ToolCall, parse_calls
 from train.data.tokenizers.protocol import EpisodeTokenizer
+from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import EngineSizes, Turn, TurnEngine
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
@@ -138,6 +139,7 @@ class EpisodeSource(InTurn):
             if not self._fails(running[number], answer):
                 self._start(engine, number, running[number], answer["text"])
         while not engine.is_idle():
+            leave_if_stopping(together=True)
             self._observe(engine, running, engine.step())
         numbers = [number for number, state in enumerate(running) if state.episode.failure is None]
         ends = self._environments.answer([{"do": "end", "episode": number} for number in numbers])
