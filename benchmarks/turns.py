@@ -109,7 +109,7 @@ def measure(sessions: int, rounds: int) -> dict[str, Any]:
             run()
             seconds[name].append(time.process_time() - began)
     ratio = median(b / a for a, b in zip(seconds["engine"], seconds["sampler"], strict=True))
-    unique = sessions * (PROMPT + (TURNS - 1) * OBSERVATION) + int(episodes.lengths[:-1].sum())
+    unique = sessions * (PROMPT + (TURNS - 1) * OBSERVATION)
     return {
         "sessions": sessions,
         "ratio": ratio,
