@@ -22,6 +22,17 @@ EXACT = (
     "kl.reward={coef: 0.01, estimator: exact}",
     "reference.monitor=true",
 )
+CALCULATOR = (
+    "configs/calculator.yaml",
+    "model={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp_width: 24}",
+    "warm_start={steps: 2, batch_size: 4}",
+    "rollout={prompts_per_step: 2, samples_per_prompt: 2}",
+    "eval={every: 1, prompts: 4, batch_size: 4}",
+    "data.arguments={problems: 40, held_out: 4, wrong: 0.5}",
+    "steps=2",
+    "optim={warmup_steps: 0, updates_per_batch: 1}",
+    "checkpoint={every: 1, keep: 10}",
+)
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show; other files read most of these runs as well.
 RECIPES = (
@@ -31,6 +42,7 @@ RECIPES = (
     (BIASED, {"router_balance_loss", "router_z_loss", "routing_flips", "router_load_layer_0"}),
     (PPO, {"kl_reward", "kl_coef", "value_loss", "entropy_coef"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
+    (CALCULATOR, {"kl_loss", "episode_turns", "episode_tool_calls"}),
 )
 CURVES = [{panel.metric, panel.instead} for panel in PANELS if panel.phase == "train"]
 LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4

@@ -57,6 +57,8 @@ class Loss(Algorithm):
     """The policy of the ratio's denominator: `trainer`: before the first update; `sampler`: the recorded log-probs."""
     rejected_tokens: RejectedTokens = "drop"
     """Whether tokens that a correction rejects still count in the denominators."""
+    unfinished: RejectedTokens = "count"
+    """Whether completions that a limit ended are trained on; `drop`: their rewards count in their groups alone."""
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus; the initial one if adaptive."""
     entropy_aggregation: Aggregation | None = None

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from train.config.correction import CorrectionSection, default_correction
 from train.config.data import Data, Rewards, task_lengths
+from train.config.environment import EnvironmentSection
 from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
 from train.config.mesh import ROW_AXES, Mesh
@@ -244,6 +245,8 @@ class Config(Section):
     """Supervised steps before RL."""
     rollout: RolloutSection = RolloutSection()
     """Sampling of completions."""
+    environment: EnvironmentSection | None = None
+    """The environment of episodes of several turns; null: a completion is one turn."""
     routing: Routing = Routing()
     """The experts that an update uses, in a mixture of experts."""
     correction: CorrectionSection = ()

@@ -23,7 +23,8 @@ _LOG = logging.getLogger(__name__)
 class SupervisedBatch(NamedTuple):
     """Prompts with their solutions: `tokens` int32, `token_mask` and `completion_mask` bool, each `[B, P + C]`.
 
-    `completion_mask` marks the solution and its EOS, the tokens of the supervised loss.
+    `completion_mask` marks the solution and its EOS, the tokens of the supervised loss, but those that
+    `Example.solution_mask` leaves out.
     """
 
     tokens: np.ndarray
@@ -61,6 +62,10 @@ def encode_solutions(
     solutions = [_solution_ids(example, tokenizer) for example in examples]
     lengths = (prompt_length, completion_length)
     rows = pad_rows(prompts, solutions, lengths=lengths, pad_id=tokenizer.pad_id)
+    for row, example in enumerate(examples):
+        if example.solution_mask is not None:
+            columns = slice(prompt_length, prompt_length + len(solutions[row]))
+            rows["completion_mask"][row, columns] = example.solution_mask
     return SupervisedBatch(rows["tokens"], rows["token_mask"], rows["completion_mask"])
 
 
@@ -115,10 +120,16 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     """Drops the examples whose solution and EOS have more than `length` tokens; otherwise as `keep_prompts`.
 
     Raises:
-      UserError: no solution fits, or an example has no solution.
+      UserError: no solution fits, an example has no solution, or its mask has another length than its ids.
     """
     _check_solved(examples)
     ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
+    for example, row in zip(examples, ids, strict=True):
+        if example.solution_mask is not None and len(example.solution_mask) != len(row):
+            raise UserError(
+                f"solution_mask: got {len(example.solution_mask)} entries for the {len(row)} tokens of the solution of "
+                f"{example.prompt[:80]!r}, expected one for each"
+            )
     tokenized = [replace(example, solution_ids=row) for example, row in zip(examples, ids, strict=True)]
     return _keep(tokenized, [len(row) for row in ids], length, "solutions", "data.max_completion_length")
 

@@ -27,7 +27,7 @@ def call_reward(
     return named_rewards(returned_by(function, record, completion, finished))
 
 
-def returned_by(function: Callable[..., Any], *arguments: Any) -> Any:
+def returned_by(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls a function of the user; returns its result, a mapping as a dict.
 
     Raises:
@@ -35,7 +35,7 @@ def returned_by(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     try:
         with _alarm_kept():
-            returned = function(*arguments)
+            returned = function(*arguments, **options)
         return dict(returned) if isinstance(returned, Mapping) else returned
     except KeyboardInterrupt:
         raise

@@ -167,6 +167,26 @@ class Transformer(nnx.Module):
         routed = jax.tree.map(lambda array: array[:, 0], routed)
         return self.norm(x)[:, 0], dataclasses.replace(state, stacks=new), routed
 
+    def extend(
+        self, tokens: jax.Array, positions: jax.Array, real: jax.Array, state: DecoderState, keys: Any
+    ) -> tuple[jax.Array, DecoderState]:
+        """Computes tokens that continue rows whose earlier tokens are in caches; for `unrolled` layers.
+
+        Args:
+          tokens: [B, T] int32.
+          positions: [B, T] int32, of each token in its row.
+          real: [B, T] bool; the values of other tokens reach nothing.
+          state: a `LayerCache` for each layer, that takes T tokens.
+          keys: the mask that these caches read.
+
+        Returns:
+          Hidden states [B, T, D], and the caches with the new keys and values.
+        """
+        x = self._embed(tokens, real)
+        context = LayerContext(keys, real, rope_tables(self.config, positions, x.dtype))
+        x, new, _ = self._decode_layers(x, state, context)
+        return self.norm(x), dataclasses.replace(state, stacks=new)
+
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
 

@@ -173,7 +173,7 @@ def make_preparation(plan: Plan) -> Preparation:
             return batch, next_states, metrics
         advantages, returns = algorithms.estimate_advantages(plan, options, batch, shaped)
         if options.zeros == "drop":
-            batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
+            batch = dataclasses.replace(batch, kept_mask=_kept(batch) & (advantages != 0))
         if options.scale_by_mean:
             weights = token_weights(plan, loss, batch)
             advantages = kljax.balanced_advantages(advantages, mask, balance=options.balance, weights=weights)

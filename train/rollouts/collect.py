@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -13,14 +13,15 @@ import numpy as np
 from train.context import RunContext
 from train.data.tasks.rewards import Scores, compose, judge
 from train.distributed.exchange import agree, on_leader, run_together, send_to_leader
-from train.distributed.global_arrays import RowSplit, gather_rows
+from train.distributed.global_arrays import RowSplit, gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
+from train.rollouts.episodes.turns import SampledTurn
 from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lags
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
-from train.rollouts.source import Array, Completions, batch_rows
+from train.rollouts.source import Array, Completions, SourceError, batch_rows
 from train.rollouts.stream import Stream
 from train.sequences.batch import Batch
 from train.sequences.token_fields import LAGS, VERSIONS
@@ -126,16 +127,21 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     recorded = section.record_log_probs and log_probs is not None
     if recorded:
         mask, log_probs = without_floors(mask, log_probs)
+    group_ids = (split.held // section.samples_per_prompt).astype(np.int32)
+    if completions.failed is not None:
+        group_ids = np.where(completions.failed, -1, group_ids).astype(np.int32)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
         "completion_mask": mask,
-        "group_ids": (split.held // section.samples_per_prompt).astype(np.int32),
+        "group_ids": group_ids,
         **({"rollout_log_probs": log_probs} if recorded else {}),
     }
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in (rows | fields).items()})
     batch = Batch(**shard_rows(rows, context.mesh), fields=shard_rows(fields, context.mesh))
+    if completions.sampled is not None:
+        verify_sampled(batch, completions.sampled)
     return Rollout(batch, completions, split, lags=lags)
 
 
@@ -166,14 +172,18 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
         own_statistics |= lags_of_rows(split.select_own(drawn.lags))
     statistics = gather_rows("statistics", own_statistics, split.own, split.count)
     lag_metrics, lag = measure_lags(context.plan, statistics)
-    rewards = shard_rows(scores["reward"][split.held], context.mesh)
-    metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
-    metrics["reward_std"] = float(scores["reward"].std(dtype=np.float64))
+    judged = {"rewards": shard_rows(scores["reward"][split.held], context.mesh)}
+    if context.config.loss.unfinished == "drop":
+        finished = shard_rows(measured["finished"][split.held].astype(bool), context.mesh)
+        judged["kept_mask"] = drawn.batch.completion_mask & finished[:, None]
+    counted = slice(None) if completions.failed is None or completions.failed.all() else ~completions.failed
+    metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
+    metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
     metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
     metrics |= lag_metrics
     return dataclasses.replace(
         drawn,
-        batch=dataclasses.replace(drawn.batch, rewards=rewards),
+        batch=dataclasses.replace(drawn.batch, **judged),
         completions=completions,
         metrics=metrics | dict(completions.metrics),
         scores=named_rewards,
@@ -215,6 +225,33 @@ def judge_together(
 
     named, rewards = run_together(label, judge_own_rows)
     return named, gather_rows(label, rewards, rows.own, rows.count)
+
+
+def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> None:
+    """Checks that a batch trains exactly the tokens that were sampled, each after the ids before it then.
+
+    Raises:
+      SourceError: a token, its log-prob or an id before it is another; names the row.
+    """
+    tokens, token_mask, mask = map(to_host_rows, (batch.tokens, batch.token_mask, batch.completion_mask))
+    log_probs = None if batch.rollout_log_probs is None else to_host_rows(batch.rollout_log_probs)
+    for row, turns in enumerate(sampled):
+        ids, trained = tokens[row][token_mask[row]], mask[row][token_mask[row]]
+        expected = np.zeros_like(trained)
+        problem = None
+        for turn in turns:
+            start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.ids)
+            expected[start:end] = True
+            if ids[:end].tolist() != [*turn.prompt_ids, *turn.ids]:
+                problem = "other ids than its turns"
+            elif log_probs is not None and not np.array_equal(
+                log_probs[row][token_mask[row]][start:end], np.asarray(turn.log_probs, log_probs.dtype)
+            ):
+                problem = "other log-probs than its turns"
+        if not np.array_equal(trained, expected):
+            problem = "trained tokens that were not sampled, or sampled ones that are not trained"
+        if problem is not None:
+            raise SourceError(f"rollout: row {row} of the batch has {problem}")
 
 
 def _check_rows(completions: Completions, vocab_size: int, prompt_length: int) -> None:

@@ -1,6 +1,7 @@
 """Construction of the source that `rollout.source` names."""
 
 from train.context import RunContext
+from train.rollouts.episodes import EpisodeSource
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import ServerSource
@@ -26,7 +27,7 @@ def open_stream(context: RunContext, *, continued: bool = False) -> Stream:
 
 def open_evaluation(context: RunContext, rollouts: Stream | None = None) -> Stream:
     """Opens the stream that `eval.source` names; `rollouts` is that of the run, if there is one."""
-    if context.config.eval.source == "jax":
+    if context.config.eval.source == "jax" and context.config.environment is None:
         return Stream(context, JaxSource(context))
     return rollouts or Stream(context, open_source(context))
 
@@ -44,4 +45,4 @@ def open_source(context: RunContext) -> Source:
         return ServerSource(context, section)
     if section.type == "custom":
         return UserSource(context, section.function, make_user_source(context, section))
-    return JaxSource(context)
+    return JaxSource(context) if context.config.environment is None else EpisodeSource(context)

@@ -98,6 +98,8 @@ class Completions:
       fields: [B, P + C, ...] by name, values of the sampled tokens such as `log_probs`, as `TOKEN_FIELDS` declares
         them.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
+      failed: [B] bool, episodes that the world failed: they have no sampled token, and leave their group; None: none.
+      sampled: [B] the turns of each episode, as they were sampled, which the batch is checked against; None: no check.
       recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
@@ -112,6 +114,8 @@ class Completions:
     finish: Callable[[], Mapping[str, Any]] | None = None
     fields: TokenFields = dataclasses.field(default_factory=dict)
     rewards: Mapping[str, np.ndarray] | None = None
+    failed: np.ndarray | None = None
+    sampled: Sequence[Sequence[Any]] | None = None
     recorded_rows: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)

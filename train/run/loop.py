@@ -144,7 +144,7 @@ def rl_step(
         leave_if_stopping(together=True)
 
     enter(step + 1, "update")
-    batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
+    batch = dataclasses.replace(scored, rewards=rollout.batch.rewards, kept_mask=rollout.batch.kept_mask)
     batch, controllers, metrics = programs.prepare(batch, state.controllers)
     state, metrics, values_of_tokens = _make_updates(
         context, programs, weights, state, batch, controllers=controllers, metrics=metrics, packing=packing, step=step

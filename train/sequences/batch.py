@@ -47,7 +47,7 @@ class Batch:
       returns: [B, T] targets of the value head.
       correction_weights: [B, T] importance weights of the policy term; 0 where a token is rejected.
       kept_mask: [B, T] bool, the tokens of the completion mask that no correction rejected and that were not dropped
-        for an advantage of 0; None if all are kept.
+        for an advantage of 0, or with an unfinished completion; None if all are kept.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
       kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
       entropy_token_weights: [B, T] the same for the entropy bonus; None if it is reduced as the loss.

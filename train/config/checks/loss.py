@@ -124,6 +124,16 @@ def _rows_and_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
+def _unfinished(config: Config) -> Iterator[Problem]:
+    if config.loss.unfinished == "drop" and config.loss.rejected_tokens == "count":
+        yield problem(
+            "got drop, which takes completions out of the denominators, but loss.rejected_tokens is count; set only "
+            "one of them",
+            "loss.unfinished",
+            "loss.rejected_tokens",
+        )
+
+
 def _entropy(config: Config) -> Iterator[Problem]:
     if config.loss.entropy_aggregation is not None and not config.loss.has_entropy_term():
         yield problem(
@@ -172,6 +182,7 @@ CHECKS = (
     _no_advantages,
     _groups,
     _rows_and_tokens,
+    _unfinished,
     _balance,
     _entropy,
     _whole_update,

@@ -154,4 +154,32 @@ def _user_source(config: Config) -> Iterator[Problem]:
         yield from function_problems(source.function, source.arguments, name, arguments, supplied=("context",))
 
 
-CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens)
+def _environment(config: Config) -> Iterator[Problem]:
+    """Checks what the engine of episodes does not do, and what reads one completion a row."""
+    section, environment = config.rollout, config.environment
+    if environment is None:
+        return
+    if section.source.type != "jax":
+        yield problem(
+            f"got one, but rollout.source.type {section.source.type} draws no turns; set that to jax",
+            "environment",
+            "rollout.source.type",
+        )
+    refused = [
+        ("rollout.record", section.record, "a recording has one completion a row"),
+        ("rollout.slots", section.slots, "environment.rows sets the rows of the engine"),
+        ("rollout.record_kept_tokens", section.record_kept_tokens, "the engine does not record them"),
+        ("rollout.mesh", section.mesh, "episodes run on one device"),
+    ]
+    for field, value, reason in refused:
+        if value not in (None, False):
+            yield problem(f"got {value!r}, but there is an environment, and {reason}", field, "environment")
+    if environment.turn_tokens is not None and environment.turn_tokens > config.data.max_completion_length:
+        yield problem(
+            f"got {environment.turn_tokens}, more than data.max_completion_length, which is the limit of an episode",
+            "environment.turn_tokens",
+            "data.max_completion_length",
+        )
+
+
+CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens, _environment)

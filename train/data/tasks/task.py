@@ -18,6 +18,7 @@ class Example:
       messages: (role, text) pairs for a chat template; empty means one user message with the prompt.
       record: fields of the line that the example was read from.
       prompt_ids, solution_ids: cached tokens, so that no text is tokenized twice.
+      solution_mask: for each of `solution_ids` whether the warm start trains it; None: all. Observations are not.
     """
 
     prompt: str
@@ -27,6 +28,7 @@ class Example:
     record: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prompt_ids: np.ndarray | None = field(default=None, compare=False, repr=False)
     solution_ids: np.ndarray | None = field(default=None, compare=False, repr=False)
+    solution_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def conversation(self) -> tuple[tuple[str, str], ...]:
         """Returns `messages`, or the prompt as one user message."""

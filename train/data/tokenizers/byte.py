@@ -1,9 +1,9 @@
 """A byte-level tokenizer, which encodes every string without a download."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.config.model import BYTE_VOCABULARY
 from train.data.tokenizers.protocol import UNKNOWN
@@ -72,6 +72,25 @@ class ByteTokenizer:
     def solution_ids(self, example: "Example") -> list[int]:
         """Returns the bytes of the solution and EOS."""
         return [*self.encode(example.solution), self.eos_id]
+
+    @property
+    def has_template(self) -> bool:
+        """False: there is no chat template."""
+        return False
+
+    def messages(self, example: "Example") -> list[dict[str, str]]:
+        """Returns the messages of a prompt."""
+        return [{"role": role, "content": text} for role, text in example.conversation()]
+
+    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
+        """Encodes the prompt of an episode, which tells no tools."""
+        return self.prompt_ids(example)
+
+    def observation_ids(
+        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
+    ) -> list[int]:
+        """Returns the bytes of an observation."""
+        return self.encode(text)
 
     def token_bytes(self) -> list[bytes]:
         """Returns the bytes of each id; BOS, padding and later ids are U+FFFD, as in `decode`."""

@@ -39,14 +39,16 @@ class ChatTemplate:
         if "syntax" in checked:
             raise ValueError(f"the chat template is not valid jinja2: {checked['syntax']}")
 
-    def render(self, messages: Messages, *, reply: bool) -> str:
+    def render(self, messages: Messages, *, reply: bool, tools: Sequence[Any] | None = None) -> str:
         """Renders the conversation; with `reply`, up to the start of the next assistant message.
+
+        `tools` are JSON schemas, as transformers passes them.
 
         Raises:
           ValueError: the template rejects the conversation, fails, or exceeds a limit; quotes its message.
         """
         conversation = {"messages": [dict(message) for message in messages], "add_generation_prompt": reply}
-        rendered = self._ask({**self._variables, **conversation, "tools": None, "documents": None})
+        rendered = self._ask({**self._variables, **conversation, "tools": tools, "documents": None})
         if "error" in rendered:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses messages of {roles}: {rendered['error']}")

@@ -2,8 +2,9 @@
 
 import itertools
 import json
+import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from train.data.tokenizers.protocol import UNKNOWN
 
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
+
+REPLY, OBSERVATION = "\u2402reply\u2402", "\u2402observation\u2402"
+"""Texts that stand for a reply and an observation while a template is rendered."""
 
 
 class FolderTokenizer:
@@ -202,6 +206,86 @@ class FolderTokenizer:
             self._spaces[token] = ids[: len(head)] == head and self._decode_pieces(ids[len(head) :]) == f" {word}"
         return self._spaces[token]
 
+    def plain_ids(self, text: str, before: Sequence[int]) -> list[int]:
+        """Encodes a text as it goes on after `before`, as text: control tokens' texts in it do not become such tokens.
+
+        Raises:
+          UserError: the vocabulary spells a control token in no other way.
+        """
+        ids = encode_continuation(self, before, text)
+        if not any(token in self._added for token in ids):
+            return ids
+        # No piece holds the whole text of a control token.
+        pieces = re.split("|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self._marks), text)
+        ids = []
+        for piece in pieces:
+            ids += encode_continuation(self, [*before, *ids], piece)
+        if any(token in self._added for token in ids):
+            raise UserError(f"model.path: the tokenizer writes a control token for the text {text[:80]!r}")
+        return ids
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        """The texts of added tokens, which are more than one letter."""
+        return [text for text in self._added.values() if len(text) > 1]
+
+    def observation_ids(
+        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
+    ) -> list[int]:
+        """Encodes what follows a sampled reply up to the next one: an observation, and what is around it.
+
+        The template renders the conversation with a mark in place of the reply and of the observation: the reply is
+        never encoded again, and an observation is encoded as text, alone.
+
+        Args:
+          messages: the conversation before the reply.
+          text: the observation.
+          role: of its message.
+          before: all ids so far, which end with the reply.
+          tools: JSON schemas, as in the prompt.
+
+        Raises:
+          UserError: the template refuses the messages, or changes what it is given.
+        """
+        if self._template is None:
+            return self.plain_ids(text, before)
+        conversation = [*messages, {"role": "assistant", "content": REPLY}, {"role": role, "content": OBSERVATION}]
+        try:
+            rendered = self._template.render(conversation, reply=True, tools=tools)
+        except ValueError as error:
+            raise UserError(f"environment: {error}") from error
+        _, found, rest = rendered.rpartition(REPLY)
+        start, seen, end = rest.partition(OBSERVATION)
+        if not found or not seen:
+            raise UserError(f"environment: the chat template does not write messages of {role} as they are")
+        if before[-1] in self.eos_ids:
+            start = start.removeprefix(self.decode_all([before[-1]]))
+        if not any(token in self._added for token in self.encode(text)):
+            return self.encode(start + text + end)
+        head = self.encode(start)
+        return [*head, *self.plain_ids(text, [*before, *head]), *self.encode(end)]
+
+    def messages(self, example: "Example") -> list[dict[str, str]]:
+        """Returns the messages of a prompt."""
+        messages = [{"role": role, "content": text} for role, text in example.conversation()]
+        if self._system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        return messages
+
+    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
+        """Encodes the prompt of an episode, which the template tells the tools; as `prompt_ids` without a template."""
+        if self._template is None or not tools:
+            return self.prompt_ids(example)
+        try:
+            return self.encode(self._template.render(self.messages(example), reply=True, tools=tools))
+        except ValueError as error:
+            raise UserError(f"environment: {error}; prompt {example.prompt[:80]!r}") from error
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations are written by a chat template."""
+        return self._template is not None
+
     def prompt_ids(self, example: "Example") -> list[int]:
         """Encodes the conversation up to the reply, or, without a template, the special ids and the prompt.
 
@@ -230,9 +314,7 @@ class FolderTokenizer:
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
 
     def _render(self, template: ChatTemplate, example: "Example", *, answer: str | None) -> str:
-        messages = [{"role": role, "content": text} for role, text in example.conversation()]
-        if self._system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
+        messages = self.messages(example)
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
         try:

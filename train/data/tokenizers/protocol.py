@@ -1,7 +1,7 @@
 """The protocol of tokenizers."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
@@ -53,3 +53,24 @@ class Tokenizer(Protocol):
 
     def token_bytes(self) -> list[bytes]:
         """Returns the bytes of each of `vocab_size` ids; empty for EOS ids."""
+
+
+class EpisodeTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also writes the turns of episodes."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations are written by a chat template."""
+        ...
+
+    def messages(self, example: "Example") -> list[dict[str, str]]:
+        """Returns the messages of a prompt."""
+        ...
+
+    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
+        """Encodes the prompt of an episode, which the chat template tells the tools."""
+
+    def observation_ids(
+        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
+    ) -> list[int]:
+        """Encodes what follows a sampled reply up to the next one: an observation, as text, within its message."""

@@ -1,0 +1,31 @@
+"""The environment section: its checks, and what it refuses beside it."""
+
+import pytest
+
+from tests import tiny
+from train.config.errors import UserError
+
+ENVIRONMENT = "environment={name: 'mine:Calculator'}"
+
+
+def test_environment_has_defaults():
+    section = tiny.config_of(ENVIRONMENT).environment
+    assert (section.max_turns, section.step_seconds, section.processes) == (8, 60.0, 1)
+    assert tiny.config_of().environment is None
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("rollout.record=recorded", "rollout.record: got 'recorded', but there is an environment, and a recording has"),
+        ("rollout.slots=4", "rollout.slots: got 4, but there is an environment, and environment.rows sets"),
+        ("rollout.source={type: openai, url: 'http://a:1', model: m}", "environment: got one, but rollout.source.type"),
+        ("environment.turn_tokens=9", "environment.turn_tokens: got 9, more than data.max_completion_length"),
+        ("environment.max_turns=0", "environment.max_turns: got 0, expected an integer >= 1"),
+        ("environment.max_failures=2", "environment.max_failures: got 2"),
+    ],
+)
+def test_combination_that_cannot_run_is_refused(option, message):
+    with pytest.raises(UserError) as error:
+        tiny.config_of(ENVIRONMENT, option)
+    assert message in str(error.value)

@@ -1,0 +1,84 @@
+"""Observations between sampled replies: encoded as text, within what the chat template writes around them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train.data.test_tokenizer_folder import FOLDERS
+from train.config.errors import UserError
+from train.data.prompts import encode_solutions, keep_solutions
+from train.data.tasks import Example
+from train.data.tokenizers import ByteTokenizer, encode_continuation
+from train.data.tokenizers.files import load_folder
+
+KINDS = ("chatml", "gemma", "llama3")
+EXAMPLE = Example("How many?", "", "", messages=(("user", "How many?"),))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request):
+    arguments = {"date_string": "26 Jul 2024"} if request.param == "llama3" else None
+    return load_folder(FOLDERS / request.param, arguments=arguments)
+
+
+def observed(tokenizer, text, reply="Tom has seven.", *, ended=True):
+    """The prompt with a sampled reply, and the ids of an observation after it."""
+    end = [tokenizer.eos_ids[0]] if ended else []
+    prompt = tokenizer.prompt_ids(EXAMPLE)
+    ids = [*prompt, *encode_continuation(tokenizer, prompt, reply), *end]
+    return ids, tokenizer.observation_ids(tokenizer.messages(EXAMPLE), text, role="user", before=ids)
+
+
+def test_episode_has_the_text_of_the_rendered_conversation(tokenizer):
+    messages = (*EXAMPLE.messages, ("assistant", "Tom has seven."), ("user", "and apples"))
+    expected = tokenizer.decode_all(tokenizer.prompt_ids(Example("", "", "", messages=messages)))
+    template_end = tokenizer._added[tokenizer.eos_ids[0]]
+    reply_end = expected.split("Tom has seven.")[1]
+    if reply_end.startswith(template_end):
+        ids, after = observed(tokenizer, "and apples")
+        assert tokenizer.decode_all([*ids, *after]) == expected
+    ids, after = observed(tokenizer, "and apples", ended=False)
+    assert tokenizer.decode_all([*ids, *after]) == expected
+
+
+@given(st.data())
+def test_observation_never_becomes_a_control_token(tokenizer, data):
+    controls = [text for text in tokenizer._added.values() if len(text) > 1]
+    text = "".join(data.draw(st.lists(st.sampled_from([*controls, "Tom ", "7", "<", "|>"]), max_size=4)))
+    _, plain = observed(tokenizer, "Tom")
+    _, after = observed(tokenizer, text)
+    count = [sum(token in tokenizer._added for token in ids) for ids in (plain, after)]
+    assert count[0] == count[1]
+    assert text in tokenizer.decode_all(after)
+
+
+def test_bytes_are_appended():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.observation_ids([], "<eos>", role="tool", before=[1]) == list(b"<eos>")
+
+
+def test_template_that_changes_observations_is_refused(tmp_path):
+    for file in (FOLDERS / "chatml").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_folder(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^environment: the chat template does not write messages of user as they are$"
+    ):
+        observed(tokenizer, "and")
+
+
+def test_warm_start_leaves_observations_out():
+    ids = [ord("a"), 257, ord("b"), ord("c"), 257]
+    masked = Example("?", "", "x", solution_ids=ids, solution_mask=[True, True, False, True, True])
+    batch = encode_solutions([masked, Example("?", "", "x")], ByteTokenizer(), prompt_length=2, completion_length=6)
+    assert batch.completion_mask.tolist() == [
+        [False, False, True, True, False, True, True, False],
+        [False, False, True, True, False, False, False, False],
+    ]
+    wrong = Example("?", "", "x", solution_ids=ids, solution_mask=[True])
+    with pytest.raises(
+        UserError, match=r"^solution_mask: got 1 entries for the 5 tokens of the solution of '\?', expected"
+    ):
+        keep_solutions([wrong], ByteTokenizer(), 9)

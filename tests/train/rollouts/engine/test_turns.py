@@ -1,0 +1,219 @@
+"""Turns: what is drawn in chunks over cached rows is what the trainer computes over whole sequences."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from train.models import Decoder, DecoderConfig
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
+from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
+from train.rollouts.engine.schedule import session_keys
+from train.rollouts.sampler import Sampling, sample, stop_table
+
+MODEL = Decoder(
+    DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, final_softcap=9.0)
+)
+SIZES = EngineSizes(4, 64, 4, (2, 4), (64,), (ExtendSize(24, 4, 12),))
+score = jax.jit(token_stats, static_argnames="temperature")
+complete = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "group"))
+ROWS = 24  # as many for every call, so that they share a program
+KEY, EOS, STOP, WIDTH, SESSIONS = jax.random.key(3), 5, "bc", 64, 7
+TEMPERATURE = 0.8
+
+
+def policy_of(seed: int = 0) -> kljax.Policy:
+    params = tiny.drawn(MODEL, jax.random.key(seed))
+    params["embed_tokens"]["embedding"] *= 12
+    return kljax.Policy(params)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    engine = TurnEngine(
+        MODEL,
+        SIZES,
+        sampling=Sampling(TEMPERATURE),
+        eos_ids=(EOS,),
+        stop=stop_table([STOP], [bytes([97 + token]) for token in range(24)]),
+    )
+    engine.update(policy_of(), 0)
+    return engine
+
+
+@pytest.fixture
+def engine(compiled):
+    compiled.update(policy_of(), 0)
+    compiled.forget()
+    compiled.count.clear()
+    compiled.greedy = False
+    return compiled
+
+
+def prompts_of(lengths) -> list[list[int]]:
+    return [np.random.default_rng(row).integers(6, 24, length).tolist() for row, length in enumerate(lengths)]
+
+
+def run(engine, turns, *, between=lambda number: None) -> list[Turn]:
+    for turn in turns:
+        engine.submit(turn)
+    ended, number = [], 0
+    while not engine.is_idle():
+        ended += engine.step()
+        between(number)
+        number += 1
+    assert {id(turn) for turn in ended} == {id(turn) for turn in turns}
+    return turns
+
+
+def episodes(engine) -> list[Turn]:
+    """Three turns of more sessions than there are rows, with observations of other lengths between them."""
+    keys = session_keys(KEY, SESSIONS)
+    prompts = prompts_of([9, 1, 14, 3, 6, 2, 11])
+    turns = run(engine, [Turn(prompts[s], 7, keys[s], session=s) for s in range(SESSIONS)])
+    history = list(turns)
+    for number in (1, 2):
+        seen = prompts_of([number + s for s in range(SESSIONS)])
+        turns = [Turn(t.all_ids() + seen[t.session], 7, t.key, 7 * number, t.session) for t in turns]
+        history += run(engine, turns)
+    return history
+
+
+def errors(turns, policy) -> np.ndarray:
+    """How far the log-probs of turns are from those of the trainer."""
+    tokens, log_probs = np.zeros((ROWS, WIDTH), np.int32), np.zeros((ROWS, WIDTH))
+    real, drawn = np.zeros((2, ROWS, WIDTH), bool)
+    for row, turn in enumerate(turns):
+        start, end = len(turn.ids), len(turn.all_ids())
+        tokens[row, :end], real[row, :end], drawn[row, start:end] = turn.all_ids(), True, True
+        log_probs[row, start:end] = turn.log_probs
+    stats, _ = score(ScoredPolicy(MODEL, policy), Sequences.rows(tokens, real, drawn), temperature=TEMPERATURE)
+    return np.abs(np.asarray(stats.log_prob) - log_probs)[drawn]
+
+
+def test_log_probs_with_evicted_rows_equal_the_trainer(engine):
+    history = episodes(engine)
+    assert engine.count["evicted"] > 0
+    assert {turn.finish for turn in history} == {"stop", "length"}
+    assert errors(history, policy_of()).max() < 5e-6
+
+
+def test_first_turns_draw_the_tokens_of_the_sampler(engine):
+    prompts = prompts_of([9, 2, 14])
+    keys = session_keys(KEY, 6)
+    turns = run(engine, [Turn(prompts[row // 2], 9, keys[row], session=row) for row in range(6)])
+    tokens, mask = np.zeros((3, 14), np.int32), np.zeros((3, 14), bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, 14 - len(prompt) :], mask[row, 14 - len(prompt) :] = prompt, True
+    stop = engine.programs.stop
+    sampling = {
+        "sampling": Sampling(TEMPERATURE),
+        "eos_ids": jnp.array([EOS]),
+        "stop": stop,
+        "group": 2,
+        "max_new_tokens": 9,
+    }
+    drawn = complete(MODEL, policy_of(), jnp.asarray(tokens), jnp.asarray(mask), key=KEY, **sampling)
+    expected = [row[mask].tolist() for row, mask in zip(drawn.tokens, drawn.completion_mask, strict=True)]
+    assert [turn.tokens for turn in turns] == expected
+    assert [turn.finish == "stop" for turn in turns] == drawn.finished.tolist()
+
+
+def test_prompt_of_a_group_is_run_once(engine):
+    (prompt,) = prompts_of([11])
+    keys = session_keys(KEY, 4)
+    run(engine, [Turn(list(prompt), 3, keys[row], session=row) for row in range(4)])
+    assert engine.count["prefilled"] == len(prompt)
+
+
+def test_shared_beginning_is_copied(engine):
+    (prompt,) = prompts_of([40])
+    keys = session_keys(KEY, 3)
+    turns = run(engine, [Turn([*prompt, 6 + row], 3, keys[row], session=row) for row in range(3)])
+    assert engine.count["copied"] == 80
+    assert engine.count["prefilled"] == 43
+    assert errors(turns, policy_of()).max() < 5e-6
+
+
+def test_schedule_is_a_function_of_the_turns(engine):
+    first = [(turn.tokens, turn.log_probs) for turn in episodes(engine)]
+    engine.forget()
+    assert [(turn.tokens, turn.log_probs) for turn in episodes(engine)] == first
+
+
+def test_new_weights_in_the_middle_of_a_turn_draw_its_next_tokens(engine):
+    prompts, keys = prompts_of([9, 8, 7]), session_keys(KEY, 3)
+
+    def between(number: int) -> None:
+        if number == 0:
+            engine.update(policy_of(1), 1)
+
+    turns = [Turn(prompt, 12, keys[row], session=row) for row, prompt in enumerate(prompts)]
+    run(engine, turns, between=between)
+    mixed = [turn for turn in turns if {*turn.versions} == {0, 1}]
+    assert mixed
+    for turn in mixed:
+        count = turn.versions.count(0)
+        old = Turn(turn.ids, 12, turn.key, tokens=turn.tokens[:count], log_probs=turn.log_probs[:count])
+        new = Turn(turn.all_ids()[: len(turn.ids) + count], 12, turn.key)
+        new.tokens, new.log_probs = turn.tokens[count:], turn.log_probs[count:]
+        assert errors([old], policy_of()).max() < 5e-6
+        assert errors([new], policy_of(1)).max() < 5e-6
+
+
+def test_greedy_turns_take_the_most_probable_tokens(engine):
+    engine.greedy = True
+    (turn,) = run(engine, [Turn(prompts_of([9])[0], 6, session_keys(KEY, 1)[0])])
+    tokens = jnp.asarray([turn.ids]), jnp.ones((1, 9), bool)
+    sampling = Sampling(TEMPERATURE, greedy=True)
+    drawn = complete(
+        MODEL, policy_of(), *tokens, key=KEY, max_new_tokens=6, sampling=sampling, eos_ids=jnp.array([EOS])
+    )
+    assert drawn.tokens[0, 9 : 9 + len(turn.tokens)].tolist() == turn.tokens
+
+
+def test_cancelled_turn_leaves_its_row(engine):
+    keys = session_keys(KEY, 5)
+    turns = [Turn(prompt, 20, keys[row], session=row) for row, prompt in enumerate(prompts_of([9] * 5))]
+    for turn in turns:
+        engine.submit(turn)
+    ended = engine.step()
+    left = [turn for turn in turns if not turn.finish]
+    cancelled = [left[0], left[-1]]  # one of them is under way, and one waits
+    for turn in cancelled:
+        engine.cancel(turn)
+    while not engine.is_idle():
+        ended += engine.step()
+    assert {*ended} == {*turns} - {*cancelled}
+    assert errors(ended, policy_of()).max() < 5e-6
+
+
+@pytest.mark.parametrize(("ids", "limit"), [([], 3), ([6], 0), ([6] * 60, 5)])
+def test_turn_that_does_not_fit_is_refused(engine, ids, limit):
+    with pytest.raises(
+        ValueError, match=r"^turn: got \d+ tokens and max_tokens \d+, expected at least 1 .* 64 together$"
+    ):
+        engine.submit(Turn(ids, limit, np.zeros(2, np.uint32)))
+
+
+def test_no_program_copies_the_pool(engine):
+    shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(engine.programs.make_pool())}
+    lines = [
+        (name, line) for name, program in engine.programs.compiled.items() for line in program.as_text().splitlines()
+    ]
+    assert any(shape in line for shape in shapes for name, line in lines)
+    copies = [(name, line) for name, line in lines if re.search(r" copy(-start)?\(", line)]
+    assert not [(name, line) for name, line in copies if any(shape in line for shape in shapes)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 20), (16, 300), (64, 392), (512, 4096)])
+def test_default_sizes_take_at_most_sixteen_programs(rows, columns):
+    sizes = EngineSizes.of(rows, columns)
+    puts = {(size.segments, size.width) for size in sizes.extends} | {(batch, sizes.chunk) for batch in sizes.batches}
+    assert (len(sizes.extends) + len(sizes.batches)) * len(sizes.lengths) + len(puts) + 1 <= 16
+    assert sizes.batches[-1] == rows
+    assert sizes.lengths[-1] == columns

@@ -1,0 +1,130 @@
+"""Environments in worker processes: two forms, and failures that are told apart from those of the policy."""
+
+from contextlib import closing
+
+import pytest
+
+from train.config.environment import EnvironmentSection
+from train.config.errors import UserError
+from train.rollouts.episodes.environments import Environments
+
+SOURCE = '''
+import os, time
+
+class Tools:
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+
+    def reset(self, answer):
+        self.answer, self.seen = answer, []
+        return None
+
+    def calc(self, expression: str, times: int = 1) -> str:
+        """Computes."""
+        self.seen.append(expression)
+        if expression == "hang":
+            time.sleep(60)
+        if expression == "die":
+            os._exit(3)
+        return str(sum(map(int, expression.split("+"))) * times)
+
+    def reward(self):
+        return {"reward": float(self.answer in self.seen) + self.bonus}
+
+class Steps:
+    def reset(self, **row):
+        self.row = row
+        return " (" + ", ".join(sorted(row)) + ")"
+
+    def step(self, text):
+        if text == "dict":
+            return {"observations": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True, "metadata": {}}
+        if text == "wrong":
+            return "seen"
+        return text[::-1], 1, False
+
+class Nothing:
+    def reset(self):
+        pass
+'''
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    file = tmp_path_factory.mktemp("environments") / "mine.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def opened(source, name, **options):
+    return closing(Environments(EnvironmentSection(name=f"{source}:{name}", **options)))
+
+
+def ask(environments, *questions):
+    return environments.answer(
+        [dict(zip(("do", "episode"), question[:2], strict=True), **question[2]) for question in questions]
+    )
+
+
+def test_methods_of_a_class_are_tools(source):
+    with opened(source, "Tools", arguments={"bonus": 0.25}) as environments:
+        assert environments.form == "tools"
+        (tool,) = environments.tools
+        assert tool["function"]["name"] == "calc"
+        assert tool["function"]["description"] == "Computes."
+        assert tool["function"]["parameters"] == {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["expression"],
+        }
+        assert ask(environments, ("reset", 0, {"row": {"answer": "5", "prompt": "?"}})) == [{"text": ""}]
+        call = {"tool": "calc", "arguments": {"expression": "2+3", "times": 2}}
+        assert ask(environments, ("call", 0, call)) == [{"text": "10"}]
+        assert ask(environments, ("call", 0, {"tool": "calc", "arguments": "5"})) == [{"text": "5"}]
+        wrong = [{"tool": "other", "arguments": {}}, {"tool": "calc", "arguments": {"e": 1}}]
+        refused = ask(environments, *(("call", 0, call) for call in wrong))
+        assert refused[0] == {"refused": "there is no tool 'other'; the tools are calc"}
+        assert refused[1]["refused"].startswith("calc: ")
+        (failed,) = ask(environments, ("call", 0, {"tool": "calc", "arguments": "x"}))
+        assert failed["failure"][0] == "exception"
+        assert "ValueError" in failed["failure"][1]
+        assert ask(environments, ("end", 0, {})) == [{"rewards": {"reward": 1.25}}]
+
+
+def test_steps_return_tuples_or_mappings(source):
+    with opened(source, "Steps") as environments:
+        assert environments.form == "text"
+        assert ask(environments, ("reset", 3, {"row": {"a": 1, "b": 2}})) == [{"text": " (a, b)"}]
+        assert ask(environments, ("step", 3, {"text": "ab"})) == [
+            {"text": "ba", "rewards": {"reward": 1.0}, "done": False}
+        ]
+        assert ask(environments, ("step", 3, {"text": "dict"})) == [
+            {"text": "seen", "rewards": {"reward": 0.5}, "done": True}
+        ]
+        ((name, text),) = [answer["failure"] for answer in ask(environments, ("step", 3, {"text": "wrong"}))]
+        assert (name, text) == ("exception", "step returned str, expected (observation, reward, done)")
+
+
+@pytest.mark.parametrize(("call", "failure"), [("hang", "timeout"), ("die", "ended")])
+def test_lost_process_loses_its_own_episodes(source, call, failure):
+    with opened(source, "Tools", step_seconds=5.0, processes=2) as environments:
+        ask(environments, *(("reset", number, {"row": {"answer": "1"}}) for number in range(4)))
+        answers = ask(
+            environments,
+            ("call", 0, {"tool": "calc", "arguments": call}),
+            ("call", 1, {"tool": "calc", "arguments": "1"}),
+            ("call", 2, {"tool": "calc", "arguments": "1"}),
+            ("call", 3, {"tool": "calc", "arguments": "1"}),
+        )
+        assert [answer.get("failure", ("",))[0] for answer in answers] == [failure, "", "lost", ""]
+        # The next episode of that process starts it again.
+        assert ask(environments, ("reset", 0, {"row": {"answer": "1"}})) == [{"text": ""}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Missing", "cannot import"), ("Nothing", "neither a method step nor tools"), ("SOURCE", "cannot import")],
+)
+def test_class_that_is_no_environment_is_refused(source, name, message):
+    with pytest.raises(UserError, match=f"^environment.name: got .*{message}"):
+        opened(source, name)

@@ -1,0 +1,184 @@
+"""Episodes as rows of a batch: scripted turns, an environment in a worker process, and what is trained of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from train.data.tasks import Example, Task
+from train.rollouts.collect import collect, verify_sampled
+from train.rollouts.engine import Turn
+from train.rollouts.episodes import EpisodeSource
+from train.rollouts.source import SourceError
+from train.rollouts.stream import Stream
+
+SOURCE = '''
+class Tools:
+    def reset(self, answer):
+        self.answer = answer
+
+    def add(self, numbers: str) -> str:
+        """Adds."""
+        if numbers == "outage":
+            raise ConnectionError("no answer")
+        return str(sum(map(int, numbers.split("+"))))
+
+class Rewarded(Tools):
+    def reward(self):
+        return 0.5
+
+class Steps:
+    def reset(self):
+        self.count = 0
+        return "x"
+
+    def step(self, text):
+        self.count += 1
+        return "again\\n", 0.25, text == "stop"
+'''
+EOS, LENGTH = 257, 24
+EXAMPLES = [Example("1+2", "3", "3"), Example("2+2", "4", "4")]
+
+
+class Scripted:
+    """An engine that answers with texts of a script, by episode and turn."""
+
+    def __init__(self, script) -> None:
+        self.script, self.turns, self.waiting, self.count, self.greedy = script, {}, [], {}, False
+
+    def update(self, policy, version) -> None:
+        self.version = version
+
+    def submit(self, turn: Turn) -> None:
+        self.waiting.append(turn)
+
+    def is_idle(self) -> bool:
+        return not self.waiting
+
+    def step(self) -> list[Turn]:
+        ended, self.waiting = self.waiting, []
+        for turn in ended:
+            number = self.turns[turn.session] = self.turns.get(turn.session, -1) + 1
+            texts = self.script[turn.session]
+            turn.tokens = ([*texts[min(number, len(texts) - 1)].encode(), EOS])[: turn.max_tokens]
+            turn.finish = "stop" if turn.tokens[-1] == EOS else "length"
+            turn.log_probs = [-0.25 * (turn.first + n + 1) for n in range(len(turn.tokens))]
+            turn.versions = [self.version] * len(turn.tokens)
+        return ended
+
+
+@pytest.fixture(scope="module")
+def source_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("environment") / "mine.py"
+    file.write_text(SOURCE)
+    return file
+
+
+@pytest.fixture
+def rollout(source_file, monkeypatch):
+    """Collects the batch of two prompts with two episodes each, whose turns follow a script."""
+    sources = []
+
+    def collected(name, script, *options):
+        config = tiny.config_of(
+            f"environment={{name: '{source_file}:{name}', max_turns: 3, max_failures: 0.5}}",
+            "rollout={prompts_per_step: 2, samples_per_prompt: 2}",
+            f"data.max_completion_length={LENGTH}",
+            *options,
+        )
+        task = Task("sums", EXAMPLES, [], lambda example, text, _: {"reward": float(text == example.answer)})
+        context = tiny.context_of(config, task=task)
+        monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: Scripted(script))
+        source = EpisodeSource(context)
+        sources.append(source)
+        source.update(None, 3)
+        return collect(context, Stream(context, source), 3)
+
+    yield collected
+    for source in sources:
+        source.close()
+
+
+@pytest.fixture(autouse=True)
+def _weights(monkeypatch):
+    monkeypatch.setattr("train.rollouts.stream.Stream.start", _start)
+
+
+def _start(self, requests):
+    for request in requests:
+        self._parts[request] = []
+    self._source.start(requests)
+
+
+def test_observations_are_holes_and_failures_leave_the_group(rollout):
+    drawn = rollout("Tools", [["add 1+2", "3"], ["3"], ["add outage"], ["4"]])
+    batch = drawn.batch
+    text = "add 1+2<eos>3\n3<eos>"
+    decoded = tiny.ByteTokenizer().decode_all(np.asarray(batch.tokens[0])[np.asarray(batch.token_mask[0])].tolist())
+    numbers = np.flatnonzero(np.asarray(batch.token_mask[0]))
+    prompts = np.asarray(drawn.completions.examples[0].prompt_ids)
+    assert decoded.endswith(text)
+    assert len(numbers) == len(prompts) + 8 + 2 + 2
+    assert (
+        np.asarray(batch.completion_mask[0])[numbers].tolist()
+        == [False] * len(prompts) + [True] * 8 + [False] * 2 + [True] * 2
+    )
+    assert np.asarray(batch.group_ids).tolist() == [0, 0, -1, 1]
+    assert np.asarray(batch.completion_mask).sum(1).tolist() == [10, 2, 0, 2]
+    right = {"1+2": "3", "2+2": "4"}
+    rewards = [
+        float(right[e.prompt] == t) for e, t in zip(drawn.completions.examples, ["3", "3", "", "4"], strict=True)
+    ]
+    np.testing.assert_array_equal(batch.rewards, rewards)
+    assert drawn.metrics["episodes_failed_exception"] == 1
+    assert drawn.metrics["episode_turns"] == pytest.approx(4 / 3)
+    assert drawn.metrics["reward"] == pytest.approx(sum(rewards[:2] + rewards[3:]) / 3)
+    assert drawn.metrics["episode_truncated"] == 0
+
+
+def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
+    drawn = rollout(
+        "Rewarded", [["<tool_call>{</tool_call>", "3"], ["3"], ["3"], ["3"]], "data.max_completion_length=80"
+    )
+    assert drawn.completions.finished.all()
+    assert drawn.metrics["episode_refused_calls"] == 0.25
+    assert drawn.batch.rewards.tolist() == [0.5] * 4
+    assert drawn.batch.group_ids.tolist() == [0, 0, 1, 1]
+    text = tiny.ByteTokenizer().decode_all(np.asarray(drawn.batch.tokens[0]).tolist())
+    assert "</tool_call><eos>error: the call is not JSON\n3<eos>" in text
+
+
+def test_limits_end_episodes_that_are_not_finished(rollout):
+    drawn = rollout(
+        "Steps", [["go"], ["stop"], ["a long turn that uses every token up"], ["stop"]], "optim.share_prompts=false"
+    )
+    assert drawn.completions.finished.tolist() == [False, True, False, True]
+    assert drawn.metrics["episode_truncated"] == 0.5
+    assert drawn.batch.rewards.tolist() == [0.75, 0.25, 0.0, 0.25]
+    assert np.asarray(drawn.batch.completion_mask).sum(1).tolist()[1:] == [5, LENGTH, 5]
+
+
+def test_too_many_failures_end_the_run(rollout):
+    with pytest.raises(
+        SourceError, match=r"^environment.max_failures: got 0.5, but 3 of 4 episodes failed \(3 exc.*no answer"
+    ):
+        rollout("Tools", [["add outage"], ["add outage"], ["add outage"], ["3"]])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("tokens", -23, "other ids"),
+        ("rollout_log_probs", -24, "other log-probs"),
+        ("completion_mask", -24, "trained tokens that were not sampled"),
+    ],
+)
+def test_batch_that_is_not_what_was_sampled_is_refused(rollout, name, column, message):
+    drawn = rollout("Tools", [["add 1+2", "3"], ["3"], ["3"], ["4"]])
+    array = getattr(drawn.batch, name)
+    changed = array.at[0, column].set(~array[0, column] if array.dtype == bool else array[0, column] + 1)
+    batch = dataclasses.replace(drawn.batch, **{name: changed})
+    verify_sampled(drawn.batch, drawn.completions.sampled)
+    with pytest.raises(SourceError, match=f"^rollout: row 0 of the batch has {message}"):
+        verify_sampled(batch, drawn.completions.sampled)

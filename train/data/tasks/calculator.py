@@ -1,0 +1,64 @@
+"""`a times b plus c` for an episode with a calculator, and demonstrations of a teacher that often does without it."""
+
+import random
+
+import numpy as np
+
+from train.data.environments.calculator import compute
+from train.data.tasks.task import Example, Task
+from train.data.tokenizers import ByteTokenizer
+
+LEAST, MOST = 2, 99
+
+
+def task(problems: int, held_out: int, wrong: float) -> Task:
+    """Makes the task for a model of bytes.
+
+    Args:
+      problems: number of training problems.
+      held_out: number of held-out problems, none of them a training problem.
+      wrong: share of demonstrations that guess the answer; half as many calls leave a number out, and half as many
+        answers are copied wrongly.
+    """
+    rng = random.Random(0)
+    every = [(a, b, c) for a in range(LEAST, MOST + 1) for b in range(LEAST, MOST + 1) for c in range(LEAST, MOST + 1)]
+    chosen = rng.sample(every, problems + held_out)
+    examples = [_example(numbers, rng, wrong) for numbers in chosen]
+    return Task("calculator", train=examples[held_out:], eval=examples[:held_out], score=_score)
+
+
+def _example(numbers: tuple[int, int, int], rng: random.Random, wrong: float) -> Example:
+    first, second, third = numbers
+    answer = str(first * second + third)
+    ids, mask = list[int](), list[bool]()
+    tokenizer = ByteTokenizer()
+
+    def write(text: str, *, sampled: bool) -> None:
+        written = [*tokenizer.encode(text), *([tokenizer.eos_id] if sampled else [])]
+        ids.extend(written)
+        mask.extend([sampled] * len(written))
+
+    last = answer
+    if rng.random() < wrong:
+        last = "".join(rng.choice("0123456789") for _ in answer)
+    else:
+        expression = f"{first}*{second}" if rng.random() < wrong / 2 else f"{first}*{second}+{third}"
+        write(f"calc {expression}", sampled=True)
+        last = compute(expression)
+        write(f"{last}\n", sampled=False)
+        if rng.random() < wrong / 2:
+            place = rng.randrange(len(last))
+            last = last[:place] + rng.choice("0123456789") + last[place + 1 :]
+    write(last, sampled=True)
+    return Example(
+        f"{first} times {second} plus {third}?\n",
+        answer,
+        answer,
+        solution_ids=np.array(ids, np.int32),
+        solution_mask=np.array(mask),
+    )
+
+
+def _score(example: Example, text: str, finished: bool) -> dict[str, float]:
+    correct = float(finished and text == example.answer)
+    return {"reward": correct, "correct": correct}

@@ -1,0 +1,54 @@
+"""Tool calls in the text of a turn."""
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""The form of Qwen and Hermes."""
+
+
+class ToolCall(NamedTuple):
+    """A tool call: its name, and its arguments by name or a text, the first of them; or why it cannot be read."""
+
+    name: str
+    arguments: dict[str, Any] | str
+    problem: str | None = None
+
+
+def parse_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
+    """Finds the tool calls of a turn: `<tool_call>` with JSON, or a text that begins with the name of a tool.
+
+    The second form is for models without a chat template: `calc 2*3` is a call of `calc` with the text `2*3`.
+
+    Example:
+      >>> parse_calls('<tool_call>{"name": "calc", "arguments": {"e": "1"}}</tool_call>', ["calc"])
+      [ToolCall(name='calc', arguments={'e': '1'}, problem=None)]
+      >>> parse_calls("calc 2*3", ["calc"])
+      [ToolCall(name='calc', arguments='2*3', problem=None)]
+      >>> parse_calls("The answer is 6.", ["calc"])
+      []
+      >>> parse_calls('<tool_call>{"name": </tool_call>', ["calc"])[0].problem
+      'the call is not JSON'
+    """
+    calls = [_parse(match[1]) for match in CALL.finditer(text)]
+    if not calls and "<tool_call>" in text:
+        return [ToolCall("", "", "the call has no </tool_call>")]
+    name, _, rest = text.strip().partition(" ")
+    if not calls and name in tools:
+        return [ToolCall(name, rest)]
+    return calls
+
+
+def _parse(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return ToolCall("", "", "the call is not JSON")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", "", "the call has no name")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], "", "the arguments are no object")
+    return ToolCall(call["name"], arguments)

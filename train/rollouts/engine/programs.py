@@ -1,0 +1,384 @@
+"""The compiled programs of the engine: for each size one, compiled before the first request.
+
+What a program reads of the pool and what it writes there are two programs: one that does both with a donated pool
+copies it.
+
+Shapes: R rows of the pool, S old columns, N new tokens in E segments, B rows of a chunk, V vocabulary.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kljax
+from train.models import Decoder, Transformer, rope_tables
+from train.models.blocks import layer_stacks
+from train.models.cache import DecoderState, GroupCache, SlotCache
+from train.models.head import make_logits
+from train.models.parameters import bind
+from train.rollouts.engine.pool import (
+    NewTokens,
+    Pool,
+    SegmentCache,
+    by_layer,
+    by_stack,
+    copy_row,
+    make_pool,
+    put_rows,
+    take_rows,
+)
+from train.rollouts.sampler import Sampling, StopTable
+from train.rollouts.sampler.draw import draw
+
+log = logging.getLogger(__name__)
+Tree = Any
+
+
+class ExtendSize(NamedTuple):
+    """The size of a program that runs new tokens.
+
+    Attributes:
+      tokens: N, of all segments together.
+      segments: E, the most of them.
+      width: T, the longest.
+    """
+
+    tokens: int
+    segments: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSizes:
+    """The sizes for which programs are compiled. More of them waste less, and take longer to compile.
+
+    Attributes:
+      rows: R, sessions that keep their cache.
+      columns: the most tokens of a session.
+      chunk: decode steps of a chunk, between which rows join and leave.
+      batches: B, rows of a chunk, ascending; the last is at most R.
+      lengths: S, ascending; the last is `columns`.
+      extends: in any order.
+    """
+
+    rows: int
+    columns: int
+    chunk: int
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    extends: tuple[ExtendSize, ...]
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> "EngineSizes":
+        """Chooses the sizes for so many rows of so many tokens: at most 13 programs."""
+        batches = (rows // 4, rows) if rows >= 16 else (rows,)
+        lengths = (columns // 2, columns) if columns >= 256 else (columns,)
+        width = min(columns, 32)
+        extends: tuple[ExtendSize, ...] = (ExtendSize(min(rows * width, 64), min(rows, 4), width),)
+        if rows > 4:
+            extends += (ExtendSize(min(rows * width, 256), min(rows, 12), width),)
+        return cls(rows, columns, 8, batches, lengths, extends)
+
+    @property
+    def slack(self) -> int:
+        """Columns after the last, which take what is written for rows that end before."""
+        return max(self.chunk, *(size.width for size in self.extends))
+
+
+class DrawnTokens(NamedTuple):
+    """Tokens that were drawn: [B] of an extend, [B, chunk] of a chunk; and how many of each row, [B]."""
+
+    tokens: Any
+    log_probs: Any
+    counts: Any
+    stop_states: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a program, on the host.
+
+    Attributes:
+      rows: [B] int32, their numbers in the pool; of missing ones any, with a length after the last column.
+      lengths: [B] int32, tokens that are in the cache.
+      keys: [B, 2] uint32, data of the key of each row's session.
+      numbers: [B] int32, the number of the next token, of those of its session that the key draws.
+      stop_states: [B] int32, of the search for stop strings, before the next token.
+    """
+
+    rows: Any
+    lengths: Any
+    keys: Any
+    numbers: Any
+    stop_states: Any
+
+    @classmethod
+    def empty(cls, count: int, columns: int) -> "ChunkRows":
+        """Makes missing rows: what they write goes to the columns after the last."""
+        zeros = (np.zeros(count, np.int32) for _ in range(3))
+        keys, lengths = np.zeros((count, 2), np.uint32), np.full(count, columns, np.int32)
+        return cls(next(zeros), lengths, keys, next(zeros), next(zeros))
+
+
+class EnginePrograms:
+    """The programs for one model and one sampling distribution, on one device.
+
+    Attributes:
+      compiled: the executables by their names.
+
+    Args:
+      model: the decoder, with attention in all layers.
+      sizes: of the programs.
+      sampling: temperature and filters; `record_kept_tokens` and `record_routes` are off.
+      eos_ids: [E], the tokens that end a turn.
+      stop: the table of strings that end a turn, or None.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sizes: EngineSizes,
+        *,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        stop: StopTable | None = None,
+    ) -> None:
+        self.model, self.sizes, self.sampling, self.stop = model, sizes, sampling, stop
+        self.compiled: dict[str, Any] = {}
+        self._layers = [list(stack.layers) for stack in layer_stacks(model.config)]
+        self._eos = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
+        self._structure: Any = None
+        self._unstack = jax.jit(self._prepared)
+
+    def make_pool(self) -> Pool:
+        """Makes an empty pool; its rows have some columns more than sessions have tokens."""
+        return make_pool(self.model.config, self.sizes.rows, self.sizes.columns + self.sizes.slack)
+
+    def weights(self, policy: kljax.Policy) -> list[jax.Array]:
+        """Takes the layers out of their stacks, once for all chunks, which would each copy all weights otherwise."""
+        leaves, self._structure = jax.tree.flatten(self._unstack(policy))
+        return leaves
+
+    def _prepared(self, policy: kljax.Policy) -> tuple[Transformer, Tree]:
+        head = "embed_tokens" if self.model.config.tie_embeddings else "lm_head"
+        return bind(self.model, policy).unrolled(), {head: policy.params[head]}
+
+    def compile(self, weights: list[jax.Array], pool: Pool) -> None:
+        """Compiles all programs, and logs their names."""
+        sizes = self.sizes
+        put = jax.jit(put_rows, donate_argnums=0)
+        greedy = np.zeros((), bool)
+
+        def add(name: str, function: Any, *arguments: Any) -> None:
+            self.compiled[name] = function.lower(*arguments).compile()
+
+        for size, columns in itertools.product(sizes.extends, sizes.lengths):
+            segments, rows = empty_segments(size, sizes.columns), ChunkRows.empty(size.segments, sizes.columns)
+            program = jax.jit(_named(self._extend, f"engine_{_extend(size, columns)}"), static_argnames="columns")
+            lowered = program.lower(weights, pool, segments, rows, greedy, columns=columns)
+            self.compiled[_extend(size, columns)] = lowered.compile()
+        for batch, columns in itertools.product(sizes.batches, sizes.lengths):
+            rows = ChunkRows.empty(batch, sizes.columns)
+            program = jax.jit(_named(self._decode, f"engine_{_decode(batch, columns)}"), static_argnames="columns")
+            chunk = (weights, pool, np.zeros(batch, np.int32), np.zeros(batch, np.int32), rows, greedy)
+            self.compiled[_decode(batch, columns)] = program.lower(*chunk, columns=columns).compile()
+        for count, width in {(size.segments, size.width) for size in sizes.extends} | {
+            (batch, sizes.chunk) for batch in sizes.batches
+        }:
+            new = jax.eval_shape(lambda: make_pool(self.model.config, count, width))  # noqa: B023
+            numbers = np.zeros(count, np.int32)
+            add(_put(count, width), put, pool, numbers, numbers, new)
+        add("copy", jax.jit(copy_row, donate_argnums=0), pool, np.int32(0), np.int32(0))
+        log.info("engine: %d programs: %s", len(self.compiled), ", ".join(self.compiled))
+
+    def extend(
+        self,
+        weights: list[jax.Array],
+        pool: Pool,
+        segments: NewTokens,
+        rows: ChunkRows,
+        *,
+        size: ExtendSize,
+        columns: int,
+        greedy: bool,
+    ) -> tuple[Pool, DrawnTokens]:
+        """Runs new tokens of rows, and draws one more token after each segment."""
+        program = self.compiled[_extend(size, columns)]
+        new, drawn = program(weights, pool, segments, rows, np.asarray(greedy))
+        put = self.compiled[_put(size.segments, size.width)]
+        return put(pool, rows.rows, rows.lengths, new), drawn
+
+    def decode(
+        self,
+        weights: list[jax.Array],
+        pool: Pool,
+        pending: np.ndarray,
+        limits: np.ndarray,
+        rows: ChunkRows,
+        *,
+        columns: int,
+        greedy: bool,
+    ) -> tuple[Pool, DrawnTokens]:
+        """Draws up to `chunk` tokens of each row, at most `limits` [B]; `pending` [B] were drawn last."""
+        program = self.compiled[_decode(len(pending), columns)]
+        new, drawn = program(weights, pool, pending, limits, rows, np.asarray(greedy))
+        put = self.compiled[_put(len(pending), self.sizes.chunk)]
+        return put(pool, rows.rows, rows.lengths, new), drawn
+
+    def copy(self, pool: Pool, source: int, target: int) -> Pool:
+        """Copies a row of the pool."""
+        return self.compiled["copy"](pool, np.int32(source), np.int32(target))
+
+    def _draw(self, head: Tree, hidden: jax.Array, rows: ChunkRows, numbers: jax.Array, greedy: jax.Array) -> Any:
+        """Draws the tokens `numbers` [B] of the sessions of rows after hidden states [B, D]."""
+        dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+        logits = make_logits(self.model, head)(hidden, dtype)
+        softcap = self.model.config.final_softcap
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        logits = logits / self.sampling.temperature
+
+        def uniforms_of(key: jax.Array, number: jax.Array) -> jax.Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), number), (2,), dtype)
+
+        def draw_with(greedy: bool) -> Any:
+            sampling = dataclasses.replace(self.sampling, greedy=greedy)
+            return lambda: draw(logits, jax.vmap(uniforms_of)(rows.keys, numbers), sampling)
+
+        drawn = lax.cond(greedy, draw_with(True), draw_with(False))
+        return drawn["tokens"], drawn["log_probs"]
+
+    def _ends(self, tokens: jax.Array, stop_states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns whether tokens [B] end their turns, and the states of the search for stop strings after them."""
+        ended = jnp.any(tokens[:, None] == self._eos, axis=1)
+        if self.stop is not None:
+            stop_states = self.stop.advance(stop_states, tokens)
+            ended |= stop_states == self.stop.matched
+        return ended, stop_states
+
+    def _extend(
+        self,
+        weights: list[jax.Array],
+        pool: Pool,
+        segments: NewTokens,
+        rows: ChunkRows,
+        greedy: jax.Array,
+        *,
+        columns: int,
+    ) -> tuple[Pool, DrawnTokens]:
+        transformer, head = jax.tree.unflatten(self._structure, weights)
+        caches = [
+            SegmentCache(take_rows(cache, rows.rows, columns), segments.members, segments.places) for cache in pool
+        ]
+        state = DecoderState(by_stack(caches, self._layers), 0, unrolled=True)
+        mask = segments.mask(columns, self.model.config.sliding_window)
+        hidden, state = transformer.extend(
+            segments.tokens[None], segments.positions[None], segments.real[None], state, mask
+        )
+        new = [SlotCache.of(cache.segments()) for cache in by_layer(state.stacks, self._layers)]
+        last = jnp.take_along_axis(segments.members, jnp.maximum(segments.counts - 1, 0)[:, None], axis=1)[:, 0]
+        tokens, log_probs = self._draw(head, hidden[0][last], rows, rows.numbers, greedy)
+        ended, stop_states = self._ends(tokens, rows.stop_states)
+        return new, DrawnTokens(tokens, log_probs, jnp.where(ended, 0, 1), stop_states)
+
+    def _decode(  # noqa: PLR0917 (the arguments of a program)
+        self,
+        weights: list[jax.Array],
+        pool: Pool,
+        pending: jax.Array,
+        limits: jax.Array,
+        rows: ChunkRows,
+        greedy: jax.Array,
+        *,
+        columns: int,
+    ) -> tuple[Pool, DrawnTokens]:
+        transformer, head = jax.tree.unflatten(self._structure, weights)
+        count, steps = len(pending), self.sizes.chunk
+        # All rows are there in their order.
+        gathered = None if count == self.sizes.rows else rows.rows
+        old = [take_rows(cache, gathered, columns) for cache in pool]
+        caches = [GroupCache(cache, SlotCache.zeros(cache, count, steps)) for cache in old]
+        lengths = jnp.where(rows.lengths < self.sizes.columns, rows.lengths, 0)
+        rope = rope_tables(transformer.config, jnp.arange(self.sizes.columns + steps)[None], head_dtype(transformer))
+        in_cache, every = jnp.arange(columns) < lengths[:, None], jnp.arange(columns + steps)
+        key_positions = jnp.where(every < columns, every, lengths[:, None] + every - columns)
+
+        def advance(carry: Any) -> Any:
+            step, active, last, stop_states, state, tokens, log_probs, done = carry
+            positions = lengths + step
+            new_columns = jnp.broadcast_to(jnp.arange(steps) <= step, (count, steps))
+            hidden, state, _ = transformer.decode(
+                last,
+                positions,
+                state,
+                jnp.concatenate([in_cache, new_columns], axis=1),
+                columns + step,
+                key_positions=key_positions,
+                rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], rope),
+            )
+            new, log_prob = self._draw(head, hidden, rows, rows.numbers + step, greedy)
+            tokens = lax.dynamic_update_slice(tokens, new[:, None], (0, step))
+            log_probs = lax.dynamic_update_slice(log_probs, log_prob[:, None], (0, step))
+            ended, new_states = self._ends(new, stop_states)
+            stop_states = jnp.where(active, new_states, stop_states)
+            done = done + active
+            return step + 1, active & ~ended & (done < limits), new, stop_states, state, tokens, log_probs, done
+
+        dtype = jnp.promote_types(transformer.config.dtype, jnp.float32)
+        start = (
+            *(jnp.int32(0), limits > 0, pending, rows.stop_states),
+            DecoderState(by_stack(caches, self._layers), steps, unrolled=True),
+            *(jnp.zeros((count, steps), jnp.int32), jnp.zeros((count, steps), dtype), jnp.zeros(count, jnp.int32)),
+        )
+        end = lax.while_loop(lambda carry: (carry[0] < steps) & jnp.any(carry[1]), advance, start)
+        _, _, _, stop_states, state, tokens, log_probs, done = end
+        new = [cache.completions for cache in by_layer(state.stacks, self._layers)]
+        return new, DrawnTokens(tokens, log_probs, done, stop_states)
+
+
+def empty_segments(size: ExtendSize, columns: int) -> NewTokens:
+    """Makes arrays of an extend without a token."""
+    tokens, segments, width = size
+    flat = (np.zeros(tokens, np.int32) for _ in range(3))
+    return NewTokens(
+        tokens=next(flat),
+        positions=next(flat),
+        real=np.zeros(tokens, bool),
+        members=np.zeros((segments, width), np.int32),
+        counts=np.zeros(segments, np.int32),
+        places=next(flat),
+        lengths=np.zeros(segments, np.int32),
+    )
+
+
+def head_dtype(transformer: Transformer) -> jnp.dtype:
+    """Returns the type of hidden states."""
+    return jnp.dtype(transformer.config.dtype)
+
+
+def _named(function: Any, name: str) -> Any:
+    def named(*arguments: Any, columns: int) -> Any:
+        return function(*arguments, columns=columns)
+
+    named.__name__ = name
+    return named
+
+
+def _extend(size: ExtendSize, columns: int) -> str:
+    return f"extend_{size.tokens}x{size.segments}x{size.width}_after_{columns}"
+
+
+def _decode(rows: int, columns: int) -> str:
+    return f"decode_{rows}_after_{columns}"
+
+
+def _put(rows: int, width: int) -> str:
+    return f"put_{rows}x{width}"

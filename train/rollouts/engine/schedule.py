@@ -1,0 +1,390 @@
+"""The schedule of the engine: which turns have a row of the pool, which run new tokens, and which decode.
+
+It is a function of the turns and of their order alone, so that a run that is resumed draws the same bits.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from train.models import Decoder
+from train.rollouts.engine.programs import ChunkRows, EnginePrograms, EngineSizes, ExtendSize, empty_segments
+from train.rollouts.sampler import Sampling, StopTable
+from train.sequences.token_fields import UNKNOWN
+
+LEAST_COPIED = 16
+"""Tokens that a session has to share with another one, at least, to start with a copy of its row."""
+
+DRAWS = 64
+"""Tokens that take as long as the part of an extend that does not depend on their number; measured on a CPU."""
+
+
+@dataclasses.dataclass(eq=False)
+class Turn:
+    """A request, and its answer once `TurnEngine.step` returns it.
+
+    Attributes:
+      ids: the prompt, at least one.
+      max_tokens: the most tokens that are drawn, at least 1.
+      key: [2] uint32, data of the key: token n is drawn with `fold_in(key, n)`.
+      first: n of the first token.
+      session: turns of a session come one after another, and use one row.
+      tokens, log_probs, versions: of the drawn tokens, and the number of the weights that drew each.
+      finish: `stop` for EOS or a stop string, `length` for the limit; empty until the turn ends.
+    """
+
+    ids: list[int]
+    max_tokens: int
+    key: np.ndarray
+    first: int = 0
+    session: Hashable = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    finish: Literal["", "stop", "length"] = ""
+    row: int = -1
+    stop_state: int = 0
+
+    def all_ids(self) -> list[int]:
+        """Returns the prompt and what was drawn after it."""
+        return self.ids + self.tokens
+
+
+@dataclasses.dataclass(eq=False)
+class _PoolRow:
+    """A row of the pool on the host: its tokens, whose they are, whether a turn uses it, and when one did last."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    session: Hashable = None
+    busy: bool = False
+    used: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """New tokens to run: of one turn, or of several whose rows begin with the same ones."""
+
+    turns: list[Turn]
+    ids: list[int]
+    done: int
+
+    def left(self) -> int:
+        return len(self.ids) - self.done
+
+
+class TurnEngine:
+    """Draws turns, in chunks of decode steps that turns join and leave; used from one thread.
+
+    A row of the pool has the tokens of a session with their keys and values. A turn runs the tokens that its row lacks,
+    draws, and leaves its row to the next turn of the session. If there are more sessions than rows, the one that was
+    not used for the longest time loses its row, and runs its tokens again in its next turn.
+
+    Attributes:
+      count: what was done: `prefilled` tokens, in as many `prefill_slots`, and `copied` ones; `sampled` tokens;
+        `chunks`, with their `steps` and `slot_steps`; `evicted` and `recomputed` rows.
+      greedy: whether the most probable tokens are taken.
+
+    Args:
+      model: the decoder, with attention in all layers.
+      sizes: of the programs.
+      sampling: temperature and filters.
+      eos_ids: the tokens that end a turn.
+      stop: the table of strings that end a turn, or None.
+      caches: what happens to the caches of other weights: `recompute` runs all tokens again; `keep` goes on with keys
+        and values of several weights.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sizes: EngineSizes,
+        *,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        stop: StopTable | None = None,
+        caches: Literal["recompute", "keep"] = "recompute",
+    ) -> None:
+        self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop)
+        self.sizes, self.greedy = sizes, False
+        self.count: collections.Counter[str] = collections.Counter()
+        self._caches = caches
+        self._eos, self._matched = frozenset(eos_ids), None if stop is None else stop.matched
+        self._rows = [_PoolRow() for _ in range(sizes.rows)]
+        self._row_of: dict[Hashable, int] = {}
+        self._waiting: collections.deque[Turn] = collections.deque()
+        self._active: list[Turn] = []
+        self._pool: Any = None
+        self._weights: list[jax.Array] = []
+        self._version = UNKNOWN
+
+    def update(self, policy: kljax.Policy, version: int) -> None:
+        """Sets the weights of the next tokens, also of turns under way; compiles all programs at the first call."""
+        self._weights = self.programs.weights(policy)
+        if self._pool is None:
+            self._pool = self.programs.make_pool()
+            self.programs.compile(self._weights, self._pool)
+        if version != self._version and self._caches == "recompute":
+            self.forget()
+        self._version = version
+
+    def forget(self) -> None:
+        """Drops the keys and values of all rows; turns under way run their tokens again."""
+        for row in self._rows:
+            self.count["recomputed"] += bool(row.tokens)
+            row.tokens, row.session, row.busy = [], None, False
+        self._row_of.clear()
+        self._waiting.extendleft(reversed(self._active))
+        self._active = []
+
+    def submit(self, turn: Turn) -> None:
+        """Queues a turn.
+
+        Raises:
+          ValueError: it has no token, draws none, or does not fit.
+        """
+        if not turn.ids or turn.max_tokens < 1 or len(turn.ids) + turn.max_tokens > self.sizes.columns:
+            raise ValueError(
+                f"turn: got {len(turn.ids)} tokens and max_tokens {turn.max_tokens}, expected at least 1 of each and "
+                f"at most {self.sizes.columns} together"
+            )
+        self._waiting.append(turn)
+
+    def cancel(self, turn: Turn) -> None:
+        """Ends a turn that waits or is under way; `step` does not return it."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        elif turn in self._active:
+            self._active.remove(turn)
+            self._leave(turn)
+
+    def step(self) -> list[Turn]:
+        """Runs the new tokens of waiting turns, then one chunk of the active ones; returns the turns that ended.
+
+        Raises:
+          ValueError: before the first `update`.
+        """
+        if self._pool is None:
+            raise ValueError("policy: missing; call `update` before `step`")
+        ended = list[Turn]()
+        while self._waiting:
+            placed = self._place_waiting()
+            if not placed:
+                break
+            ended += self._run_new_tokens(placed)
+        if self._active:
+            ended += self._decode()
+        return ended
+
+    def is_idle(self) -> bool:
+        """Whether no turn waits or is under way."""
+        return not self._waiting and not self._active
+
+    def _place_waiting(self) -> list[_Part]:
+        """Gives rows to waiting turns, in their order, as far as there are any."""
+        parts, later = list[_Part](), list[Turn]()
+        most = max(size.segments for size in self.sizes.extends)
+        while self._waiting:
+            turn = self._waiting.popleft()
+            ids = turn.all_ids()
+            cached = self._place(turn, ids, parts)
+            if cached is None:
+                later.append(turn)
+                continue
+            row = self._rows[turn.row]
+            row.busy, row.session, row.tokens = True, turn.session, ids[:cached]
+            self._row_of[turn.session] = turn.row
+            same = next((x for x in parts if not cached and not x.done and x.ids == ids and len(x.turns) < most), None)
+            if same is None:
+                parts.append(_Part([turn], ids, cached))
+            else:
+                same.turns.append(turn)
+        self._waiting.extend(later)
+        return parts
+
+    def _place(self, turn: Turn, ids: list[int], parts: Sequence[_Part]) -> int | None:
+        """Finds a row for a turn; returns how many of its tokens are there. None: it waits, for a row or a prefix."""
+        most = len(ids) - 1
+        own = None if turn.session is None else self._row_of.get(turn.session)
+        if own is not None and not self._rows[own].busy:
+            turn.row = own
+            return min(_common(self._rows[own].tokens, ids), most)
+        free = [number for number, row in enumerate(self._rows) if not row.busy]
+        if not free:
+            return None
+        shared = [min(_common(row.tokens, ids), most) for row in self._rows]
+        best = max(range(len(shared)), key=shared.__getitem__)
+        planned = (_common(part.ids, ids) for part in parts if part.ids != ids)
+        if max(planned, default=0) >= max(shared[best] + LEAST_COPIED, 2 * LEAST_COPIED):
+            return None
+        turn.row = min(free, key=lambda number: (bool(self._rows[number].tokens), self._rows[number].used))
+        row = self._rows[turn.row]
+        if row.tokens:
+            self.count["evicted"] += 1
+            self._row_of.pop(row.session, None)
+        if turn.row == best:
+            return shared[best]
+        if shared[best] < LEAST_COPIED:
+            return 0
+        self._pool = self.programs.copy(self._pool, best, turn.row)
+        self.count["copied"] += shared[best]
+        return shared[best]
+
+    def _run_new_tokens(self, parts: list[_Part]) -> list[Turn]:
+        """Runs the new tokens of parts, and draws the first token of each turn; returns the turns that ended."""
+        ended = list[Turn]()
+        while parts:
+            size, chosen = self._choose_size(parts)
+            ended += self._extend(size, chosen)
+            parts = [part for part in parts if part.left()]
+        return ended
+
+    def _choose_size(self, parts: Sequence[_Part]) -> tuple[ExtendSize, list[tuple[_Part, int]]]:
+        """Chooses the program that leads to the least work for all parts, and the tokens of each part that it runs."""
+        choices = []
+        for size in self.sizes.extends:
+            chosen, tokens, segments = list[tuple[_Part, int]](), 0, 0
+            for part in parts:
+                count = min(part.left(), size.width, size.tokens - tokens)
+                if count and segments + len(part.turns) <= size.segments:
+                    chosen.append((part, count))
+                    tokens, segments = tokens + count, segments + len(part.turns)
+            if chosen:
+                left = sum(part.left() for part in parts) - tokens
+                choices.append((_work(size.tokens) + self._least_work(left), size, chosen))
+        return min(choices, key=lambda choice: choice[0])[1:]
+
+    def _least_work(self, tokens: int) -> int:
+        """Estimates the work of so many tokens: as many large programs as are full, and the best one for the rest."""
+        sizes = sorted(size.tokens for size in self.sizes.extends)
+        full, rest = divmod(tokens, sizes[-1])
+        least = min(-(-rest // size) * _work(size) for size in sizes)
+        return full * _work(sizes[-1]) + least
+
+    def _extend(self, size: ExtendSize, chosen: Sequence[tuple[_Part, int]]) -> list[Turn]:
+        segments, rows = empty_segments(size, self.sizes.columns), ChunkRows.empty(size.segments, self.sizes.columns)
+        flat = at = 0
+        turns = list[Turn | None]()
+        longest = 0
+        for part, count in chosen:
+            members = slice(flat, flat + count)
+            segments.tokens[members] = part.ids[part.done : part.done + count]
+            segments.positions[members] = np.arange(part.done, part.done + count)
+            segments.real[members] = True
+            segments.places[members] = at * size.width + np.arange(count)
+            longest = max(longest, part.done)
+            is_last = count == part.left()
+            for turn in part.turns:
+                segments.members[at, :count] = np.arange(flat, flat + count)
+                segments.counts[at] = count
+                segments.lengths[at] = rows.lengths[at] = part.done
+                rows.rows[at] = turn.row
+                self._write_draw(rows, at, turn)
+                turns.append(turn if is_last else None)
+                self._rows[turn.row].tokens = part.ids[: part.done + count]
+                at += 1
+            part.done += count
+            flat += count
+        self.count.update({"prefilled": flat, "prefill_slots": size.tokens})
+        columns = next(columns for columns in self.sizes.lengths if columns >= longest)
+        self._pool, drawn = self.programs.extend(
+            self._weights, self._pool, segments, rows, size=size, columns=columns, greedy=self.greedy
+        )
+        if not any(turns):
+            return []
+        tokens, log_probs, _, states = jax.device_get(drawn)
+        ended = list[Turn]()
+        for number, complete in enumerate(turns):
+            if complete is not None:
+                self._active.append(complete)
+                complete.stop_state = int(states[number])
+                ended += self._append(complete, [int(tokens[number])], [float(log_probs[number])])
+        return ended
+
+    def _write_draw(self, rows: ChunkRows, at: int, turn: Turn) -> None:
+        rows.keys[at], rows.numbers[at] = turn.key, turn.first + len(turn.tokens)
+        rows.stop_states[at] = turn.stop_state
+
+    def _decode(self) -> list[Turn]:
+        """Draws a chunk of tokens of the turns that were started first, and returns those that ended."""
+        sizes = self.sizes
+        count = next((size for size in sizes.batches if size >= len(self._active)), sizes.batches[-1])
+        turns = self._active[:count]
+        rows = ChunkRows.empty(count, sizes.columns)
+        pending, limits = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        whole = count == sizes.rows
+        if whole:
+            rows.rows[:] = np.arange(count)
+        places = [turn.row if whole else number for number, turn in enumerate(turns)]
+        for at, turn in zip(places, turns, strict=True):
+            rows.rows[at], pending[at] = turn.row, turn.tokens[-1]
+            rows.lengths[at] = len(self._rows[turn.row].tokens)
+            limits[at] = turn.max_tokens - len(turn.tokens)
+            self._write_draw(rows, at, turn)
+        longest = max(int(rows.lengths[at]) for at in places)
+        columns = next(columns for columns in sizes.lengths if columns >= longest)
+        self._pool, drawn = self.programs.decode(
+            self._weights, self._pool, pending, limits, rows, columns=columns, greedy=self.greedy
+        )
+        tokens, log_probs, done, states = jax.device_get(drawn)
+        steps = int(done.max())
+        self.count.update({"chunks": 1, "steps": steps, "slot_steps": steps * count})
+        ended = list[Turn]()
+        for at, turn in zip(places, turns, strict=True):
+            drawn_now = int(done[at])
+            turn.stop_state = int(states[at])
+            # The last token was drawn, and not run.
+            self._rows[turn.row].tokens += [turn.tokens[-1], *tokens[at, : drawn_now - 1].tolist()]
+            ended += self._append(turn, tokens[at, :drawn_now].tolist(), log_probs[at, :drawn_now].tolist())
+        if len(self._active) > count:
+            # Turns that had to wait are first in the next chunk.
+            self._active = self._active[len(turns) - len(ended) :] + self._active[: len(turns) - len(ended)]
+        return ended
+
+    def _append(self, turn: Turn, tokens: list[int], log_probs: list[float]) -> list[Turn]:
+        """Adds tokens to a turn; returns it if they end it."""
+        turn.tokens += tokens
+        turn.log_probs += log_probs
+        turn.versions += [self._version] * len(tokens)
+        self.count["sampled"] += len(tokens)
+        is_stopped = turn.tokens[-1] in self._eos or turn.stop_state == self._matched
+        if not is_stopped and len(turn.tokens) < turn.max_tokens:
+            return []
+        turn.finish = "stop" if is_stopped else "length"
+        self._active.remove(turn)
+        self._leave(turn)
+        return [turn]
+
+    def _leave(self, turn: Turn) -> None:
+        row = self._rows[turn.row]
+        row.busy, row.used = False, self.count["chunks"]
+
+
+def session_keys(key: jax.Array, count: int) -> np.ndarray:
+    """Returns the data [count, 2] of the keys of sessions, `fold_in(key, number)`: the keys of the rows of `sample`."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+    return np.asarray(jax.random.key_data(keys))
+
+
+def prefill_waste(count: collections.Counter[str]) -> float:
+    """Returns the share of the slots of extends that had no token."""
+    slots = count["prefill_slots"]
+    return 1 - count["prefilled"] / slots if slots else math.nan
+
+
+def _work(tokens: int) -> int:
+    """Returns the work of an extend in tokens: its draws, and reading the weights, cost as much as some tokens."""
+    return tokens + DRAWS
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Counts the tokens with which both lists begin."""
+    if left == right[: len(left)]:
+        return len(left)
+    return next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(right))

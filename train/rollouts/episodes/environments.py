@@ -1,0 +1,93 @@
+"""Environments in worker processes: an episode stays in its process, which loses its own episodes alone if it hangs."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from train.config.environment import EnvironmentSection
+from train.config.errors import UserError
+from train.data.workers.process import START_SECONDS, NoAnswer, TooLate, WorkerProcess
+
+Answer = dict[str, Any]
+"""What the worker module `environment` answers; or a `failure`, its name and text."""
+
+
+class Environments:
+    """The worker processes of an environment.
+
+    Attributes:
+      form: `text`, or `tools`.
+      tools: the JSON schemas of the tools.
+    """
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        """Starts a process.
+
+        Raises:
+          UserError: the class cannot be imported, or is no environment.
+        """
+        self._section = section
+        self._workers: list[WorkerProcess | None] = [None] * section.processes
+        self._started: list[set[int]] = [set() for _ in range(section.processes)]
+        described = self._ask(0, None, START_SECONDS)
+        if "form" not in described:
+            problem = described.get("error") or ": ".join(described["failure"])
+            raise UserError(f"environment.name: got {section.name!r}, but {problem}")
+        self.form, self.tools = described["form"], described["tools"]
+
+    def answer(self, questions: Sequence[dict[str, Any]]) -> list[Answer]:
+        """Asks each episode's own process, all processes at once; returns the answers in the order of the questions."""
+        by_process: dict[int, list[int]] = defaultdict(list)
+        for number, question in enumerate(questions):
+            by_process[question["episode"] % len(self._workers)].append(number)
+        answers: list[Answer] = [{}] * len(questions)
+
+        def ask(process: int) -> None:
+            for number in by_process[process]:
+                answers[number] = self._answer(process, questions[number])
+
+        if len(by_process) <= 1:
+            for process in by_process:
+                ask(process)
+        else:
+            with ThreadPoolExecutor(len(by_process)) as threads:
+                list(threads.map(ask, by_process))
+        return answers
+
+    def _answer(self, process: int, question: dict[str, Any]) -> Answer:
+        episode, started = question["episode"], self._started[process]
+        if question["do"] == "reset":
+            if self._workers[process] is None:
+                first = self._ask(process, None, START_SECONDS)
+                if "failure" in first:
+                    return first
+            started.add(episode)
+        elif episode not in started:
+            return {"failure": ("lost", "its process was ended by another episode")}
+        answer = self._ask(process, question, self._section.step_seconds)
+        if "error" in answer:
+            return {"failure": ("exception", answer["error"])}
+        return answer
+
+    def _ask(self, process: int, question: Any, seconds: float) -> Answer:
+        worker = self._workers[process]
+        try:
+            if worker is None:
+                section = self._section
+                chosen = json.dumps({"name": section.name, "arguments": dict(section.arguments)})
+                worker = self._workers[process] = WorkerProcess("environment", chosen, output=True, environment={})
+            answer: Answer = worker.ask(question, seconds=seconds)
+        except NoAnswer as error:
+            self._workers[process] = None
+            self._started[process].clear()
+            return {"failure": ("timeout" if isinstance(error, TooLate) else "ended", str(error))}
+        return answer
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            if worker is not None:
+                worker.close()
+        self._workers = [None] * len(self._workers)

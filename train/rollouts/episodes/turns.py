@@ -1,0 +1,127 @@
+"""Turns, and the sequences that they are trained as."""
+
+import dataclasses
+from collections import abc
+from collections.abc import Iterable
+
+from train.sequences.token_fields import UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTurn:
+    """A request to the policy and its answer, as every server with token ids has them.
+
+    Attributes:
+      prompt_ids: all ids before.
+      ids: the sampled ids.
+      log_probs: of these.
+      versions: RL steps of the policy that drew each of them.
+    """
+
+    prompt_ids: abc.Sequence[int]
+    ids: abc.Sequence[int]
+    log_probs: abc.Sequence[float]
+    versions: abc.Sequence[int]
+
+
+@dataclasses.dataclass
+class Sequence:
+    """Turns that extend each other: ids, which of them are trained, and their log-probs and versions.
+
+    Attributes:
+      prompt: number of ids before the first sampled one.
+      parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
+      turns: for each turn the index after its last id.
+    """
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    sampled: list[bool] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    prompt: int = 0
+    parent: tuple[int, int] | None = None
+    turns: list[int] = dataclasses.field(default_factory=list)
+
+    def observe(self, ids: abc.Sequence[int]) -> None:
+        """Adds ids that were not sampled here."""
+        self.ids += ids
+        self.sampled += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [UNKNOWN] * len(ids)
+
+    def sample(self, turn: SampledTurn) -> None:
+        """Adds the sampled ids of a turn."""
+        self.ids += turn.ids
+        self.sampled += [True] * len(turn.ids)
+        self.log_probs += turn.log_probs
+        self.versions += turn.versions
+        self.turns.append(len(self.ids))
+
+
+@dataclasses.dataclass
+class Episode:
+    """An episode, while it runs and after.
+
+    Attributes:
+      turns: what was sampled.
+      texts: of the turns.
+      rewards: named rewards; None: the task scores the last turn.
+      finished: whether the environment, or a turn without a tool call, ended it; False: a limit did.
+      failure: why the world failed, by name, and the error; None if it did not.
+      calls: tool calls, and those of them that could not be made.
+    """
+
+    turns: list[SampledTurn] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    rewards: dict[str, float] | None = None
+    finished: bool = False
+    failure: tuple[str, str] | None = None
+    calls: int = 0
+    refused: int = 0
+
+
+def make_sequences(turns: Iterable[SampledTurn]) -> list[Sequence]:
+    """Makes sequences of the turns of an episode, in the order of their answers.
+
+    A turn whose prompt begins with all ids of a sequence goes on with it; any other begins one of its own, a fork.
+    Every sampled id is trained once, where it was sampled: a later sequence that repeats it has other ids before it, or
+    it was not sampled there.
+
+    Raises:
+      ValueError: a turn has another number of log-probs or versions than ids, or no prompt.
+
+    Example:
+      >>> first = SampledTurn([1], [2, 3], [-0.1, -0.2], [0, 0])
+      >>> [row] = make_sequences([first, SampledTurn([1, 2, 3, 4], [5], [-0.3], [0])])
+      >>> row.ids, [int(x) for x in row.sampled]
+      ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
+      >>> rows = make_sequences([first, SampledTurn([1, 3, 4], [5], [-0.3], [0])])  # a template dropped id 2
+      >>> [(row.ids, [int(x) for x in row.sampled], row.parent) for row in rows]
+      [([1, 2, 3], [0, 1, 1], None), ([1, 3, 4, 5], [0, 0, 0, 1], (0, 1))]
+    """
+    sequences: list[Sequence] = []
+    for number, turn in enumerate(turns):
+        counts = {len(turn.ids), len(turn.log_probs), len(turn.versions)}
+        if len(counts) > 1 or not turn.prompt_ids:
+            raise ValueError(
+                f"turn {number}: got {len(turn.prompt_ids)} prompt ids, {len(turn.ids)} ids, {len(turn.log_probs)} "
+                f"log-probs and {len(turn.versions)} versions, expected a prompt, and as many of each"
+            )
+        prompt = list(turn.prompt_ids)
+        shared = [_common(sequence.ids, prompt) for sequence in sequences]
+        whole = [index for index, sequence in enumerate(sequences) if shared[index] == len(sequence.ids)]
+        if whole:
+            sequence = sequences[max(whole, key=shared.__getitem__)]
+            sequence.observe(prompt[len(sequence.ids) :])
+        else:
+            parent = max(range(len(sequences)), key=shared.__getitem__, default=None)
+            sequence = Sequence(prompt=len(prompt), parent=None if parent is None else (parent, shared[parent]))
+            sequence.observe(prompt)
+            sequences.append(sequence)
+        sequence.sample(turn)
+    return sequences
+
+
+def _common(left: abc.Sequence[int], right: abc.Sequence[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
