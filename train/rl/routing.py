@@ -285,7 +285,7 @@ def routing_metrics(
         kept = jnp.where(mask, jax.lax.stop_gradient(values), 0)
         return kljax.WeightedSum(jnp.sum(kept * weights), jnp.sum(weights, dtype=kept.dtype))
 
-    log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.float32))
+    log_probs = jax.nn.log_softmax(routed.logits.astype(jnp.promote_types(routed.logits.dtype, jnp.float32)))
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
     metrics: Metrics = {"router_entropy": mean(entropy, real)}
     uses = has_expert(routed.routes, routed.logits.shape[-1]) * counts[..., None, None]

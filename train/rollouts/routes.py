@@ -1,5 +1,7 @@
 """Routes, the experts that a sampler used: whether they are recorded, and their checks before a step starts."""
 
+import math
+
 import jax
 import numpy as np
 
@@ -50,10 +52,18 @@ def check_routes(context: RunContext, completions: Completions, rows: RowSplit) 
             f"{int(fed[row].sum())} tokens; set routing.missing=choose to let the trainer's router choose them"
         )
     layout = Layout.of(config)
-    if layout.group > 1:
-        prompts = routes[:, : layout.prompt_length].reshape(-1, layout.group, layout.prompt_length, *shape)
+    packed = config.optim.packing and config.optim.share_prompts
+    # Packed rows may share a prompt of all rows of a group.
+    group = math.gcd(config.rollout.samples_per_prompt, len(routes)) if packed else layout.group
+    if group > 1:
+        # A row whose completion is empty needs no experts.
+        fed_prompts = fed[:, : layout.prompt_length].reshape(-1, group, layout.prompt_length)
+        completed = mask[:, layout.prompt_length :].any(1).reshape(-1, group, 1)
+        prompts = routes[:, : layout.prompt_length].reshape(-1, group, layout.prompt_length, *shape)
         prompts = np.sort(prompts, axis=-1)
-        if (prompts != prompts[:, :1]).any():
+        first = np.take_along_axis(prompts, np.argmax(completed, axis=1)[..., None, None, None], axis=1)
+        differ = (prompts != first).any((-2, -1)) & fed_prompts & completed
+        if differ.any():
             raise SourceError(
                 f"rollout: {ROUTES}: completions of one prompt have other experts for its tokens; set "
                 "optim.share_prompts=false"

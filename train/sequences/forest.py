@@ -154,6 +154,8 @@ def group_forest(token_mask: Array, prompt: int, group: int) -> Forest:
     in_prompt = slots < prompt
     size = jnp.concatenate([jnp.broadcast_to(sizes, (rows, prompt)), jnp.repeat(counts, length, axis=-1)], axis=-1)
     real = slots - begin < size
+    # A row without a completion has no experts for the last token of its prompt.
+    prompt_order += jnp.argmax(completed, axis=-1, keepdims=True).astype(jnp.int32) * columns
     last = jnp.max(jnp.where(completed, begins + counts, sizes), axis=-1, keepdims=True)
     sharing = jnp.sum(completed, axis=-1, keepdims=True, dtype=jnp.int32)
     return Forest(

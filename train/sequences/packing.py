@@ -6,6 +6,7 @@ slots, so that every row fits into one.
 """
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from train.distributed.global_arrays import to_host
 from train.models.sharding import axis_size, replicated
 from train.sequences.batch import Batch
 from train.sequences.forest import Forest
+from train.sequences.token_fields import TOKEN_FIELDS
 from train.sequences.write_forest import Placed, write_forest
 
 FINER = 8
@@ -36,8 +38,8 @@ class Lengths(NamedTuple):
       prompts: [B] int.
       completions: [B] int; 0 for rows that need no place.
       groups: [B] int, rows with one number share their prompt.
-      tokens: [B, C] int, the tokens of completions, if rows of a group share those with which they begin alike; None if
-        they share their prompt alone.
+      tokens: [B, C] int, the tokens of completions, or numbers that are equal in rows of a group that can share one, if
+        these share those with which they begin alike; None if they share their prompt alone.
     """
 
     prompts: np.ndarray
@@ -134,8 +136,8 @@ class Cells:
 def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
-    Only lengths come to the host, and tokens if rows share prefixes, of all rows in every process, so that all choose
-    the same places.
+    Only lengths come to the host, and numbers of tokens if rows share prefixes, of all rows in every process, so that
+    all choose the same places.
     """
     config = plan.config
     layout = plan.layout
@@ -150,7 +152,7 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
 
     def measured(batch: Batch) -> tuple[jax.Array, ...]:
         lengths = _measure(batch.token_mask, prompt)
-        return (*lengths, batch.tokens[:, prompt:]) if prefixes else lengths
+        return (*lengths, _number_tokens(batch, prompt, config.rollout.samples_per_prompt)) if prefixes else lengths
 
     measure = jax.jit(measured, out_shardings=replicated(mesh))
     sizes: set[tuple[int, ...] | None] = set()
@@ -198,6 +200,24 @@ def _measure(token_mask: jax.Array, prompt: int) -> tuple[jax.Array, jax.Array]:
     return prompts, completions
 
 
+def _number_tokens(batch: Batch, prompt: int, group: int) -> jax.Array:
+    """Numbers the tokens of completions, [B, C] int32: each by the first row of its group that has the same there.
+
+    The same are tokens of one id and with equal fields, on which log-probs depend.
+    """
+    scored = (x for name, x in batch.fields.items() if TOKEN_FIELDS[name].scored)
+    shape = (-1, group, batch.tokens.shape[1] - prompt)
+    arrays = [jnp.reshape(x[:, prompt:], (*shape, math.prod(x.shape[2:]))) for x in (batch.tokens, *scored)]
+
+    def number(row: jax.Array, numbers: jax.Array) -> jax.Array:
+        rows = [jax.lax.dynamic_index_in_dim(x, row, axis=1) for x in arrays]
+        same = [jnp.all(x == of_row, axis=-1) for x, of_row in zip(arrays, rows, strict=True)]
+        return jnp.where((numbers == group) & functools.reduce(jnp.logical_and, same), row, numbers)
+
+    numbers = jnp.full(arrays[0].shape[:-1], group, jnp.int32)
+    return jax.lax.fori_loop(0, group, number, numbers).reshape(-1, shape[-1])
+
+
 def choose_packing(
     cells: Cells, lengths: Lengths, rows: np.ndarray, micro_batches: int, together: int, *, moves: bool
 ) -> Packing | None:
@@ -225,7 +245,8 @@ def choose_packing(
         fitted = [
             [_fit(cells, lengths, cell) for cell in order[places].reshape(-1, places.shape[2])] for order in orders
         ]
-        most = [max(map(len, cell_rows)) for cell_rows in fitted]
+        # Rows without a completion take no place, and a program no fewer than one packed row.
+        most = [max(1, *map(len, cell_rows)) for cell_rows in fitted]
         chosen = int(np.argmin(most))
         if most[chosen] > cells.limit:
             continue

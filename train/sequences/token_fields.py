@@ -46,6 +46,7 @@ class TokenField:
       prompts: whether the tokens of prompts have values too, not only tokens of completions.
       ragged: whether the last axis has its own length at every token; `fill` pads it.
       recorded: whether recordings have the field.
+      scored: whether log-probs depend on it, so that sequences share a token only if they have the same values.
       null: the value that is null in a recording, of a token without one; None: null is wrong.
       check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and
         the size of the vocabulary.
@@ -57,6 +58,7 @@ class TokenField:
     prompts: bool = False
     ragged: bool = False
     recorded: bool = True
+    scored: bool = False
     null: float | None = None
     check: Callable[[Sequence[Any], Sequence[int], int], None] = lambda values, ids, vocab_size: None
 
@@ -151,7 +153,7 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     # `LEAST_LOG_PROB`, as null is, nobody knows it.
     "log_probs": TokenField(np.float32, null=-math.inf, check=_check_log_probs),
     # The tokens that top-k, top-p and min-p kept. If present, all log-probs of a batch are renormalised over them.
-    "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, check=_check_kept_ids),
+    "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, scored=True, check=_check_kept_ids),
     # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.
     "log_kept_mass": TokenField(np.float32, recorded=False),
     # The number of RL steps of the policy that drew a token.
@@ -160,6 +162,6 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     LAGS: TokenField(np.int32, fill=UNKNOWN, recorded=False),
     # The experts that computed a token, which decide the log-prob of the next; -1: unknown, as of the last token of a
     # row, which the sampler never computes.
-    ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, check=_check_routes),
+    ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, scored=True, check=_check_routes),
 }
 """Every per-token field that a source may return, by name."""

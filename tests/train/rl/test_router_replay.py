@@ -342,6 +342,35 @@ def test_wrong_routes_are_named_before_a_step(problem, message, recording):
         assert tiny.rollout_of(choosing, changed).batch.fields[ROUTES].shape == (*completions.tokens.shape, *SHAPE)
 
 
+def test_a_row_without_a_completion_needs_no_routes_of_its_last_token(recording):
+    """Its prompt ends the row, and no sampler computes the last token of one."""
+    context = context_of(recording[0])
+    completions = open_source(context).sample(Request.of(context, 0))
+    token_mask, completion_mask = np.array(completions.token_mask), np.array(completions.completion_mask)
+    token_mask[0, tiny.PROMPT :] = completion_mask[0, tiny.PROMPT :] = False
+    routes = np.array(completions.fields[ROUTES])
+    routes[0, tiny.PROMPT - 1 :] = -1
+    changed = dataclasses.replace(
+        completions,
+        token_mask=token_mask,
+        completion_mask=completion_mask,
+        fields={**completions.fields, ROUTES: routes},
+    )
+    assert tiny.rollout_of(context, changed).batch.fields[ROUTES].shape == routes.shape
+
+
+def test_packed_rows_share_prompts_of_equal_routes_alone(recording):
+    """Rows of one micro-batch each share no prompt unless they are packed."""
+    context = context_of(recording[0], "optim.micro_batches=16", "optim.updates_per_batch=1")
+    packed = context_of(recording[0], "optim.micro_batches=16", "optim.updates_per_batch=1", "optim.packing=true")
+    completions = open_source(context).sample(Request.of(context, 0))
+    fields = {**completions.fields, ROUTES: damaged(completions.fields[ROUTES], "prompt")}
+    changed = dataclasses.replace(completions, fields=fields)
+    assert tiny.rollout_of(context, changed).batch.fields[ROUTES].shape == fields[ROUTES].shape
+    with pytest.raises(SourceError, match="completions of one prompt have other experts for its tokens"):
+        tiny.rollout_of(packed, changed)
+
+
 def test_routes_of_a_dense_model_are_refused(recording):
     context = context_of(recording[0], "model.experts=null")
     with pytest.raises(SourceError, match=r"the model has no experts; set routing\.replay=none"):

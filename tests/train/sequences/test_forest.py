@@ -62,6 +62,15 @@ def test_counts_are_the_sequences_with_a_completion(seed, in_groups):
     np.testing.assert_array_equal(np.asarray(forest.counts).reshape(-1), expected)
 
 
+def test_prompt_of_a_group_is_read_where_a_completion_follows():
+    """A row without one has no experts for its last token, which is that of the prompt."""
+    mask = np.ones((2 * GROUP, PROMPT + NEW_TOKENS), bool)
+    mask[:2, PROMPT:] = mask[GROUP:, PROMPT:] = False
+    rows = np.broadcast_to(np.arange(2 * GROUP)[:, None], mask.shape)
+    read = np.asarray(group_forest(jnp.asarray(mask), PROMPT, GROUP).take(jnp.asarray(rows), -1))
+    np.testing.assert_array_equal(read[:, :PROMPT], np.array([[2], [GROUP]]).repeat(PROMPT, axis=1))
+
+
 @settings(max_examples=25, deadline=None)
 @given(SEEDS)
 def test_values_travel_between_tokens_and_slots(seed):

@@ -25,6 +25,7 @@ from train.rl.tracing import traced_once
 from train.sequences.batch import Batch
 from train.sequences.forest import Forest
 from train.sequences.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
+from train.sequences.token_fields import ROUTES, TOKEN_FIELDS
 
 PROMPT, NEW_TOKENS = 5, 12
 WIDTH = PROMPT + NEW_TOKENS
@@ -161,6 +162,20 @@ def test_packed_completions_share_what_they_begin_with():
     np.testing.assert_array_equal(forest.gather(forest.take(every), -1)[mask], every[mask])
 
 
+@pytest.mark.parametrize("name", ["kept_ids", ROUTES])
+def test_packed_completions_share_tokens_of_equal_fields_alone(name):
+    """Log-probs depend on them: of two equal completions one has other values from its third token on."""
+    lengths = Lengths(np.full(8, 2), np.array([4, 4, *[0] * 6]), np.arange(8) // 2)
+    batch = rollout_batch(lengths)
+    batch = dataclasses.replace(batch, tokens=batch.tokens[:: tiny.SAMPLES].repeat(tiny.SAMPLES, axis=0))
+    values = np.ones((tiny.ROWS, WIDTH, *[2] * len(TOKEN_FIELDS[name].axes)), TOKEN_FIELDS[name].dtype)
+    equal = placed(config_of(), dataclasses.replace(batch, fields={name: jnp.asarray(values)}), **TREES)
+    values[1, PROMPT + 2] = 0
+    other = placed(config_of(), dataclasses.replace(batch, fields={name: jnp.asarray(values)}), **TREES)
+    assert [int((forest.readers[..., 0] >= 0).sum()) for forest in (equal, other)] == [2 + 4, 2 + 4 + 2]
+    assert (other.places[0] == other.places[1])[PROMPT - 2 : PROMPT + 4].tolist() == [True] * 4 + [False] * 2
+
+
 def test_immovable_rows_stay_in_micro_batch_and_shard():
     lengths = drawn_lengths(np.random.default_rng(3), 32, 4)
     cells = cells_of(2, 4, group=4)
@@ -172,6 +187,17 @@ def test_immovable_rows_stay_in_micro_batch_and_shard():
 def test_rows_stay_padded_if_packing_saves_nothing():
     lengths = Lengths(np.full(8, PROMPT), np.full(8, NEW_TOKENS), np.arange(8) // 2)
     assert choose_packing(cells_of(1, 8), lengths, np.arange(8), 1, 2, moves=True) is None
+
+
+def test_empty_completions_are_one_packed_row_without_a_token():
+    """As of an update with the prompts that no completion came for."""
+    lengths = Lengths(np.full(8, PROMPT), np.zeros(8, int), np.arange(8) // 2)
+    packing = choose_packing(cells_of(1, 8), lengths, np.arange(8), 1, 2, moves=True)
+    assert packing.packed.places.shape == (1, 8, WIDTH)
+    assert packing.packed.depth.shape == (1, 1, WIDTH)
+    assert (packing.packed.places < 0).all()
+    assert (packing.packed.readers < 0).all()
+    assert packing.share == 0
 
 
 def test_there_are_few_numbers_of_packed_rows():
