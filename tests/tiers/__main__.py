@@ -49,7 +49,7 @@ def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
-class Choice:
+class Budget:
     """Tests within a budget."""
 
     def __init__(self, costs: Mapping[str, float], shared: Mapping[str, float], lines: Mapping[str, Lines]) -> None:
@@ -160,9 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     costs, shared = read_costs(options.folder)
     lines = read_lines(options.folder)
-    quick = Choice(costs, shared, lines)
+    quick = Budget(costs, shared, lines)
     quick.fill(options.test)
-    in_ci = Choice(costs, shared, lines)
+    in_ci = Budget(costs, shared, lines)
     for test in sorted(quick.chosen | {test for test in costs if function_of(test) in PROMISES}):
         in_ci.take(test)
     in_ci.fill(options.ci)
