@@ -72,17 +72,6 @@ def test_example_mistakes_are_found_before_the_directory(tmp_path, options, mess
     assert not (tmp_path / "runs").exists()
 
 
-def test_leader_under_supervisors_names_the_continued_run(monkeypatch):
-    config = load("configs/smoke.yaml").config
-    starts = [["smoke-2", True, True], ["smoke", False, True]]
-    monkeypatch.setattr(run_module, "exchange_json", lambda label, value: starts)
-    continued, resume = run_module._start_of_leader(config, False)
-    assert (continued.name, resume) == ("smoke-2", True)
-    # Without a supervisor a difference of the commands is a mistake, which the agreement names.
-    starts[1][2] = False
-    assert run_module._start_of_leader(config, False) == (config, False)
-
-
 @pytest.mark.parametrize(
     ("options", "noted"),
     [
