@@ -22,10 +22,15 @@ _of_test: Counter[str] = Counter()
 _last = {NAME: 0.0}
 
 
-def _since_last() -> float:
-    """Returns what was spent since the last call, by this process and the ended processes that it started."""
+def cpu_seconds() -> float:
+    """Returns what this process has spent, and the ended processes that it started."""
     times = os.times()
-    now = times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _since_last() -> float:
+    """Returns what was spent since the last call."""
+    now = cpu_seconds()
     before, _last[NAME] = _last[NAME], now
     return now - before
 

@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_times import cpu_seconds
+
 ROOT = Path(__file__).parents[2]
-
-
-def cpu_seconds() -> float:
-    """Returns what this process has spent, and the ended processes that it started."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 class Measure:

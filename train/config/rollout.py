@@ -67,6 +67,10 @@ class OpenAISourceSection(Section):
     concurrency: Size = 512
     """openai: requests at one time, one for each completion."""
 
+    def chosen_sync(self, *, adapter: bool) -> str:
+        """Returns what is sent, or who sends it, for a run that trains an adapter or the weights."""
+        return self.sync or ("lora" if adapter else "weights")
+
 
 class FileSourceSection(Section):
     type: Literal["file"]

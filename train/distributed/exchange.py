@@ -152,7 +152,8 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     if not is_leader():
         service.key_value_set_bytes(f"{prefix}/{process()}", msgpack_serialize({"label": label, "value": value}))
         answer = msgpack_restore(_wait(f"{prefix}/all"))
-        labels, values = answer["labels"], answer["values"]
+        labels = answer["labels"]
+        values = answer["values"]
     else:
         received = [msgpack_restore(_wait(f"{prefix}/{peer}")) for peer in range(1, processes())]
         labels = [label, *(part["label"] for part in received)]

@@ -104,7 +104,9 @@ class PeerWatch:
                 moves, step, phase = json.loads(text)
                 peer = self._progress[int(key.rpartition("/")[2])]
                 peer.moved = peer.moved if moves == peer.moves else time.monotonic()
-                peer.moves, peer.step, peer.phase = moves, step, phase
+                peer.moves = moves
+                peer.step = step
+                peer.phase = phase
             self.reason = failed_process(self._service, len(self._names))
             live = self._service.get_live_nodes(list(range(len(self._names))))
             lost = [number for number in range(len(self._names)) if number not in live]

@@ -149,7 +149,8 @@ def _end_waiting(seconds: float) -> None:
     """Ends this process: the others have not joined in time."""
     from jax._src.distributed import global_state
 
-    address, count = global_state.coordinator_address, global_state.num_processes
+    address = global_state.coordinator_address
+    count = global_state.num_processes
     if address is None:
         problem = "the environment has not named the other processes"
     elif global_state.process_id == 0:

@@ -236,16 +236,20 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
     tokens, token_mask, mask = map(to_host_rows, (batch.tokens, batch.token_mask, batch.completion_mask))
     log_probs = None if batch.rollout_log_probs is None else to_host_rows(batch.rollout_log_probs)
     for row, turns in enumerate(sampled):
-        ids, trained = tokens[row][token_mask[row]], mask[row][token_mask[row]]
+        is_real = token_mask[row]
+        ids = tokens[row][is_real]
+        trained = mask[row][is_real]
+        recorded = None if log_probs is None else log_probs[row][is_real]
         expected = np.zeros_like(trained)
         problem = None
         for turn in turns:
-            start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.ids)
+            start = len(turn.prompt_ids)
+            end = start + len(turn.ids)
             expected[start:end] = True
             if ids[:end].tolist() != [*turn.prompt_ids, *turn.ids]:
                 problem = "other ids than its turns"
-            elif log_probs is not None and not np.array_equal(
-                log_probs[row][token_mask[row]][start:end], np.asarray(turn.log_probs, log_probs.dtype)
+            elif recorded is not None and not np.array_equal(
+                recorded[start:end], np.asarray(turn.log_probs, recorded.dtype)
             ):
                 problem = "other log-probs than its turns"
         if not np.array_equal(trained, expected):

@@ -41,7 +41,8 @@ def _kept_steps(config: Config) -> Iterator[Problem]:
 
 def _emergency(config: Config) -> Iterator[Problem]:
     """Checks that there are slices with whole states, one of which has the memory of another."""
-    section, mesh = config.checkpoint.emergency, config.mesh
+    section = config.checkpoint.emergency
+    mesh = config.mesh
     if section is None:
         return
     if mesh.slices < 2 or mesh.slice_axis != "data" or mesh.data != mesh.slices:

@@ -68,7 +68,7 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.source.sync",
             "lora",
         )
-    sync = source.sync or ("weights" if config.lora is None else "lora")
+    sync = source.chosen_sync(adapter=config.lora is not None)
     if source.in_flight == "keep" and sync in ("lora", "none"):
         line = f"got keep, but sync is {sync}, which leaves the weights of requests as they are; leave it out"
         yield problem(line, "rollout.source.in_flight", "rollout.source.sync")
@@ -156,7 +156,8 @@ def _user_source(config: Config) -> Iterator[Problem]:
 
 def _environment(config: Config) -> Iterator[Problem]:
     """Checks what the engine of episodes does not do, and what reads one completion a row."""
-    section, environment = config.rollout, config.environment
+    section = config.rollout
+    environment = config.environment
     if environment is None:
         return
     if section.source.type != "jax":

@@ -8,7 +8,8 @@ from train.data.environments.calculator import compute
 from train.data.tasks.task import Example, Task
 from train.data.tokenizers import ByteTokenizer
 
-LEAST, MOST = 2, 99
+LEAST = 2
+MOST = 99
 
 
 def task(problems: int, held_out: int, wrong: float) -> Task:
@@ -30,7 +31,8 @@ def task(problems: int, held_out: int, wrong: float) -> Task:
 def _example(numbers: tuple[int, int, int], rng: random.Random, wrong: float) -> Example:
     first, second, third = numbers
     answer = str(first * second + third)
-    ids, mask = list[int](), list[bool]()
+    ids = list[int]()
+    mask = list[bool]()
     tokenizer = ByteTokenizer()
 
     def write(text: str, *, sampled: bool) -> None:

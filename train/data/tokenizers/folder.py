@@ -19,8 +19,10 @@ from train.data.tokenizers.protocol import UNKNOWN
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
 
-REPLY, OBSERVATION = "\u2402reply\u2402", "\u2402observation\u2402"
-"""Texts that stand for a reply and an observation while a template is rendered."""
+REPLY = "\u2402reply\u2402"
+"""Stands for a reply while a template is rendered."""
+OBSERVATION = "\u2402observation\u2402"
+"""Stands for an observation while a template is rendered."""
 
 
 class FolderTokenizer:

@@ -44,7 +44,8 @@ class _Environments:
     """The episodes of this process, by number."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._name, self._arguments = name, arguments
+        self._name = name
+        self._arguments = arguments
         self._kind: Any = None
         self._episodes: dict[int, Any] = {}
 

@@ -22,7 +22,8 @@ Pool: TypeAlias = list[SlotCache]
 
 def make_pool(config: DecoderConfig, rows: int, columns: int) -> Pool:
     """Makes an empty pool."""
-    shape, dtype = (rows, config.kv_heads, columns, config.head_dim), jnp.dtype(config.dtype)
+    shape = (rows, config.kv_heads, columns, config.head_dim)
+    dtype = jnp.dtype(config.dtype)
     return [SlotCache(jnp.zeros(shape, dtype).swapaxes(-2, -1), jnp.zeros(shape, dtype)) for _ in range(config.layers)]
 
 
@@ -96,7 +97,7 @@ class NewTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentMask:
-    """What the tokens of segments attend to, [E, T, S + T] bool: in full layers, and in sliding ones if there are."""
+    """The masks of the tokens of segments, [E, T, S + T] bool: of full layers, and of sliding ones if any."""
 
     full: jax.Array
     sliding: jax.Array | None
@@ -138,12 +139,15 @@ class SegmentCache:
         """Computes the attention [1, N, heads, H] of new tokens to the old columns of their row and to new ones."""
         new = self.segments()
         segments, width = self.members.shape
-        heads, kv_heads, head_dim = query.shape[2], new.key.shape[2], query.shape[3]
+        heads = query.shape[2]
+        kv_heads = new.key.shape[2]
+        head_dim = query.shape[3]
         wide = jnp.promote_types(query.dtype, jnp.float32)
         grouped = query[0][self.members].reshape(segments, width, kv_heads, -1, head_dim)
         products: Any = {"preferred_element_type": wide}
         scale = head_dim**-0.5 if options.scale is None else options.scale
-        seen, columns = mask.for_layer(options.sliding)[:, None, None], self.old.columns
+        seen = mask.for_layer(options.sliding)[:, None, None]
+        columns = self.old.columns
         old_scores = jnp.einsum("ETKGH,EKHS->EKGTS", grouped, self.old.key, **products) * scale
         new_scores = jnp.einsum("ETKGH,EUKH->EKGTU", grouped, new.key, **products) * scale
         lowest = jnp.finfo(wide).min / 2
@@ -153,7 +157,8 @@ class SegmentCache:
         if options.sinks is not None:
             sinks = options.sinks.astype(wide).reshape(kv_heads, -1, 1, 1)
             top = jnp.maximum(top, sinks)
-        old_weights, new_weights = jnp.exp(old_scores - top), jnp.exp(new_scores - top)
+        old_weights = jnp.exp(old_scores - top)
+        new_weights = jnp.exp(new_scores - top)
         total = jnp.sum(old_weights, -1, keepdims=True) + jnp.sum(new_weights, -1, keepdims=True)
         total = total if options.sinks is None else total + jnp.exp(sinks - top)
         output = jnp.einsum("EKGTS,EKSH->EKGTH", old_weights.astype(query.dtype), self.old.value, **products)

@@ -124,7 +124,8 @@ class ChunkRows:
     def empty(cls, count: int, columns: int) -> "ChunkRows":
         """Makes missing rows: what they write goes to the columns after the last."""
         zeros = (np.zeros(count, np.int32) for _ in range(3))
-        keys, lengths = np.zeros((count, 2), np.uint32), np.full(count, columns, np.int32)
+        keys = np.zeros((count, 2), np.uint32)
+        lengths = np.full(count, columns, np.int32)
         return cls(next(zeros), lengths, keys, next(zeros), next(zeros))
 
 
@@ -151,7 +152,10 @@ class EnginePrograms:
         eos_ids: Sequence[int],
         stop: StopTable | None = None,
     ) -> None:
-        self.model, self.sizes, self.sampling, self.stop = model, sizes, sampling, stop
+        self.model = model
+        self.sizes = sizes
+        self.sampling = sampling
+        self.stop = stop
         self.compiled: dict[str, Any] = {}
         self._layers = [list(stack.layers) for stack in layer_stacks(model.config)]
         self._eos = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
@@ -177,19 +181,21 @@ class EnginePrograms:
         put = jax.jit(put_rows, donate_argnums=0)
         greedy = np.zeros((), bool)
 
-        def add(name: str, function: Any, *arguments: Any) -> None:
-            self.compiled[name] = function.lower(*arguments).compile()
+        def add(name: str, program: Any, *arguments: Any, **static: Any) -> None:
+            self.compiled[name] = program.lower(*arguments, **static).compile()
 
         for size, columns in itertools.product(sizes.extends, sizes.lengths):
-            segments, rows = empty_segments(size, sizes.columns), ChunkRows.empty(size.segments, sizes.columns)
-            program = jax.jit(_named(self._extend, f"engine_{_extend(size, columns)}"), static_argnames="columns")
-            lowered = program.lower(weights, pool, segments, rows, greedy, columns=columns)
-            self.compiled[_extend(size, columns)] = lowered.compile()
+            name = _extend(size, columns)
+            segments = empty_segments(size)
+            rows = ChunkRows.empty(size.segments, sizes.columns)
+            program = jax.jit(_named(self._extend, f"engine_{name}"), static_argnames="columns")
+            add(name, program, weights, pool, segments, rows, greedy, columns=columns)
         for batch, columns in itertools.product(sizes.batches, sizes.lengths):
+            name = _decode(batch, columns)
+            numbers = np.zeros(batch, np.int32)
             rows = ChunkRows.empty(batch, sizes.columns)
-            program = jax.jit(_named(self._decode, f"engine_{_decode(batch, columns)}"), static_argnames="columns")
-            chunk = (weights, pool, np.zeros(batch, np.int32), np.zeros(batch, np.int32), rows, greedy)
-            self.compiled[_decode(batch, columns)] = program.lower(*chunk, columns=columns).compile()
+            program = jax.jit(_named(self._decode, f"engine_{name}"), static_argnames="columns")
+            add(name, program, weights, pool, numbers, numbers, rows, greedy, columns=columns)
         for count, width in {(size.segments, size.width) for size in sizes.extends} | {
             (batch, sizes.chunk) for batch in sizes.batches
         }:
@@ -301,14 +307,18 @@ class EnginePrograms:
         columns: int,
     ) -> tuple[Pool, DrawnTokens]:
         transformer, head = jax.tree.unflatten(self._structure, weights)
-        count, steps = len(pending), self.sizes.chunk
+        count = len(pending)
+        steps = self.sizes.chunk
         # All rows are there in their order.
         gathered = None if count == self.sizes.rows else rows.rows
         old = [take_rows(cache, gathered, columns) for cache in pool]
         caches = [GroupCache(cache, SlotCache.zeros(cache, count, steps)) for cache in old]
         lengths = jnp.where(rows.lengths < self.sizes.columns, rows.lengths, 0)
-        rope = rope_tables(transformer.config, jnp.arange(self.sizes.columns + steps)[None], head_dtype(transformer))
-        in_cache, every = jnp.arange(columns) < lengths[:, None], jnp.arange(columns + steps)
+        rope = rope_tables(
+            transformer.config, jnp.arange(self.sizes.columns + steps)[None], jnp.dtype(transformer.config.dtype)
+        )
+        in_cache = jnp.arange(columns) < lengths[:, None]
+        every = jnp.arange(columns + steps)
         key_positions = jnp.where(every < columns, every, lengths[:, None] + every - columns)
 
         def advance(carry: Any) -> Any:
@@ -344,7 +354,7 @@ class EnginePrograms:
         return new, DrawnTokens(tokens, log_probs, done, stop_states)
 
 
-def empty_segments(size: ExtendSize, columns: int) -> NewTokens:
+def empty_segments(size: ExtendSize) -> NewTokens:
     """Makes arrays of an extend without a token."""
     tokens, segments, width = size
     flat = (np.zeros(tokens, np.int32) for _ in range(3))
@@ -357,11 +367,6 @@ def empty_segments(size: ExtendSize, columns: int) -> NewTokens:
         places=next(flat),
         lengths=np.zeros(segments, np.int32),
     )
-
-
-def head_dtype(transformer: Transformer) -> jnp.dtype:
-    """Returns the type of hidden states."""
-    return jnp.dtype(transformer.config.dtype)
 
 
 def _named(function: Any, name: str) -> Any:

@@ -5,7 +5,6 @@ It is a function of the turns and of their order alone, so that a run that is re
 
 import collections
 import dataclasses
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ import numpy as np
 import kljax
 from train.models import Decoder
 from train.rollouts.engine.programs import ChunkRows, EnginePrograms, EngineSizes, ExtendSize, empty_segments
+from train.rollouts.prefix import common_length
 from train.rollouts.sampler import Sampling, StopTable
 from train.sequences.token_fields import UNKNOWN
 
@@ -112,10 +112,12 @@ class TurnEngine:
         caches: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop)
-        self.sizes, self.greedy = sizes, False
+        self.sizes = sizes
+        self.greedy = False
         self.count: collections.Counter[str] = collections.Counter()
         self._caches = caches
-        self._eos, self._matched = frozenset(eos_ids), None if stop is None else stop.matched
+        self._eos = frozenset(eos_ids)
+        self._matched = None if stop is None else stop.matched
         self._rows = [_PoolRow() for _ in range(sizes.rows)]
         self._row_of: dict[Hashable, int] = {}
         self._waiting: collections.deque[Turn] = collections.deque()
@@ -138,7 +140,9 @@ class TurnEngine:
         """Drops the keys and values of all rows; turns under way run their tokens again."""
         for row in self._rows:
             self.count["recomputed"] += bool(row.tokens)
-            row.tokens, row.session, row.busy = [], None, False
+            row.tokens = []
+            row.session = None
+            row.busy = False
         self._row_of.clear()
         self._waiting.extendleft(reversed(self._active))
         self._active = []
@@ -188,7 +192,8 @@ class TurnEngine:
 
     def _place_waiting(self) -> list[_Part]:
         """Gives rows to waiting turns, in their order, as far as there are any."""
-        parts, later = list[_Part](), list[Turn]()
+        parts = list[_Part]()
+        later = list[Turn]()
         most = max(size.segments for size in self.sizes.extends)
         while self._waiting:
             turn = self._waiting.popleft()
@@ -198,7 +203,9 @@ class TurnEngine:
                 later.append(turn)
                 continue
             row = self._rows[turn.row]
-            row.busy, row.session, row.tokens = True, turn.session, ids[:cached]
+            row.busy = True
+            row.session = turn.session
+            row.tokens = ids[:cached]
             self._row_of[turn.session] = turn.row
             same = next((x for x in parts if not cached and not x.done and x.ids == ids and len(x.turns) < most), None)
             if same is None:
@@ -214,13 +221,13 @@ class TurnEngine:
         own = None if turn.session is None else self._row_of.get(turn.session)
         if own is not None and not self._rows[own].busy:
             turn.row = own
-            return min(_common(self._rows[own].tokens, ids), most)
+            return min(common_length(self._rows[own].tokens, ids), most)
         free = [number for number, row in enumerate(self._rows) if not row.busy]
         if not free:
             return None
-        shared = [min(_common(row.tokens, ids), most) for row in self._rows]
+        shared = [min(common_length(row.tokens, ids), most) for row in self._rows]
         best = max(range(len(shared)), key=shared.__getitem__)
-        planned = (_common(part.ids, ids) for part in parts if part.ids != ids)
+        planned = (common_length(part.ids, ids) for part in parts if part.ids != ids)
         if max(planned, default=0) >= max(shared[best] + LEAST_COPIED, 2 * LEAST_COPIED):
             return None
         turn.row = min(free, key=lambda number: (bool(self._rows[number].tokens), self._rows[number].used))
@@ -249,12 +256,15 @@ class TurnEngine:
         """Chooses the program that leads to the least work for all parts, and the tokens of each part that it runs."""
         choices = []
         for size in self.sizes.extends:
-            chosen, tokens, segments = list[tuple[_Part, int]](), 0, 0
+            chosen = list[tuple[_Part, int]]()
+            tokens = 0
+            segments = 0
             for part in parts:
                 count = min(part.left(), size.width, size.tokens - tokens)
                 if count and segments + len(part.turns) <= size.segments:
                     chosen.append((part, count))
-                    tokens, segments = tokens + count, segments + len(part.turns)
+                    tokens = tokens + count
+                    segments = segments + len(part.turns)
             if chosen:
                 left = sum(part.left() for part in parts) - tokens
                 choices.append((_work(size.tokens) + self._least_work(left), size, chosen))
@@ -268,7 +278,8 @@ class TurnEngine:
         return full * _work(sizes[-1]) + least
 
     def _extend(self, size: ExtendSize, chosen: Sequence[tuple[_Part, int]]) -> list[Turn]:
-        segments, rows = empty_segments(size, self.sizes.columns), ChunkRows.empty(size.segments, self.sizes.columns)
+        segments = empty_segments(size)
+        rows = ChunkRows.empty(size.segments, self.sizes.columns)
         flat = at = 0
         turns = list[Turn | None]()
         longest = 0
@@ -308,7 +319,8 @@ class TurnEngine:
         return ended
 
     def _write_draw(self, rows: ChunkRows, at: int, turn: Turn) -> None:
-        rows.keys[at], rows.numbers[at] = turn.key, turn.first + len(turn.tokens)
+        rows.keys[at] = turn.key
+        rows.numbers[at] = turn.first + len(turn.tokens)
         rows.stop_states[at] = turn.stop_state
 
     def _decode(self) -> list[Turn]:
@@ -317,13 +329,15 @@ class TurnEngine:
         count = next((size for size in sizes.batches if size >= len(self._active)), sizes.batches[-1])
         turns = self._active[:count]
         rows = ChunkRows.empty(count, sizes.columns)
-        pending, limits = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        pending = np.zeros(count, np.int32)
+        limits = np.zeros(count, np.int32)
         whole = count == sizes.rows
         if whole:
             rows.rows[:] = np.arange(count)
         places = [turn.row if whole else number for number, turn in enumerate(turns)]
         for at, turn in zip(places, turns, strict=True):
-            rows.rows[at], pending[at] = turn.row, turn.tokens[-1]
+            rows.rows[at] = turn.row
+            pending[at] = turn.tokens[-1]
             rows.lengths[at] = len(self._rows[turn.row].tokens)
             limits[at] = turn.max_tokens - len(turn.tokens)
             self._write_draw(rows, at, turn)
@@ -363,7 +377,8 @@ class TurnEngine:
 
     def _leave(self, turn: Turn) -> None:
         row = self._rows[turn.row]
-        row.busy, row.used = False, self.count["chunks"]
+        row.busy = False
+        row.used = self.count["chunks"]
 
 
 def session_keys(key: jax.Array, count: int) -> np.ndarray:
@@ -372,19 +387,6 @@ def session_keys(key: jax.Array, count: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(keys))
 
 
-def prefill_waste(count: collections.Counter[str]) -> float:
-    """Returns the share of the slots of extends that had no token."""
-    slots = count["prefill_slots"]
-    return 1 - count["prefilled"] / slots if slots else math.nan
-
-
 def _work(tokens: int) -> int:
     """Returns the work of an extend in tokens: its draws, and reading the weights, cost as much as some tokens."""
     return tokens + DRAWS
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """Counts the tokens with which both lists begin."""
-    if left == right[: len(left)]:
-        return len(left)
-    return next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(right))

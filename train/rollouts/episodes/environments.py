@@ -35,7 +35,8 @@ class Environments:
         if "form" not in described:
             problem = described.get("error") or ": ".join(described["failure"])
             raise UserError(f"environment.name: got {section.name!r}, but {problem}")
-        self.form, self.tools = described["form"], described["tools"]
+        self.form = described["form"]
+        self.tools = described["tools"]
 
     def answer(self, questions: Sequence[dict[str, Any]]) -> list[Answer]:
         """Asks each episode's own process, all processes at once; returns the answers in the order of the questions."""
@@ -57,7 +58,8 @@ class Environments:
         return answers
 
     def _answer(self, process: int, question: dict[str, Any]) -> Answer:
-        episode, started = question["episode"], self._started[process]
+        episode = question["episode"]
+        started = self._started[process]
         if question["do"] == "reset":
             if self._workers[process] is None:
                 first = self._ask(process, None, START_SECONDS)

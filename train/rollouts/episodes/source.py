@@ -66,12 +66,14 @@ class EpisodeSource(InTurn):
         assert config.environment is not None
         if context.mesh.size > 1:
             raise UserError(f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one")
-        self._context, self._section = context, config.environment
+        self._context = context
+        self._section = config.environment
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
         self._environments = Environments(config.environment)
         self._tools = self._environments.tools if self._tokenizer.has_template else []
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
-        self._prompt_length, self._longest = config.data.max_prompt_length, config.data.max_completion_length
+        self._prompt_length = config.data.max_prompt_length
+        self._longest = config.data.max_completion_length
         self._engine: TurnEngine | None = None
 
     def update(self, policy: kljax.Policy, version: int) -> None:
@@ -83,7 +85,8 @@ class EpisodeSource(InTurn):
             self._engine.update(context.layout.weights(policy), version)
 
     def _make_engine(self) -> TurnEngine:
-        context, section = self._context, self._context.config.rollout
+        context = self._context
+        section = self._context.config.rollout
         size = context.model.config.vocab_size
         most = max(context.config.rows_per_batch(), context.config.eval.rows())
         rows = min(self._section.rows or most, most)
@@ -169,7 +172,8 @@ class EpisodeSource(InTurn):
                 f"data.max_prompt_length: got {self._prompt_length}, but the prompt {example.prompt[:80]!r} has "
                 f"{len(state.prompt)} tokens with what the environment adds"
             )
-        state.ids, state.messages = list(state.prompt), self._tokenizer.messages(example)
+        state.ids = list(state.prompt)
+        state.messages = self._tokenizer.messages(example)
         self._ask(engine, number, state)
 
     def _ask(self, engine: TurnEngine, number: int, state: _Running) -> None:
@@ -261,18 +265,22 @@ class EpisodeSource(InTurn):
         shape = len(running), self._prompt_length + self._longest
         tokens = np.full(shape, self._tokenizer.pad_id, np.int32)
         token_mask, completion_mask = np.zeros((2, *shape), bool)
-        log_probs, versions = np.zeros(shape, TOKEN_FIELDS["log_probs"].dtype), np.full(shape, UNKNOWN, np.int32)
+        log_probs = np.zeros(shape, TOKEN_FIELDS["log_probs"].dtype)
+        versions = np.full(shape, UNKNOWN, np.int32)
         for row, state in enumerate(running):
             start = self._prompt_length - len(state.prompt)
             turns = [] if state.episode.failure is not None else state.episode.turns
             if not turns:
-                tokens[row, start : self._prompt_length], token_mask[row, start : self._prompt_length] = state.prompt, 1
+                tokens[row, start : self._prompt_length] = state.prompt
+                token_mask[row, start : self._prompt_length] = 1
                 continue
             (sequence,) = make_sequences(turns)
             columns = slice(start, start + len(sequence.ids))
-            tokens[row, columns], token_mask[row, columns] = sequence.ids, True
+            tokens[row, columns] = sequence.ids
+            token_mask[row, columns] = True
             completion_mask[row, columns] = sequence.sampled
-            log_probs[row, columns], versions[row, columns] = sequence.log_probs, sequence.versions
+            log_probs[row, columns] = sequence.log_probs
+            versions[row, columns] = sequence.versions
         episodes = [state.episode for state in running]
         return Completions(
             examples=[state.example for state in running],

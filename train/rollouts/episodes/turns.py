@@ -4,6 +4,7 @@ import dataclasses
 from collections import abc
 from collections.abc import Iterable
 
+from train.rollouts.prefix import common_length
 from train.sequences.token_fields import UNKNOWN
 
 
@@ -29,18 +30,14 @@ class Sequence:
     """Turns that extend each other: ids, which of them are trained, and their log-probs and versions.
 
     Attributes:
-      prompt: number of ids before the first sampled one.
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
-      turns: for each turn the index after its last id.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
     sampled: list[bool] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
-    prompt: int = 0
     parent: tuple[int, int] | None = None
-    turns: list[int] = dataclasses.field(default_factory=list)
 
     def observe(self, ids: abc.Sequence[int]) -> None:
         """Adds ids that were not sampled here."""
@@ -55,7 +52,6 @@ class Sequence:
         self.sampled += [True] * len(turn.ids)
         self.log_probs += turn.log_probs
         self.versions += turn.versions
-        self.turns.append(len(self.ids))
 
 
 @dataclasses.dataclass
@@ -108,20 +104,15 @@ def make_sequences(turns: Iterable[SampledTurn]) -> list[Sequence]:
                 f"log-probs and {len(turn.versions)} versions, expected a prompt, and as many of each"
             )
         prompt = list(turn.prompt_ids)
-        shared = [_common(sequence.ids, prompt) for sequence in sequences]
+        shared = [common_length(sequence.ids, prompt) for sequence in sequences]
         whole = [index for index, sequence in enumerate(sequences) if shared[index] == len(sequence.ids)]
         if whole:
             sequence = sequences[max(whole, key=shared.__getitem__)]
             sequence.observe(prompt[len(sequence.ids) :])
         else:
             parent = max(range(len(sequences)), key=shared.__getitem__, default=None)
-            sequence = Sequence(prompt=len(prompt), parent=None if parent is None else (parent, shared[parent]))
+            sequence = Sequence(parent=None if parent is None else (parent, shared[parent]))
             sequence.observe(prompt)
             sequences.append(sequence)
         sequence.sample(turn)
     return sequences
-
-
-def _common(left: abc.Sequence[int], right: abc.Sequence[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))

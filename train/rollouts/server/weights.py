@@ -269,7 +269,7 @@ def make_sync(engines: Engines, context: RunContext) -> Sync:
     section = context.config.rollout.source
     if section.type != "openai":
         raise ValueError(f"rollout.source.type: got {section.type!r}, expected openai")
-    kind = section.sync or ("lora" if context.config.lora is not None else "weights")
+    kind = section.chosen_sync(adapter=context.config.lora is not None)
     if kind == "weights" and context.model.config.tie_embeddings:
         # vLLM 0.32 warns "ParallelLMHead: Failed to load weights" and keeps the old head.
         raise UserError(

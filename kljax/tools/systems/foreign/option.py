@@ -33,7 +33,7 @@ class ForeignOption:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignSystem:
-    """What a config of another trainer may say.
+    """Another trainer: the options of its config.
 
     Attributes:
       file: the file that holds it.
