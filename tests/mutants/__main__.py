@@ -41,7 +41,7 @@ def tests_of(file: str) -> list[str]:
         cells = line.split("|")
         if len(cells) > 2 and any(f"{file}/".startswith(f"{path}/") for path in re.findall("`(.+?)`", cells[1])):
             paths = re.findall("`((?:tests|kljax)/.+?)`", cells[2])
-            return [path for path in paths if "real" not in path and "integrations" not in path]
+            return [path for path in paths if not any(x in path for x in ("real", "integrations", "reasoning_gym"))]
     return []
 
 
