@@ -6,8 +6,8 @@ The tests in the row of the module (`docs/contributing/tests.md`) come first, as
 of all public functions if it is of the library; then all of `make test`, then what `make test-all` has besides. With
 `--results` a file of earlier results is continued; with `--rows` the tests of the row are all, and what they overlook
 is left for a call without it. With `--measured` those come first that reach the changed lines, by what `make
-measure-tests` wrote, in place of those of all public functions. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
-for a statement that has lost its test.
+measure-tests` wrote, in place of those of all public functions. A fault that the tests of `make test` overlook, but not
+those of `make test-all`, stands for a statement that has lost its test.
 """
 
 import argparse
