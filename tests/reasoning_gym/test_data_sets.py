@@ -26,7 +26,7 @@ class HereVerifier:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_are_right_and_wrong_answers_wrong(name, monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "Verifier", HereVerifier)
+    monkeypatch.setattr(reasoning_gym, "ProblemVerifier", HereVerifier)
     task = reasoning_gym.load(name=name, arguments={}, problems=3, held_out=1)
     assert len(task.train) == 3
     assert (not task.train[0].answer) == (name in WITHOUT_SOLUTION)

@@ -25,7 +25,7 @@ SECONDS = 8.0
 SPLIT_SEED = 0
 
 
-class Verifier:
+class ProblemVerifier:
     """The verifier of a data set, in worker processes: some evaluate an answer, which can take forever."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _example(entry: Mapping[str, Any], index: int) -> Example:
     )
 
 
-def score(example: Example, completion: str, finished: bool, *, verifier: Verifier) -> dict[str, float]:
+def score(example: Example, completion: str, finished: bool, *, verifier: ProblemVerifier) -> dict[str, float]:
     """Returns named rewards: score (of the verifier, 0 to 1), correct (a score of 1), format, reward (weighted sum).
 
     The answer is that in the last `<answer>` behind the last `</think>`, or else the last line; `format` requires the
@@ -142,7 +142,7 @@ def load(*, name: str, arguments: Mapping[str, Any], problems: int, held_out: in
             problems,
             held_out,
         )
-    verifier = Verifier(name, settings)
+    verifier = ProblemVerifier(name, settings)
 
     def judged(example: Example, completion: str, finished: bool) -> dict[str, float]:
         return score(example, completion, finished, verifier=verifier)

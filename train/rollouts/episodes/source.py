@@ -23,7 +23,7 @@ from train.rollouts.episodes.turns import Episode, SampledTurn, make_sequences
 from train.rollouts.jax_source import rollout_sampling
 from train.rollouts.sampler import stop_table
 from train.rollouts.source import Completions, InTurn, Request, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, UNKNOWN, VERSIONS
 
 FAILURES = {
     "exception": "episodes_failed_exception",
@@ -218,8 +218,11 @@ class EpisodeSource(InTurn):
             if "refused" in answer:
                 refused.append((number, answer["refused"]))
                 continue
-            for name, value in answer.get("rewards", {}).items():
+            given = answer.get("rewards", {})
+            for name, value in given.items():
                 state.rewards[name] = state.rewards.get(name, 0.0) + value
+            turns = state.episode.turns
+            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given))
             if answer.get("done"):
                 state.episode.finished = True
                 continue
@@ -227,6 +230,11 @@ class EpisodeSource(InTurn):
         for number, problem in refused:
             running[number].episode.refused += 1
             self._go_on(engine, number, running[number], text=f"error: {problem}", role="tool")
+
+    def _weighted(self, rewards: Mapping[str, float]) -> float:
+        """Returns what named rewards of a step add to that of the episode."""
+        weights = self._context.config.rewards.weights or {"reward": 1.0}
+        return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
 
     def _go_on(self, engine: TurnEngine, number: int, state: _Running, *, text: str, role: str) -> None:
         """Appends an observation, and asks for the next turn, unless a limit ends the episode."""
@@ -267,6 +275,7 @@ class EpisodeSource(InTurn):
         token_mask, completion_mask = np.zeros((2, *shape), bool)
         log_probs = np.zeros(shape, TOKEN_FIELDS["log_probs"].dtype)
         versions = np.full(shape, UNKNOWN, np.int32)
+        rewards = np.zeros(shape, np.float32)
         for row, state in enumerate(running):
             start = self._prompt_length - len(state.prompt)
             turns = [] if state.episode.failure is not None else state.episode.turns
@@ -281,6 +290,7 @@ class EpisodeSource(InTurn):
             completion_mask[row, columns] = sequence.sampled
             log_probs[row, columns] = sequence.log_probs
             versions[row, columns] = sequence.versions
+            rewards[row, columns] = sequence.rewards
         episodes = [state.episode for state in running]
         return Completions(
             examples=[state.example for state in running],
@@ -289,7 +299,12 @@ class EpisodeSource(InTurn):
             completion_mask=completion_mask,
             finished=np.array([episode.finished for episode in episodes]),
             texts=[episode.texts[-1] if episode.texts else "" for episode in episodes],
-            fields={"log_probs": log_probs, VERSIONS: versions},
+            fields={
+                "log_probs": log_probs,
+                VERSIONS: versions,
+                # Tools give no rewards of their own.
+                **({TOKEN_REWARDS: rewards} if self._environments.form == "text" else {}),
+            },
             rewards=_rewards(episodes),
             failed=np.array([episode.failure is not None for episode in episodes]),
             sampled=[[] if e.failure is not None else list(e.turns) for e in episodes],
