@@ -20,6 +20,8 @@ _FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Kernels that write in place, with the operand that they write."""
+_IN_PLACE = re.compile(r"\{\d*\}: \((\d+), \{\}")
+"""An operand of a custom call whose memory a result has."""
 _WHOLE = {
     "dot", "convolution", "custom-call", "reduce", "reduce-window", "scatter", "sort", "while", "call", "conditional",
 }  # fmt: skip
@@ -75,7 +77,12 @@ class Kernels:
         if opcode in _FUSIONS and called in self._module.computations:
             read = sum(memory_bytes(x) * self.read(called, number) for number, x in enumerate(operands))
             return round(read) + min(memory_bytes(shape), self.written(called))
-        return sum(map(memory_bytes, operands)) + memory_bytes(shape)
+        total = sum(map(memory_bytes, operands)) + memory_bytes(shape)
+        # Of an array that is written in its place, such as a column of a cache, the program does not say how much.
+        _, _, aliases = instruction.line.partition("output_to_operand_aliasing=")
+        for operand in _IN_PLACE.findall(aliases):
+            total -= 2 * memory_bytes(operands[int(operand)])
+        return total
 
     def _read(self, computation: str, number: int) -> float:
         """Returns the share of a parameter that a kernel reads."""

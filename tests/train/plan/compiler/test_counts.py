@@ -212,6 +212,11 @@ ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x
             800 + 8 + 400,
         ),
         ("%r = bf16[2,100]{1,0} fusion-done(%a)", 0),
+        (
+            "%r = (f32[6,100]{1,0}, f32[1,100]{1,0}) custom-call(%x, %a), "
+            'output_to_operand_aliasing={{0}: (1, {})}, custom_call_target="k"',
+            400 + 400,
+        ),
         ("%r = (f32[6,100]{1,0}, s32[]) tuple(%a, %i)", 0),
         ("%r = (f32[6,100]{1,0:S(1)}, f32[6,100]{1,0}, u32[]{:S(2)}) copy-start(%a)", 2400),
         ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),
