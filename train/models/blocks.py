@@ -11,8 +11,10 @@ from flax import nnx
 
 from train.models.config import AttentionKind, DecoderConfig, LayerKind, MlpKind, shortest_period
 from train.models.experts import ExpertMlp, Routed
-from train.models.layers import InitKey, norm
+from train.models.fused.norms import fork
+from train.models.layers import InitKey, Linear, RMSNorm, norm
 from train.models.mlp import DenseMlp
+from train.models.projections import room
 from train.models.self_attention import LayerContext, SelfAttention
 from train.models.sharding import split_tokens
 
@@ -86,14 +88,22 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, state: Any, sliding: bool | jax.Array, context: LayerContext
     ) -> tuple[jax.Array, Any, Routed | None]:
         """Returns the output [B, T, D], the layer's state and what its router did; see `Mixer` and `Mlp`."""
-        mixed, new = self.self_attn(self.input_layernorm(x), state, sliding, context)
+
+        def fork_before(block: Mixer | Mlp, norm: RMSNorm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if state is not None:
+                return norm(x), x
+            groups: tuple[tuple[Linear, ...], ...] = getattr(block, "projection_groups", tuple)()
+            return fork(norm, x, room=room(x, groups[0]) if groups else 0)
+
+        normed, x = fork_before(self.self_attn, self.input_layernorm, x)
+        mixed, new = self.self_attn(normed, state, sliding, context)
         if self.config.post_norms:
-            x = x + self.post_attention_layernorm(mixed)
-            y, routed = self.mlp(self.pre_feedforward_layernorm(x), context)
+            normed, x = fork_before(self.mlp, self.pre_feedforward_layernorm, x + self.post_attention_layernorm(mixed))
+            y, routed = self.mlp(normed, context)
             y = self.post_feedforward_layernorm(y)
         else:
-            x = x + mixed
-            y, routed = self.mlp(self.post_attention_layernorm(x), context)
+            normed, x = fork_before(self.mlp, self.post_attention_layernorm, x + mixed)
+            y, routed = self.mlp(normed, context)
         return split_tokens(x + y), new, routed
 
 

@@ -278,18 +278,27 @@ class GroupCache:
         One softmax over two arrays of scores: both are shifted by the larger of their maxima, and their sums of
         exponentials are added, with that of the sink.
         """
-        rows, _, heads, head_dim = query.shape
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        columns = self.prompts.columns
+        rows, _, _, head_dim = query.shape
         grouped = query.reshape(rows, self.completions.key.shape[1], -1, head_dim)
+        return self.attend_grouped(grouped, self._by_prompt(grouped), mask, options)
+
+    def attend_grouped(
+        self, grouped: jax.Array, by_prompt: jax.Array, mask: CacheMask, options: AttentionOptions
+    ) -> jax.Array:
+        """Computes `attend` of queries by row [B, K, n, H] and by prompt [R, K, (B / R) n, H]."""
+        rows, _, _, head_dim = grouped.shape
+        wide = jnp.promote_types(grouped.dtype, jnp.float32)
+        columns = self.prompts.columns
         seen = mask.for_layer(options.sliding)
         prompt_seen = jnp.broadcast_to(seen[..., :columns], (*grouped.shape[:1], 1, grouped.shape[2], columns))
 
         def weighted_values(weights: jax.Array, cache: SlotCache) -> jax.Array:
-            return jnp.einsum("BKGS,BKSH->BKGH", weights.astype(query.dtype), cache.value, preferred_element_type=wide)
+            return jnp.einsum(
+                "BKGS,BKSH->BKGH", weights.astype(grouped.dtype), cache.value, preferred_element_type=wide
+            )
 
         near = self.completions.scores(grouped, seen[..., columns:], options)
-        far = self.prompts.scores(self._by_prompt(grouped), self._by_prompt(prompt_seen), options)
+        far = self.prompts.scores(by_prompt, self._by_prompt(prompt_seen), options)
         top = jnp.maximum(_max(near), self._by_row(_max(far)))
         if options.sinks is not None:
             sinks = options.sinks.astype(wide).reshape(*grouped.shape[1:3], 1)
@@ -299,7 +308,7 @@ class GroupCache:
         output = weighted_values(near, self.completions) + self._by_row(weighted_values(far, self.prompts))
         total = _sum(near) + self._by_row(_sum(far))
         output = output / (total if options.sinks is None else total + jnp.exp(sinks - top))
-        output = output.astype(query.dtype).reshape(rows, 1, heads, head_dim)
+        output = output.astype(grouped.dtype).reshape(rows, 1, -1, head_dim)
         return jnp.where(jnp.any(seen, axis=-1, keepdims=True), output, 0)
 
     def _by_prompt(self, x: jax.Array) -> jax.Array:

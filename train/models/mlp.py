@@ -4,8 +4,9 @@ import jax
 from flax import nnx
 
 from train.models.config import DecoderConfig
+from train.models.fused import gated
 from train.models.layers import InitKey, Linear, projection, residual_scale
-from train.models.projections import project
+from train.models.projections import project, project_together
 from train.models.self_attention import LayerContext
 
 
@@ -32,6 +33,9 @@ class DenseMlp(nnx.Module):
 
     def run(self, x: jax.Array) -> jax.Array:
         """Computes [B, T, D] of [B, T, D]."""
+        if gated.can_fuse(self.down_proj, x.dtype):
+            hidden = project_together(x, self.gate_proj, self.up_proj)
+            return gated.project_gated(self.config.activation, hidden, self.down_proj)
         gate, up = project(x, self.gate_proj, self.up_proj)
         return project(activate(self.config, gate) * up, self.down_proj)[0]
 

@@ -31,14 +31,15 @@ Array = jax.Array
 def project(x: Array, *linears: Linear) -> tuple[Array, ...]:
     """Runs projections of one input [..., I]; those with adapters in one product where that is faster.
 
-    Gradients of the adapters are summed and returned in float32, as without joining.
+    The input may have `room` of zeros, [..., I + R]. Gradients of the adapters are summed and returned in float32, as
+    without joining.
     """
     joined = getattr(linears[0], "joined", None)
     if joined is None and not joins(x, linears):
         return tuple(linear(x) for linear in linears)
     tokens = flat(x)
     if joined is None:
-        ys = _project(Joining.of(linears), tokens, _kernels(linears))
+        ys = _project(Joining.of(linears, x), tokens, kernels_of(linears))
     else:
         ys, _ = joined.multiply(tokens)
     ys = tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
@@ -48,14 +49,47 @@ def project(x: Array, *linears: Linear) -> tuple[Array, ...]:
     )
 
 
-def joins(x: Array, linears: Sequence[Linear]) -> bool:
-    """Whether `project` joins the weights of projections whenever it runs.
+def project_together(x: Array, *linears: Linear) -> tuple[Array, ...]:
+    """Runs projections of one input as `project`, with all outputs side by side in one array [..., O].
 
-    This reads and writes them once more, which pays where there are more tokens than numbers of a token.
+    Outputs that the mesh splits stay apart, as parts of them would have to be exchanged; and those of int8 kernels.
     """
+    joined = getattr(linears[0], "joined", None)
+    adapted = any(linear.lora_scale is not None for linear in linears)
+    exact = any(isinstance(linear.kernel, Int8Kernel) for linear in linears)
+    split = any(axis_size(linear.axes[1]) > 1 for linear in linears)
+    if joined is None and (exact or split or not (joins(x, linears) if adapted else has_many_tokens(x, linears))):
+        return project(x, *linears)
+    if joined is not None:
+        if len(joined.outer) > 1:
+            return project(x, *linears)
+        ((y,), _) = joined.multiply(flat(x), together=True)
+    elif adapted:
+        (y,) = _project(dataclasses.replace(Joining.of(linears, x), together=True), flat(x), kernels_of(linears))
+    else:
+        kernels = [whole_along_embed(linear.kernel[...].astype(x.dtype), linear.axes) for linear in linears]
+        y = _dot(flat(x), jnp.concatenate(kernels, axis=1))
+    y = y.reshape(*x.shape[:-1], -1)
+    biases = [linear.bias[...].astype(y.dtype) for linear in linears if hasattr(linear, "bias")]
+    return (over_all_tokens(jnp.add, y, jnp.concatenate(biases)) if biases else y,)
+
+
+def joins(x: Array, linears: Sequence[Linear]) -> bool:
+    """Whether `project` joins the weights of projections whenever it runs."""
+    adapted = [linear for linear in linears if linear.lora_scale is not None]
+    return can_join(linears, x.dtype) and has_many_tokens(x, adapted)
+
+
+def has_many_tokens(x: Array, linears: Sequence[Linear]) -> bool:
+    """Whether an input [..., I] has more tokens than numbers of a token, so that joined weights pay for their copy."""
     tokens = math.prod(x.shape[:-1]) // (axis_size("rows") * axis_size("tokens"))
-    outputs = sum(linear.lora_B.shape[-1] for linear in linears if linear.lora_scale is not None)
-    return can_join(linears, x.dtype) and tokens >= min(x.shape[-1], outputs)
+    kernels = [linear.kernel.qvalue if isinstance(linear.kernel, Int8Kernel) else linear.kernel for linear in linears]
+    return tokens >= min(kernels[0].shape[0], sum(kernel.shape[1] for kernel in kernels))
+
+
+def room(x: Array, linears: Sequence[Linear]) -> int:
+    """Returns R, the columns for x A that `project` adds to this input [..., I]; 0 where it adds none."""
+    return sum(linear.lora_A.shape[-1] for linear in linears if linear.lora_scale is not None) * joins(x, linears)
 
 
 def can_join(linears: Sequence[Linear], dtype: Any) -> bool:
@@ -67,9 +101,12 @@ def can_join(linears: Sequence[Linear], dtype: Any) -> bool:
 
 def keep_joined(linears: Sequence[Linear], dtype: Any) -> None:
     """Joins the weights of projections once, for a loop that runs `project` in every step."""
+    several = len(linears) > 1 and not any(isinstance(linear.kernel, Int8Kernel) for linear in linears)
+    plain = several and dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
     # Weights that are split along the model width would be whole in memory from then on.
-    if can_join(linears, dtype) and axis_size("embed") == 1:
-        linears[0].joined = nnx.data(Joining.of(linears).join(_kernels(linears), dtype))
+    if (plain or can_join(linears, dtype)) and axis_size("embed") == 1:
+        kernels = kernels_of(linears)
+        linears[0].joined = nnx.data(Joining.of(linears, kernels[0].kernel.T).join(kernels, dtype))
 
 
 class AdaptedKernel(NamedTuple):
@@ -79,7 +116,8 @@ class AdaptedKernel(NamedTuple):
     adapter: tuple[Array, Array] | None
 
 
-def _kernels(linears: Sequence[Linear]) -> tuple[AdaptedKernel, ...]:
+def kernels_of(linears: Sequence[Linear]) -> tuple[AdaptedKernel, ...]:
+    """Reads the weights of projections."""
     return tuple(
         AdaptedKernel(
             linear.kernel[...],
@@ -106,28 +144,48 @@ class JoinedWeights:
     outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     several: bool = dataclasses.field(metadata={"static": True})
 
-    def multiply(self, x: Array) -> tuple[tuple[Array, ...], Array]:
-        """Computes the outputs [..., O] of x [..., I], and x A [..., R]."""
+    def multiply(self, x: Array, *, together: bool = False) -> tuple[tuple[Array, ...], Array]:
+        """Computes the outputs [..., O] of x [..., I], and what the gradients of the weights need.
+
+        That is [x, x A] of several outputs, otherwise x A. `together` returns as few outputs as there are products.
+        """
         if not self.several:
             u, xa = _split(_dot(x, self.inner), [self.outputs[0]])
             return (u + _dot(xa, *self.outer),), xa
-        xa = _dot(x, self.inner)
-        extended = jnp.concatenate([x, xa], axis=-1)
+        width, rank = self.inner.shape
+        if not rank:
+            extended = x
+        elif x.shape[-1] == width:
+            extended = jnp.concatenate([x, _dot(x, self.inner)], axis=-1)
+        else:
+            # In its place, where a slice of x would be copied.
+            xa = _dot(x, jnp.pad(self.inner, ((0, rank), (0, 0))))
+            extended = lax.dynamic_update_slice_in_dim(x, xa, width, axis=-1)
         ys = [_dot(extended, outer) for outer in self.outer]
-        return tuple(ys) if len(ys) > 1 else tuple(_split(ys[0], self.outputs[:-1])), xa
+        return tuple(ys) if together or len(ys) > 1 else tuple(_split(ys[0], self.outputs[:-1])), extended
 
 
 @dataclasses.dataclass(frozen=True)
 class Joining:
-    """How weights are joined: the logical axes of every kernel, and the scale of its adapter."""
+    """How weights are joined.
+
+    Attributes:
+      axes: the logical axes of every kernel.
+      scales: of the adapter of every kernel.
+      room: whether the input has `room`.
+      together: whether outputs stay side by side in one array.
+    """
 
     axes: tuple[tuple[str, str], ...]
     scales: tuple[float, ...]
+    room: bool
+    together: bool = False
 
     @classmethod
-    def of(cls, linears: Sequence[Linear]) -> "Joining":
-        """Reads it off the projections."""
-        return cls(tuple(linear.axes for linear in linears), tuple(linear.lora_scale or 1.0 for linear in linears))
+    def of(cls, linears: Sequence[Linear], x: Array) -> "Joining":
+        """Reads it off the projections and their input."""
+        scales = tuple(linear.lora_scale or 1.0 for linear in linears)
+        return cls(tuple(linear.axes for linear in linears), scales, room=x.shape[-1] > len(linears[0].kernel))
 
     def cast(self, kernels: Sequence[AdaptedKernel], dtype: Any) -> list[AdaptedKernel]:
         """Casts weights to the compute type, B times its scale, and gathers what is split along the model width.
@@ -153,7 +211,8 @@ class Joining:
         cast = self.cast(kernels, dtype)
         outputs = tuple(kernel.shape[1] for kernel, _ in cast)
         adapters = [adapter for _, adapter in cast if adapter is not None]
-        lora_a = jnp.concatenate([a for a, _ in adapters], axis=1)
+        none = jnp.zeros((len(cast[0].kernel), 0), dtype)
+        lora_a = jnp.concatenate([none, *(a for a, _ in adapters)], axis=1)
         if not is_several(kernels):
             inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
             return JoinedWeights(inner, (adapters[0][1],), outputs, several=False)
@@ -171,6 +230,14 @@ class Joining:
         return JoinedWeights(lora_a, tuple(outer), outputs, several=True)
 
 
+def multiply(plan: Joining, x: Array, kernels: Sequence[AdaptedKernel]) -> Array:
+    """Computes the output [..., O] of one projection, as `project` does, without its gradient."""
+    ((kernel, adapter),) = kernels
+    if adapter is not None:
+        return plan.join(kernels, x.dtype).multiply(x)[0][0]
+    return _dot(x, whole_along_embed(kernel.astype(x.dtype), plan.axes[0]))
+
+
 def is_several(kernels: Sequence[AdaptedKernel]) -> bool:
     """Whether weights are joined as those of several outputs: there are some, or the one is wider than its input."""
     inputs, outputs = kernels[0].kernel.shape
@@ -183,51 +250,96 @@ def _project(plan: Joining, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tup
 
     Its gradient is written out: that of a cast to bfloat16 would round the gradients of the adapters.
     """
-    return plan.join(kernels, x.dtype).multiply(x)[0]
+    return plan.join(kernels, x.dtype).multiply(x, together=plan.together)[0]
 
 
 def _forward(plan: Joining, x: Array, kernels: tuple[AdaptedKernel, ...]) -> tuple[tuple[Array, ...], Any]:
-    ys, xa = plan.join(kernels, x.dtype).multiply(x)
+    ys, extended = plan.join(kernels, x.dtype).multiply(x, together=plan.together)
     # A layer that is computed again seldom needs its single output, but would need x A: the gradient finds it from x.
-    return ys, (x, xa if is_several(kernels) else None, kernels)
+    return ys, (extended if is_several(kernels) else x, kernels)
 
 
 def _backward(plan: Joining, residuals: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[AdaptedKernel, ...]]:
-    x, xa, kernels = residuals
-    cast = plan.cast(kernels, x.dtype)
+    x, kernels = residuals
+    dx, dxa = input_gradient(plan, kernels, dys)
+    return dx, weight_gradients(plan, kernels, x, dys, dxa)
+
+
+def input_gradient(plan: Joining, kernels: Sequence[AdaptedKernel], dys: Sequence[Array]) -> tuple[Array, Array | None]:
+    """Computes the gradients to x [..., I] and to x A [..., R] of those to the outputs; None without an adapter.
+
+    The gradient to the room of an input is any number.
+    """
+    dtype = dys[0].dtype
+    cast = plan.cast(kernels, dtype)
     adapters = [adapter for _, adapter in cast if adapter is not None]
-    ranks = [len(b) for _, b in adapters]
+    if not adapters:
+        return _dot(dys[0], cast[0].kernel, transposed=True), None
     lora_a = jnp.concatenate([a for a, _ in adapters], axis=1)
-    if is_several(kernels):
+    if not is_several(kernels):
+        dxa = _dot(dys[0], adapters[0][1], transposed=True)
+        inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
+        return _dot(jnp.concatenate([dys[0], dxa], axis=-1), inner, transposed=True), dxa
+    width = len(cast[0].kernel)
+    rank = lora_a.shape[1]
+    if plan.together:
+        (outer,) = plan.join(kernels, dtype).outer
+        both = _dot(dys[0], outer, transposed=True)
+        dxa = both[..., width:]
+        parts = [both]
+    else:
         # A product each: outputs side by side would be one more array.
         parts = [
             _dot(dy, kernel if adapter is None else jnp.concatenate([kernel, adapter[1]]), transposed=True)
             for dy, (kernel, adapter) in zip(dys, cast, strict=True)
         ]
-        width = x.shape[-1]
         dxa = jnp.concatenate([part[..., width:] for part in parts], axis=-1)
-        dx = _dot(dxa, lora_a, transposed=True).astype(jnp.float32)
-        for part in parts:
-            dx += part[..., :width].astype(jnp.float32)
-        dx = dx.astype(x.dtype)
-    else:
-        xa = _dot(x, lora_a)
-        dxa = _dot(dys[0], adapters[0][1], transposed=True)
-        inner = jnp.concatenate([cast[0].kernel, lora_a], axis=1)
-        dx = _dot(jnp.concatenate([dys[0], dxa], axis=-1), inner, transposed=True)
-    das = iter(_split(_over_tokens(x, dxa), ranks[:-1]))
-    xas = iter(_split(xa, ranks[:-1]))
+    if plan.room and plan.together:
+        width += rank
+        lora_a = jnp.pad(lora_a, ((0, rank), (0, 0)))
+    total = _dot(dxa, lora_a, transposed=True).astype(jnp.float32)
+    for part in parts:
+        total += part[..., :width].astype(jnp.float32)
+    dx = total.astype(dtype)
+    if plan.room and not plan.together:
+        dx = jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, rank)])
+    return dx, dxa
+
+
+def weight_gradients(
+    plan: Joining,
+    kernels: Sequence[AdaptedKernel],
+    x: Array,
+    dys: Sequence[Array],
+    dxa: Array | None,
+) -> tuple[AdaptedKernel, ...]:
+    """Computes the gradients to all weights from `input_gradient`, and from x [..., I] or [x, x A] [..., I + R]."""
+    ranks = [len(adapter[1]) for _, adapter in kernels if adapter is not None]
+    width = len(kernels[0].kernel)
+    xa = x[..., width:]
+    if ranks and x.shape[-1] == width:
+        columns = [adapter[0] for _, adapter in plan.cast(kernels, x.dtype) if adapter is not None]
+        xa = _dot(x, jnp.concatenate(columns, axis=1))
+    das = iter([] if dxa is None else _split(_over_tokens(x, dxa)[:width], ranks[:-1]))
+    # Of frozen kernels dropped by the compiler.
+    dws = [_over_tokens(x, dy)[:width] for dy in dys]
+    outputs = [kernel.shape[1] for kernel, _ in kernels]
+    if plan.together:
+        dws = _split(dws[0], outputs[:-1])
+        of_all = _split(_over_tokens(xa, dys[0]), outputs[:-1])
+    before = 0
     gradients = []
-    for (kernel, adapter), dy, scale in zip(kernels, dys, plan.scales, strict=True):
-        # Dropped by the compiler where the kernel is frozen.
-        dw = _over_tokens(x, dy).astype(kernel.dtype)
+    for place, ((kernel, adapter), dw, scale) in enumerate(zip(kernels, dws, plan.scales, strict=True)):
         if adapter is None:
-            gradients.append(AdaptedKernel(dw, None))
-        else:
-            a = next(das)
-            b = scale * _over_tokens(next(xas), dy)
-            gradients.append(AdaptedKernel(dw, (a.astype(adapter[0].dtype), b.astype(adapter[1].dtype))))
-    return dx, tuple(gradients)
+            gradients.append(AdaptedKernel(dw.astype(kernel.dtype), None))
+            continue
+        lora_a, lora_b = adapter
+        rows = slice(before, before + len(lora_b))
+        db = of_all[place][rows] if plan.together else _over_tokens(xa[..., rows], dys[place])
+        gradient = next(das).astype(lora_a.dtype), (scale * db).astype(lora_b.dtype)
+        gradients.append(AdaptedKernel(dw.astype(kernel.dtype), gradient))
+        before += len(lora_b)
+    return tuple(gradients)
 
 
 _project.defvjp(_forward, _backward)

@@ -37,9 +37,9 @@ def planned(topology: str, *overrides: str) -> dict[str, Any]:
 
 
 def test_adapter_update_moves_fewer_bytes_than_all_weights():
-    """With JAX 0.10.2: 2,024 GB of 2,117."""
+    """With JAX 0.10.2: 1,633 GB of 1,653."""
     adapter = planned("h100:1", LORA, "model.param_dtype=bfloat16")["bytes"]
-    assert adapter <= min(2.1e12, planned("h100:1")["bytes"])
+    assert adapter <= min(1.75e12, planned("h100:1")["bytes"])
 
 
 def test_weights_are_gathered_before_they_are_joined():

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from train.models.attention.blocks import attend_in_blocks
-from train.models.attention.cudnn import cudnn_groups, cudnn_rows
+from train.models.attention.cudnn import cudnn_groups, cudnn_rows, split_groups
 from train.models.attention.dense import attend_densely
 from train.models.attention.spans import Spans
 from train.models.attention.tpu import LANES, tpu_attention
@@ -91,14 +91,21 @@ def attend(
         computed |= {"sinks": options.sinks, "split": axis_size("tokens") == 1}
         return attend_densely(query, key, value, spans.end, start, **computed)
     if implementation == "cudnn":
-        rows_or_groups = cudnn_groups if spans.lengths is None else cudnn_rows
-        return rows_or_groups(query, key, value, spans, options.sliding, scale=scale)
+        if spans.lengths is not None:
+            return cudnn_rows(query, key, value, spans, options.sliding, scale=scale)
+        assert spans.group is not None
+        groups = split_groups(query, key, value, spans.group)
+        first, later = cudnn_groups(groups, spans, options.sliding, scale=scale)
+        return jnp.concatenate([first, later.reshape(len(first), -1, *later.shape[2:])], axis=1)
     function, block = _BY_BLOCKS[implementation]
     return _over_mesh(function, query, key, value, spans.end, start, options.sinks, block=block, **computed)
 
 
 def choose_implementation(
-    query: jax.Array, key: jax.Array, spans: Spans, options: AttentionOptions = AttentionOptions()
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    spans: Spans,
+    options: AttentionOptions = AttentionOptions(),
 ) -> Implementation:
     """Chooses how the devices of this mesh compute `attend`, by the shapes and the types alone."""
     kind = device_kind()

@@ -4,6 +4,7 @@ Shapes: R rows, W slots, N query heads, K key-value heads, H head width; P slots
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,36 +45,75 @@ def cudnn_rows(query: Array, key: Array, value: Array, spans: Spans, sliding: bo
     return lax.cond(sliding, windowed(spans.window), windowed(None), *operands)
 
 
-def cudnn_groups(query: Array, key: Array, value: Array, spans: Spans, sliding: bool | Array, *, scale: float) -> Array:
-    """Computes attention [R, W, N, H] of rows `[prompt | completion | ... | completion]` in two calls.
+class HeadsOfRows(NamedTuple):
+    """Queries [R, W, N, H], keys and values [R, W, K, H] of rows as they are."""
+
+    query: Array
+    key: Array
+    value: Array
+
+
+class HeadsOfGroups(NamedTuple):
+    """The parts of rows `[prompt | completion | ... | completion]` that attend to rectangles of slots.
+
+    Attributes:
+      prompts: of the prompts alone, with W = P.
+      completions: queries [R G, C, N, H], keys and values [R G, P + C, K, H] with those of their prompts.
+    """
+
+    prompts: HeadsOfRows
+    completions: HeadsOfRows
+
+
+def split_groups(query: Array, key: Array, value: Array, group: tuple[int, int]) -> HeadsOfGroups:
+    """Splits the heads of whole rows, [R, W, N, H] and [R, W, K, H]."""
+    prompt, length = group
+
+    def completions(x: Array) -> Array:
+        return x[:, prompt:].reshape(-1, length, *x.shape[2:])
+
+    def with_prompts(x: Array) -> Array:
+        own = completions(x)
+        prompts = jnp.repeat(x[:, :prompt], len(own) // len(x), axis=0)
+        return jnp.concatenate([prompts, own], axis=1)
+
+    prompts = HeadsOfRows(query[:, :prompt], key[:, :prompt], value[:, :prompt])
+    return HeadsOfGroups(prompts, HeadsOfRows(completions(query), with_prompts(key), with_prompts(value)))
+
+
+def join_groups(groups: HeadsOfGroups) -> HeadsOfRows:
+    """Joins what `split_groups` splits."""
+    prompts, completions = groups
+    prompt = prompts.query.shape[1]
+    of_completions = completions.query, completions.key[:, prompt:], completions.value[:, prompt:]
+
+    def join(first: Array, later: Array) -> Array:
+        return jnp.concatenate([first, later.reshape(len(first), -1, *later.shape[2:])], axis=1)
+
+    return HeadsOfRows(*map(join, prompts, of_completions))
+
+
+def cudnn_groups(groups: HeadsOfGroups, spans: Spans, sliding: bool | Array, *, scale: float) -> tuple[Array, Array]:
+    """Computes attention of prompts [R, P, N, H] and of completions [R G, C, N, H].
 
     The prompts attend to themselves, each completion to its prompt and to itself: rectangles, whose masks are small.
     """
     assert spans.group is not None
-    prompt, length = spans.group
-    rows, width = query.shape[:2]
-    count = (width - prompt) // length
-    end = spans.end
+    width = spans.end.shape[1]
     start = spans.for_layer(sliding)
+    slots = jnp.broadcast_to(jnp.arange(width), spans.end.shape)
+    of_slots = split_groups(slots, slots, spans.end, spans.group)
+    starts = split_groups(start, start, start, spans.group)
 
-    def completions(x: Array) -> Array:
-        return x[:, prompt:].reshape(rows * count, length, *x.shape[2:])
+    def run(rows: HeadsOfRows, slots: HeadsOfRows, start: Array) -> Array:
+        seen = is_key(slots.query[:, :, None], slots.key[:, None, :], slots.value[:, None, :], start[:, :, None])
 
-    def with_prompts(x: Array) -> Array:
-        prompts = jnp.broadcast_to(x[:, None, :prompt], (rows, count, prompt, *x.shape[2:]))
-        return jnp.concatenate([prompts.reshape(rows * count, prompt, *x.shape[2:]), completions(x)], axis=1)
+        def local(query: Array, key: Array, value: Array, mask: Array) -> Array:
+            return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="cudnn")
 
-    slots = jnp.broadcast_to(jnp.arange(width), (rows, width))
+        return split_by_hand(local, (_QUERIES, _KEYS, _KEYS, _ROWS), _QUERIES)(*rows, seen[:, None])
 
-    def mask(queries: Array, keys: Array, end: Array, start: Array) -> Array:
-        return is_key(queries[:, :, None], keys[:, None, :], end[:, None, :], start[:, :, None])[:, None]
-
-    def local(query: Array, key: Array, value: Array, mask: Array) -> Array:
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="cudnn")
-
-    run = split_by_hand(local, (_QUERIES, _KEYS, _KEYS, _ROWS), _QUERIES)
-    of_prompts = mask(*(x[:, :prompt] for x in (slots, slots, end, start)))
-    first = run(query[:, :prompt], key[:, :prompt], value[:, :prompt], of_prompts)
-    of_completions = mask(completions(slots), with_prompts(slots), with_prompts(end), completions(start))
-    later = run(completions(query), with_prompts(key), with_prompts(value), of_completions)
-    return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
+    return (
+        run(groups.prompts, of_slots.prompts, starts.prompts.query),
+        run(groups.completions, of_slots.completions, starts.completions.query),
+    )
