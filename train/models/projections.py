@@ -58,11 +58,10 @@ def project_together(x: Array, *linears: Linear) -> tuple[Array, ...]:
     adapted = any(linear.lora_scale is not None for linear in linears)
     exact = any(isinstance(linear.kernel, Int8Kernel) for linear in linears)
     split = any(axis_size(linear.axes[1]) > 1 for linear in linears)
-    if joined is None and (exact or split or not (joins(x, linears) if adapted else has_many_tokens(x, linears))):
+    pays = joined is not None or (joins(x, linears) if adapted else has_many_tokens(x, linears))
+    if exact or split or not pays:
         return project(x, *linears)
     if joined is not None:
-        if len(joined.outer) > 1:
-            return project(x, *linears)
         ((y,), _) = joined.multiply(flat(x), together=True)
     elif adapted:
         (y,) = _project(dataclasses.replace(Joining.of(linears, x), together=True), flat(x), kernels_of(linears))
@@ -105,8 +104,7 @@ def keep_joined(linears: Sequence[Linear], dtype: Any) -> None:
     plain = several and dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
     # Weights that are split along the model width would be whole in memory from then on.
     if (plain or can_join(linears, dtype)) and axis_size("embed") == 1:
-        kernels = kernels_of(linears)
-        linears[0].joined = nnx.data(Joining.of(linears, kernels[0].kernel.T).join(kernels, dtype))
+        linears[0].joined = nnx.data(Joining.of(linears).join(kernels_of(linears), dtype))
 
 
 class AdaptedKernel(NamedTuple):
@@ -178,14 +176,15 @@ class Joining:
 
     axes: tuple[tuple[str, str], ...]
     scales: tuple[float, ...]
-    room: bool
+    room: bool = False
     together: bool = False
 
     @classmethod
-    def of(cls, linears: Sequence[Linear], x: Array) -> "Joining":
-        """Reads it off the projections and their input."""
+    def of(cls, linears: Sequence[Linear], x: Array | None = None) -> "Joining":
+        """Reads it off the projections and their input; None: an input without room."""
         scales = tuple(linear.lora_scale or 1.0 for linear in linears)
-        return cls(tuple(linear.axes for linear in linears), scales, room=x.shape[-1] > len(linears[0].kernel))
+        has_room = x is not None and x.shape[-1] > len(linears[0].kernel)
+        return cls(tuple(linear.axes for linear in linears), scales, room=has_room)
 
     def cast(self, kernels: Sequence[AdaptedKernel], dtype: Any) -> list[AdaptedKernel]:
         """Casts weights to the compute type, B times its scale, and gathers what is split along the model width.

@@ -40,7 +40,7 @@ def project_gated(activation: Activation, projected: tuple[Array, ...], linear: 
       projected: gate and up [..., F]; or one array [..., 2 F] of both, side by side.
       linear: the last projection.
     """
-    y = _project_gated((activation, Joining.of([linear], linear.kernel[...].T)), projected, kernels_of([linear]))
+    y = _project_gated((activation, Joining.of([linear])), projected, kernels_of([linear]))
     return over_all_tokens(jnp.add, y, linear.bias[...].astype(y.dtype)) if hasattr(linear, "bias") else y
 
 
