@@ -31,6 +31,7 @@ class Sequence:
 
     Attributes:
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
+      turns: the turns that were sampled in it.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -38,6 +39,7 @@ class Sequence:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     parent: tuple[int, int] | None = None
+    turns: list[SampledTurn] = dataclasses.field(default_factory=list)
 
     def observe(self, ids: abc.Sequence[int]) -> None:
         """Adds ids that were not sampled here."""
@@ -48,6 +50,7 @@ class Sequence:
 
     def sample(self, turn: SampledTurn) -> None:
         """Adds the sampled ids of a turn."""
+        self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
         self.log_probs += turn.log_probs
