@@ -7,6 +7,7 @@ TUNIX_VENV := .venv-tunix
 LAUNCH_VENV := .venv-launch
 STORAGE_VENV := .venv-storage
 AGENTS_VENV := .venv-agents
+GYM_VENV := .venv-gym
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
@@ -36,7 +37,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-launch test-storage test-agents test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-agents test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -156,6 +157,13 @@ $(TUNIX_VENV)/.ready: pyproject.toml
 test-tunix: $(TUNIX_VENV)/.ready ## kljax inside the learner of Tunix; needs PyPI and Python 3.12
 	$(TUNIX_VENV)/bin/python -m pytest -q -W default tests/integrations/tunix $(ARGS)
 
+# Some of its packages are built with a C compiler.
+$(GYM_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(GYM_VENV),PYTHON,$(PYTHONS),--extra reasoning-gym)
+
+test-reasoning-gym: $(GYM_VENV)/.ready ## every data set of reasoning-gym: problems, their solutions and wrong answers
+	$(GYM_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/reasoning_gym) $(ARGS)
+
 # The schemas of Kubernetes and JobSet; xpk and SkyPilot each with packages of their own, which may not install.
 $(LAUNCH_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
@@ -205,7 +213,7 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen
 	$(MAKE) test-newest $(LONG)
-	$(MAKE) test-recorders test-transformers test-real test-tunix test-launch test-storage test-vllm
+	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-launch test-storage test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(GYM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

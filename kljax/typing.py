@@ -12,6 +12,7 @@ from kljax._typing import (
     BaselineAlignment,
     ClipSide,
     Direction,
+    DiscountStep,
     Divergence,
     DivergenceLevel,
     EmptyRows,

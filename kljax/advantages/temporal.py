@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape, check_scalar
-from kljax._typing import Array, ArrayLike, Float, GAERule, Mask, MaskLike, Real, ReturnsRule, Scalar
+from kljax._typing import Array, ArrayLike, DiscountStep, Float, GAERule, Mask, MaskLike, Real, ReturnsRule, Scalar
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_ends, segment_ids
 
@@ -15,6 +15,7 @@ __all__ = ["gae", "reinforce_plus_plus_returns"]
 
 MASKED_RULES = get_args(ReturnsRule)
 GAE_RULES = get_args(GAERule)
+DISCOUNT_STEPS = get_args(DiscountStep)
 
 
 def reinforce_plus_plus_returns(
@@ -23,6 +24,7 @@ def reinforce_plus_plus_returns(
     *,
     gamma: Scalar = 1.0,
     masked_tokens: ReturnsRule = "skip",
+    discount_per: DiscountStep = "token",
 ) -> Float[Array, "*b T"]:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
 
@@ -35,15 +37,17 @@ def reinforce_plus_plus_returns(
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
       mask: boolean or `Segments`.
-      gamma: discount per token, usually between 0 and 1.
+      gamma: the discount, usually between 0 and 1.
       masked_tokens: one of the three rules above.
+      discount_per: "token", or "turn": only the last token of a turn discounts what follows. A turn is a run of
+        unmasked tokens, such as those between two outputs of a tool.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
       next, with `masked_whiten`.
 
     Raises:
-      ValueError: for an unknown rule, differing shapes, or a `gamma` that is negative or no scalar.
+      ValueError: for an unknown rule or `discount_per`, differing shapes, or a `gamma` that is negative or no scalar.
 
     References:
       Hu et al., "REINFORCE++" (2025), eq. 4.
@@ -55,6 +59,7 @@ def reinforce_plus_plus_returns(
       [[0.5 0.  1. ]]
     """
     check_choice("masked_tokens", masked_tokens, MASKED_RULES)
+    check_choice("discount_per", discount_per, DISCOUNT_STEPS)
     check_same_shape(token_rewards=token_rewards, mask=mask)
     check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
@@ -62,13 +67,14 @@ def reinforce_plus_plus_returns(
     rewards = masked(token_rewards, keep)
     gamma = jnp.asarray(gamma, rewards.dtype)
 
-    def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        reward, unmasked = now
-        total = reward + gamma * later
+    def step(later: Array, now: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        reward, unmasked, discounts = now
+        total = reward + _where(discounts, gamma) * later
         skipped = {"skip": later, "reset": jnp.zeros_like(later), "zero": total}[masked_tokens]
         return jnp.where(unmasked, total, skipped), jnp.where(unmasked, total, 0)
 
-    return _scan_back(step, _nothing(rewards), (rewards, keep), segment_ids(mask))
+    arrays = rewards, keep, _discounts(keep, discount_per)
+    return _scan_back(step, _nothing(rewards), arrays, segment_ids(mask))
 
 
 def gae(
@@ -79,6 +85,7 @@ def gae(
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
     masked_tokens: GAERule = "skip",
+    discount_per: DiscountStep = "token",
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates, and the returns that the value function is fitted to.
 
@@ -101,9 +108,11 @@ def gae(
       rewards: `[..., T]`, rewards per token; masked ones are ignored, but for "none".
       values: the value of the state before each token; masked ones are ignored, but for "none".
       mask: boolean or `Segments`.
-      gamma: discount per token, usually between 0 and 1.
+      gamma: the discount, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
       masked_tokens: one of the three rules above; "skip" and "zero" are rules of `reinforce_plus_plus_returns`.
+      discount_per: "token", or "turn": `gamma` and `lam` are 1 but at the last token of a turn. A turn is a run of
+        unmasked tokens, such as those between two outputs of a tool.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
@@ -116,10 +125,12 @@ def gae(
       function that is differentiated, or stop their gradient.
 
     Raises:
-      ValueError: for an unknown rule, differing shapes, or a `gamma` or `lam` that is negative or no scalar.
+      ValueError: for an unknown rule or `discount_per`, differing shapes, or a `gamma` or `lam` that is negative or no
+        scalar.
 
     References:
-      Schulman et al., "High-dimensional continuous control using GAE" (2016), eq. 16.
+      Schulman et al., "High-dimensional continuous control using GAE" (2016), eq. 16; Wang et al., "VAGEN" (2025), for
+      discounts per turn.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -129,6 +140,7 @@ def gae(
       [[0.5 0.  0.5]] [[1. 0. 1.]]
     """
     check_choice("masked_tokens", masked_tokens, GAE_RULES)
+    check_choice("discount_per", discount_per, DISCOUNT_STEPS)
     check_same_shape(rewards=rewards, values=values, mask=mask)
     check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
@@ -142,16 +154,34 @@ def gae(
     gamma = jnp.asarray(gamma, rewards.dtype)
     lam = jnp.asarray(lam, rewards.dtype)
 
-    def step(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (next_value, next_advantage), (reward, value, unmasked) = later, now
-        advantage = reward + _weighed(gamma, next_value) - value + _weighed(gamma * lam, next_advantage)
+    def step(
+        later: tuple[Array, Array], now: tuple[Array, Array, Array, Array | None]
+    ) -> tuple[tuple[Array, Array], Array]:
+        next_value, next_advantage = later
+        reward, value, unmasked, discounts = now
+        advantage = reward + _weighed(_where(discounts, gamma), next_value) - value
+        advantage += _weighed(_where(discounts, gamma * lam), next_advantage)
         carry = value, advantage
         if masked_tokens == "skip":
             carry = jnp.where(unmasked, value, next_value), jnp.where(unmasked, advantage, next_advantage)
         return carry, jnp.where(unmasked, advantage, 0)
 
-    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep), segment_ids(mask))
+    arrays = rewards, values, keep, _discounts(keep, discount_per)
+    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), arrays, segment_ids(mask))
     return advantages, masked(advantages + values, keep)
+
+
+def _discounts(keep: Array, discount_per: DiscountStep) -> Array | None:
+    """Returns which tokens discount what follows them, `[..., T]`; None if all do."""
+    if discount_per == "token":
+        return None
+    after = jnp.concatenate([keep[..., 1:], jnp.zeros_like(keep[..., :1])], -1)
+    return keep & ~after
+
+
+def _where(discounts: Array | None, factor: Array) -> Array:
+    """Returns the factor where a token discounts, and 1 elsewhere."""
+    return factor if discounts is None else jnp.where(discounts, factor, 1)
 
 
 def _weighed(weight: Array, values: Array) -> Array:

@@ -163,6 +163,18 @@ def test_pi_leaves_a_bound_when_the_error_turns() -> None:
     np.testing.assert_allclose(np.diff(coefs[99:]), 0.01, 1e-10)
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
+def test_pi_keeps_its_sum_where_the_proportional_part_is_beyond_a_bound(sign: int) -> None:
+    controller = kljax.pi_kl(0.2, target=0.1, kp=0.3, ki=0.05, min_coef=0.1, max_coef=0.3, max_error=0.5)
+    # A first error of 0.2 puts a part into the sum; 0.2 + 0.3 * 0.5 alone is beyond the bound then, for many updates.
+    state = controller.update(controller.init(), 0.1 * (1 + 0.2 * sign), 8)
+    for _ in range(5):
+        state = controller.update(state, 0.1 * (1 + 0.5 * sign), 8)
+        np.testing.assert_allclose(state.coef, 0.2 + 0.1 * sign, 1e-6)
+    state = controller.update(state, 0.1, 8)
+    np.testing.assert_allclose(state.coef, 0.2 + 0.05 * 0.2 * sign, 1e-6)
+
+
 def test_pi_ignores_a_batch_without_measurements() -> None:
     controller = kljax.pi_kl(0.1, target=0.1, kp=0.02, ki=0.01)
     state = controller.update(controller.init(), 0.15, 8)

@@ -66,6 +66,25 @@ def test_local_rows_are_the_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
+def test_masked_statistics_are_of_all_rows(name: str) -> None:
+    def statistics(values: jax.Array, mask: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, ...]:
+        named: dict[str, Any] = {"axis_name": axis_name}
+        return (
+            kljax.masked_whiten(values, mask, **named),
+            kljax.masked_sum(values, mask, **named),
+            kljax.masked_mean(values, mask, **named),
+            kljax.masked_var(values, mask, **named),
+        )
+
+    axes = MESHES[name].axis_names
+    # The rows of a device have a mean and a scale of their own.
+    values = TOKENS[0] * np.linspace(0.1, 3, ROWS)[:, None] + np.linspace(-4, 4, ROWS)[:, None]
+    spread = on_mesh(name, statistics, values, MASK, out_specs=(P(axes), P(), P(), P()))
+    for actual, expected in zip(spread, statistics(values, MASK), strict=True):
+        np.testing.assert_allclose(actual, expected, 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("name", MESHES)
 def test_groups_spread_over_several_devices(name: str) -> None:
     for function in (
         functools.partial(kljax.grpo_advantages, scale="batch_std"),

@@ -6,8 +6,8 @@ The tests in the row of the module (`docs/contributing/tests.md`) come first, as
 of all public functions if it is of the library; then all of `make test`, then what `make test-all` has besides. With
 `--results` a file of earlier results is continued; with `--rows` the tests of the row are all, and what they overlook
 is left for a call without it. With `--measured` those come first that reach the changed lines, by what `make
-measure-tests` wrote. A fault that the tests of `make test` overlook, but not those of `make test-all`, stands
-for a statement that has lost its test.
+measure-tests` wrote, in place of those of all public functions. A fault that the tests of `make test` overlook, but not
+those of `make test-all`, stands for a statement that has lost its test.
 """
 
 import argparse
@@ -30,8 +30,6 @@ PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "s
 SWEEPS = [f"tests/kljax/test_{name}.py" for name in PROPERTIES]
 QUICK = "not thorough and not more"
 MORE = "more and not thorough"
-MOST_TESTS = 100
-"""Tests of one command, whose length has a limit."""
 ELSEWHERE = re.findall(r"[\w/]+_(?:aot_)?plans(?:_aot)?\.py", (ROOT / "Makefile").read_text())
 
 
@@ -41,14 +39,14 @@ def tests_of(file: str) -> list[str]:
         cells = line.split("|")
         if len(cells) > 2 and any(f"{file}/".startswith(f"{path}/") for path in re.findall("`(.+?)`", cells[1])):
             paths = re.findall("`((?:tests|kljax)/.+?)`", cells[2])
-            return [path for path in paths if "real" not in path and "integrations" not in path]
+            return [path for path in paths if not any(x in path for x in ("real", "integrations", "reasoning_gym"))]
     return []
 
 
 def first_failure(root: Path, marks: str, paths: list[str]) -> str:
     """Runs tests until one fails, and returns its name; empty if all pass."""
     # A second process imports everything again.
-    workers = "0" if any("::" in path for path in paths) else "2"
+    workers = "0" if any(path.startswith("@") for path in paths) else "2"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "worksteal", "-m", marks, *paths]
     command += [f"--deselect=tests/{name}" for name in (*ELSEWHERE, "integration/test_wheel.py")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": str(root / ".bytecode")}
@@ -71,10 +69,13 @@ def plant(root: Path, mutant: dict[str, str], *, only_row: bool, measured: Path 
         first = text[: text.index(mutant["old"])].count("\n") + 1
         lines = range(first, first + mutant["old"].rstrip("\n").count("\n") + 1)
         reached = tests_reaching(measured, mutant["file"], lines) if measured else []
-        reaching = sorted(reached, key=lambda test: not test.startswith(tuple(row)))[:MOST_TESTS]
-        row += SWEEPS if mutant["file"].startswith("kljax/") else []
+        # The order of the tests is that of the file.
+        listed = root / "reaching.txt"
+        listed.write_text("\n".join(sorted(reached, key=lambda test: not test.startswith(tuple(row)))))
+        if not reached and mutant["file"].startswith("kljax/"):
+            row += SWEEPS
         # Nobody waits for all tests where only those of the row are asked for.
-        parts = [reaching] * bool(reaching) + [row] + [[]] * (not only_row)
+        parts = [[f"@{listed}"]] * bool(reached) + [row] + [[]] * (not only_row)
         for name, marks in (("test", QUICK), ("test-all", MORE))[: 1 if only_row else None]:
             for paths in parts:
                 failed = first_failure(root, marks, paths)

@@ -39,6 +39,7 @@ LENGTHS = {
     "math": {"max_prompt_length": 512, "max_completion_length": 1024},
     "countdown": {"max_prompt_length": 96, "max_completion_length": 64},
     "word_problems": {"max_prompt_length": 128, "max_completion_length": 64},
+    "reasoning_gym": {"max_prompt_length": 512, "max_completion_length": 512},
     "jsonl": {"max_prompt_length": 256, "max_completion_length": 256},
     RECORDING: {"max_prompt_length": 512, "max_completion_length": 1024},
 }
@@ -77,7 +78,9 @@ DatasetName = Annotated[
 
 class Data(Section):
     arguments: Arguments = Table()
-    """module:function: keyword arguments of the function that `task` names."""
+    """module:function: keyword arguments of the function that `task` names; reasoning_gym: settings of the data set."""
+    generator: Text | None = None
+    """reasoning_gym: the name of the data set, such as chain_sum."""
     tokenizer: FunctionName | None = None
     """Your tokenizer: `module:function` or `path/to/file.py:function`; null: that of model.path, or bytes."""
     tokenizer_arguments: Arguments = Table()
@@ -109,7 +112,7 @@ class Data(Section):
     reward: RewardName | None = None
     """jsonl: the reward function, as module:function or path/to/file.py:function."""
     problems: Count = 10_000
-    """countdown: number of training problems."""
+    """countdown, reasoning_gym: number of training problems."""
     numbers: NumberCount = 3
     """countdown: numbers in a problem."""
     max_number: Operand = 99

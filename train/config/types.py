@@ -29,7 +29,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 Operations = Literal["+", "+-"]
 RECORDING = "recording"
 """The task of recorded completions: their prompts and rewards, and nothing to evaluate on."""
-TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "jsonl", RECORDING)
+TASKS = ("arithmetic", "gsm8k", "math", "countdown", "word_problems", "reasoning_gym", "jsonl", RECORDING)
 Judge = Literal["math_verify", "strict"]
 LONGEST_NAME = 255
 """Bytes of the longest name of a file or folder that Linux and macOS take."""

@@ -17,6 +17,7 @@ MAX_BITS = 1 << 17
 DECIMALS = 6
 """A decimal of as many digits, before and after it, may stand for a fraction that has no finite decimal form."""
 BOX = "\\boxed"
+THINK_END = "</think>"
 
 _SPACES = re.compile(r"\\[,!;: ]|~|\\(?:left|right|displaystyle)(?![a-zA-Z])|\\?\$")
 _WRITTEN_AS = (
@@ -37,6 +38,7 @@ _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?: \d{3})+(?! ?\d)"
 _NUMBER = rf"(?:(?:{_GROUPED}|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?".replace(r"\d", "[0-9]")
 _TOKEN = re.compile(rf"\s*({_NUMBER}|\\frac(?![a-zA-Z])|\\binom(?![a-zA-Z])|[-+*/^!(){{}}])")
 _DECIMAL = re.compile(r"\d[\d, ]*\.(\d+)|\.(\d+)")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ELLIPSIS = re.compile(r"\\[lcd]?dots[a-z]?(?![a-zA-Z])|\.\.\.|…")
 
 
@@ -59,6 +61,31 @@ class ExactNumber:
 
 class _NotANumber(Exception):
     """Raised for a text that is no exact number, or one that is too large."""
+
+
+def tagged_answer(text: str) -> str | None:
+    """Extracts the content of the last `<answer>`; None if there is none, or it is not closed.
+
+    Example:
+        >>> tagged_answer("<answer>6</answer> or rather <answer>7</answer>"), tagged_answer("<answer>7")
+        ('7', None)
+    """
+    answers = _TAGGED.findall(text)
+    return str(answers[-1]) if answers else None
+
+
+def tagged_or_last_line(text: str) -> str:
+    """Extracts the content of the last `<answer>`, or else the last line that is not blank; "" if there is none.
+
+    Example:
+        >>> tagged_or_last_line("6 and 7: <answer>6*7</answer>, I think"), tagged_or_last_line("so\\n6*7\\n")
+        ('6*7', '6*7')
+    """
+    answer = tagged_answer(text)
+    if answer is not None:
+        return answer
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def last_boxed(text: str) -> str | None:

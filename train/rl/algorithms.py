@@ -23,7 +23,7 @@ from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.signatures import Signature, load_function
 from train.rl.metrics import Metrics
 from train.rl.user_functions import call_user, check_result
-from train.sequences.batch import Batch, required
+from train.sequences.batch import Batch, place_rewards, required
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
@@ -58,7 +58,7 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
 
     Per-row estimators see the reward of each row, also of a row without a trained token, which then counts in its group
     as any other; their advantages are given to all tokens of the row, and of the rows that forked from it. Estimators
-    of tokens see the reward at the last trained token.
+    of tokens see the reward where `place_rewards` puts it.
 
     Args:
       plan: has the signature of the estimator.
@@ -71,7 +71,7 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
     arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
     if shaped is None:
         arrays["rewards"] = lambda: rewards
-        arrays["token_rewards"] = lambda: kljax.place_rewards(rewards, mask)
+        arrays["token_rewards"] = lambda: place_rewards(batch)
     else:
         # A row without a token has no KL.
         arrays["rewards"] = lambda: jnp.where(mask.any(-1), kljax.masked_sum(shaped, mask, axis=-1), rewards)

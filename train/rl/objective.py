@@ -29,7 +29,7 @@ from train.rl.policy import ScoredPolicy, Sequences, fused_loss, slot_states, to
 from train.rl.routing import RouterTotals, router_choices, router_losses, routing_metrics
 from train.rl.sampling_bias import measure_sampling_bias
 from train.rl.state import keep_unless, policy_of
-from train.sequences.batch import Batch, per_token_fields, required
+from train.sequences.batch import Batch, per_token_fields, place_rewards, required
 from train.sequences.forest import Forest
 
 Array = jax.Array
@@ -228,7 +228,7 @@ def make_control(plan: Plan) -> Control:
 def _kl_shaped(plan: Plan, section: RewardKL, batch: Batch, coef: Array) -> tuple[Array, Array]:
     """Subtracts the KL from the token rewards, and returns both."""
     mask = batch.completion_mask
-    rewards = required(batch.rewards)
+    rewards = place_rewards(batch)
     if plan.exact_reward:
         kl = kljax.masked(required(batch.ref_exact_kl), mask)
         return kljax.subtract_kl(rewards, kl, mask, coef=coef), kl

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from train.sequences.token_fields import TOKEN_FIELDS, TokenFields
+import kljax
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TokenFields
 
 Array = jax.Array
 Metadata = Mapping[str, Any]
@@ -90,6 +91,16 @@ def required(field: Array | None) -> Array:
     if field is None:
         raise ValueError("a field of the batch is missing")
     return field
+
+
+def place_rewards(batch: Batch) -> Array:
+    """Places rewards on tokens [B, T]: the parts of a row's reward where the source gave them, the rest on the last."""
+    rewards = required(batch.rewards)
+    mask = batch.completion_mask
+    if TOKEN_REWARDS not in batch.fields:
+        return kljax.place_rewards(rewards, mask)
+    given = kljax.masked(batch.fields[TOKEN_REWARDS], mask)
+    return given + kljax.place_rewards(rewards - given.sum(-1), mask)
 
 
 def per_token_fields(batch: Batch) -> Batch:

@@ -144,6 +144,7 @@ def _check_versions(values: Sequence[Any], ids: Sequence[int], vocab_size: int) 
 
 
 ROUTES = "routed_experts"
+TOKEN_REWARDS = "token_rewards"
 VERSIONS = "token_versions"
 LAGS = "token_lags"
 UNKNOWN = -1
@@ -160,6 +161,8 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     VERSIONS: TokenField(np.int32, fill=UNKNOWN, null=UNKNOWN, check=_check_versions),
     # The number of RL steps since then, which the trainer computes from the version.
     LAGS: TokenField(np.int32, fill=UNKNOWN, recorded=False),
+    # The part of the reward of a row that was given at a token, such as the last one of a turn.
+    TOKEN_REWARDS: TokenField(np.float32),
     # The experts that computed a token, which decide the log-prob of the next; -1: unknown, as of the last token of a
     # row, which the sampler never computes.
     ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, scored=True, check=_check_routes),

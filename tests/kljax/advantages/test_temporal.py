@@ -80,6 +80,52 @@ def test_gae_running_through_the_mask(masked_tokens: str, gamma: float, lam: flo
         check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, **options), [REWARDS, VALUES])
 
 
+TURNS = np.array([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 1, 1, 0, 1, 1, 1]], bool)
+
+
+def gae_per_turn(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The sum over later unmasked tokens, with as many factors as turns have ended in between."""
+    result = np.zeros(TURNS.shape)
+    for row, mask in enumerate(TURNS):
+        at = np.flatnonzero(mask)
+        ends = np.diff(at, append=len(mask) + 1) > 1
+        after = np.append(values[row, at], 0)
+        delta = rewards[row, at] + np.where(ends, gamma, 1) * after[1:] - after[:-1]
+        for i, t in enumerate(at):
+            result[row, t] = sum((gamma * lam) ** ends[i:j].sum() * delta[j] for j in range(i, len(at)))
+    return result
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0), (0.0, 0.8)])
+def test_discounts_per_turn(gamma: float, lam: float) -> None:
+    rewards, values = np.random.default_rng(4).normal(size=(2, *TURNS.shape))
+    options = {"gamma": gamma, "discount_per": "turn"}
+    expected = gae_per_turn(rewards, values, gamma, lam)
+    for mask in (TURNS, kljax.Segments(TURNS, np.zeros(TURNS.shape, np.int32))):
+        advantages, returns = kljax.gae(rewards, values, mask, lam=lam, **options)
+        np.testing.assert_allclose(advantages, expected, 1e-12, 1e-14)
+        np.testing.assert_allclose(returns, np.where(TURNS, expected + values, 0), 1e-12, 1e-14)
+        discounted = kljax.reinforce_plus_plus_returns(rewards, mask, **options)
+        np.testing.assert_allclose(discounted, gae_per_turn(rewards, 0 * values, gamma, 1.0), 1e-12, 1e-14)
+
+
+def test_packed_rows_discount_per_turn_as_rows_of_their_own() -> None:
+    rewards, values = np.random.default_rng(5).normal(size=(2, *TURNS.shape))
+    ids = np.repeat(np.arange(3), TURNS.shape[1])[None]
+    packed = kljax.Segments(TURNS.reshape(1, -1), ids)
+    options = {"gamma": 0.9, "lam": 0.8, "discount_per": "turn"}
+    got, _ = kljax.gae(rewards.reshape(1, -1), values.reshape(1, -1), packed, **options)
+    np.testing.assert_allclose(got.reshape(TURNS.shape), gae_per_turn(rewards, values, 0.9, 0.8), 1e-12, 1e-14)
+
+
+def test_rules_of_masked_tokens_hold_per_turn() -> None:
+    rewards, mask = np.array([[0.0, 1.0, 0.0, 1.0]]), np.array([[1, 1, 0, 1]])
+    expected = {"skip": [1.5, 1.5, 0, 1], "reset": [1, 1, 0, 1], "zero": [1.5, 1.5, 0, 1]}
+    for rule, row in expected.items():
+        got = kljax.reinforce_plus_plus_returns(rewards, mask, gamma=0.5, masked_tokens=rule, discount_per="turn")
+        np.testing.assert_allclose(got, [row], 1e-14)
+
+
 def test_three_rules_agree_without_inner_or_trailing_mask() -> None:
     mask = np.array([[0, 1, 1, 1], [1, 1, 1, 1]])
     rewards, values = REWARDS[:2, :4], VALUES[:2, :4]

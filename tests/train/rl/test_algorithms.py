@@ -92,6 +92,29 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
     assert (returns is not None) == (name == "gae")
 
 
+@pytest.mark.parametrize("shaped", [False, True], ids=["rewards", "kl in the reward"])
+def test_estimators_of_tokens_get_rewards_where_they_were_given(shaped: bool) -> None:
+    config = tiny.config_of(
+        "advantage={type: reinforce_plus_plus, gamma: 0.5, discount_per: turn}",
+        *(["kl.reward.coef=0.1"] if shaped else []),
+    )
+    batch = batch_of()
+    mask = np.asarray(batch.completion_mask)
+    parts = np.random.default_rng(3).normal(size=mask.shape)
+    batch = dataclasses.replace(batch, fields={**batch.fields, "token_rewards": jnp.asarray(parts)})
+    given = np.where(mask, parts, 0)
+    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    rows = np.flatnonzero(mask.any(1))
+    given[rows, last[rows]] += (np.asarray(batch.rewards) - given.sum(1))[rows]
+    prepared = make_preparation(Plan.of(config))
+    states = {name: controller.init() for name, controller in make_controllers(Plan.of(config)).items()}
+    if shaped:
+        estimate = {"estimator": config.kl.reward.estimator, "coef": 0.1, "value_clip": config.kl.reward.value_clip}
+        given, _ = kljax.kl_shaped_rewards(given, batch.old_log_probs, batch.ref_log_probs, mask, **estimate)
+    expected = kljax.reinforce_plus_plus_returns(given, mask, gamma=0.5, discount_per="turn")
+    np.testing.assert_allclose(prepared(batch, states)[0].advantages, expected, 1e-5, 1e-6)
+
+
 def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

@@ -14,16 +14,18 @@ FROM_FILES = ("gsm8k", "math", "jsonl")
 # Fields of `data` that a chat template alone reads.
 TEMPLATE = ("system", "chat_template", "template_arguments")
 _READS = {RECORDING: "has the prompts of rollout.source.path"}
-# Fields of `data` that one task alone reads.
+GYM = "reasoning_gym"
+# Fields of `data` that some tasks alone read.
 OWNED = {
-    "judge": "gsm8k",
-    "prompt_field": "jsonl",
-    "answer_field": "jsonl",
-    "solution_field": "jsonl",
-    "reward": "jsonl",
-    "problems": "countdown",
-    "numbers": "countdown",
-    "max_number": "countdown",
+    "judge": ("gsm8k",),
+    "prompt_field": ("jsonl",),
+    "answer_field": ("jsonl",),
+    "solution_field": ("jsonl",),
+    "reward": ("jsonl",),
+    "problems": ("countdown", GYM),
+    "numbers": ("countdown",),
+    "max_number": ("countdown",),
+    "generator": (GYM,),
 }
 
 
@@ -70,10 +72,14 @@ def _arithmetic(config: Config) -> Iterator[Problem]:
 
 def _owned(config: Config) -> Iterator[Problem]:
     data = config.data
-    for name, _, _ in changed(data, (name for name, task in OWNED.items() if config.task != task)):
-        yield problem(f"task {config.task} does not read it, only {OWNED[name]}", f"data.{name}", "task")
+    for name, _, _ in changed(data, (name for name, tasks in OWNED.items() if config.task not in tasks)):
+        yield problem(f"task {config.task} does not read it, only {' and '.join(OWNED[name])}", f"data.{name}", "task")
     if config.task == "jsonl" and data.reward is None:
         yield problem("missing; task jsonl needs a reward function: data.reward=module:function", "data.reward", "task")
+    if config.task == GYM and data.generator is None:
+        yield problem(
+            "missing; task reasoning_gym needs a name, such as data.generator=chain_sum", "data.generator", "task"
+        )
     if data.reward is not None and not all(data.reward.rpartition(":")[::2]):
         yield problem(f"got {data.reward!r}, expected module:function or path/to/file.py:function", "data.reward")
 
@@ -119,8 +125,12 @@ def _functions(config: Config) -> Iterator[Problem]:
     data = config.data
     if ":" in config.task:
         yield from function_problems(config.task, data.arguments, "task", "data.arguments", supplied=())
+    elif config.task == GYM:
+        for name in sorted(data.arguments.keys() & {"seed", "size"}):
+            yield problem("the number of problems is data.problems, and their seed is fixed", f"data.arguments.{name}")
     elif data.arguments:
-        yield problem(f"task {config.task} does not read it, only module:function", "data.arguments", "task")
+        line = f"task {config.task} does not read it, only module:function and {GYM}"
+        yield problem(line, "data.arguments", "task")
     if data.tokenizer is not None:
         names = "data.tokenizer", "data.tokenizer_arguments"
         yield from function_problems(data.tokenizer, data.tokenizer_arguments, *names, supplied=())

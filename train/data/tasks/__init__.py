@@ -3,7 +3,7 @@
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.config.types import RECORDING
-from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl, word_problems
+from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl, reasoning_gym, word_problems
 from train.data.tasks.rewards import check_names
 from train.data.tasks.task import Example, Task
 from train.data.tasks.user_task import load_user_task
@@ -41,6 +41,14 @@ def _word_problems(config: Config) -> Task:
     return word_problems.load(held_out=config.eval.prompts)
 
 
+def _reasoning_gym(config: Config) -> Task:
+    data = config.data
+    assert data.generator is not None
+    return reasoning_gym.load(
+        name=data.generator, arguments=data.arguments, problems=data.problems, held_out=config.eval.prompts
+    )
+
+
 def _jsonl(config: Config) -> Task:
     data = config.data
     return jsonl.load(
@@ -68,6 +76,7 @@ _TASKS = {
     "math": _math,
     "countdown": _countdown,
     "word_problems": _word_problems,
+    "reasoning_gym": _reasoning_gym,
     "jsonl": _jsonl,
     RECORDING: _recording,
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.config.errors import UserError
-from train.data.answers import last_boxed
+from train.data.answers import THINK_END, last_boxed
 from train.data.tasks.equality import shared_judge
 from train.data.tasks.records import Record, read_records, text_of
 from train.data.tasks.task import Example, Task
@@ -12,7 +12,6 @@ from train.data.tasks.task import Example, Task
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 CORRECT_WEIGHT = 1.0
 FORMAT_WEIGHT = 0.1
-THINK_END = "</think>"
 
 
 def score(example: Example, completion: str, finished: bool, *, equal: Callable[[str, str], bool]) -> dict[str, float]:

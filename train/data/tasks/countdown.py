@@ -1,10 +1,10 @@
 """Countdown: reach a target with given numbers, each used exactly once. Problems are generated with a solution."""
 
 import logging
-import re
 
 import numpy as np
 
+from train.data.answers import tagged_or_last_line
 from train.data.tasks.arithmetic_text import NotArithmetic, evaluate
 from train.data.tasks.task import Example, Task
 
@@ -18,16 +18,6 @@ CORRECT_WEIGHT = 1.0
 FORMAT_WEIGHT = 0.1
 # As in `arithmetic`: accuracies of runs with different seeds are on the same problems.
 SPLIT_SEED = 0
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-def expression_of(completion: str) -> str:
-    """Extracts the last `<answer>`, or else the last line that is not blank."""
-    answers = _ANSWER.findall(completion)
-    if answers:
-        return str(answers[-1])
-    lines = [line for line in completion.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
@@ -37,7 +27,7 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
     """
     target, _, numbers = example.answer.partition(":")
     try:
-        value, used = evaluate(expression_of(completion))
+        value, used = evaluate(tagged_or_last_line(completion))
     except NotArithmetic:
         return {"reward": 0.0, "correct": 0.0, "format": 0.0}
     correct = float(value == int(target) and sorted(used) == sorted(int(number) for number in numbers.split()))

@@ -10,7 +10,7 @@ from train.data.tasks import Example
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.episodes.turns import Sequence as TurnSequence
 from train.rollouts.source import Completions, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, UNKNOWN, VERSIONS
 
 FAILURES = {
     "exception": "episodes_failed_exception",
@@ -115,6 +115,8 @@ def make_rows(
     episodes: Sequence[Episode],
     rows: Sequence[tuple[int, TurnSequence] | None],
     shape: RowShape,
+    *,
+    turn_rewards: bool = False,
 ) -> Completions:
     """Makes the rows of a batch; one without a sequence has a prompt alone.
 
@@ -124,6 +126,7 @@ def make_rows(
       episodes: of whole groups.
       rows: of `place_sequences`.
       shape: of the rows.
+      turn_rewards: whether turns have rewards of their own, which the tokens get.
 
     Raises:
       SourceError: prompts are shared, and sequences of a group begin with other ones; or rewards have other names.
@@ -133,6 +136,7 @@ def make_rows(
     token_mask, completion_mask = np.zeros((2, *size), bool)
     log_probs = np.zeros(size, TOKEN_FIELDS["log_probs"].dtype)
     versions = np.full(size, UNKNOWN, np.int32)
+    token_rewards = np.zeros(size, np.float32)
     numbers = [shape.episode_of(row) if placed is None else placed[0] for row, placed in enumerate(rows)]
     for row, placed in enumerate(rows):
         prompt = list(prompts[numbers[row]])
@@ -158,6 +162,7 @@ def make_rows(
         completion_mask[row, columns] = sequence.sampled
         log_probs[row, columns] = sequence.log_probs
         versions[row, columns] = sequence.versions
+        token_rewards[row, columns] = sequence.rewards
     of_rows = [episodes[number] for number in numbers]
     is_empty = np.array([placed is None for placed in rows])
     rewards = _rewards(episodes)
@@ -170,7 +175,11 @@ def make_rows(
         completion_mask=completion_mask,
         finished=np.array([episode.finished for episode in of_rows]) & ~is_empty,
         texts=[episode.texts[-1] if episode.texts else "" for episode in of_rows],
-        fields={"log_probs": log_probs, VERSIONS: versions},
+        fields={
+            "log_probs": log_probs,
+            VERSIONS: versions,
+            **({TOKEN_REWARDS: token_rewards} if turn_rewards else {}),
+        },
         rewards=rewards,
         episode_rows=np.array([-1 if placed is None else shape.row_of(placed[0]) for placed in rows], np.int32),
         sampled=[[] if placed is None else list(placed[1].turns) for placed in rows],

@@ -1,7 +1,7 @@
 """The source of episodes: turns of the engine in this process, and an environment in worker processes."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -107,8 +107,11 @@ class EpisodeSource(InTurn):
         check_failures(episodes, self._section.max_failures, "environment.max_failures")
         for state in running:
             state.prompt = state.prompt or self._tokenizer.prompt_ids(state.example)
-        completions = make_rows(examples, [state.prompt for state in running], episodes, rows, shape)
-        metrics = episode_metrics(episodes, tools=self._environments.form == "tools")
+        has_tools = self._environments.form == "tools"
+        prompts = [state.prompt for state in running]
+        # Tools give no rewards of their own.
+        completions = make_rows(examples, prompts, episodes, rows, shape, turn_rewards=not has_tools)
+        metrics = episode_metrics(episodes, tools=has_tools)
         return dataclasses.replace(completions, metrics=metrics)
 
     def _run(self, engine: TurnEngine, running: Sequence[_Running]) -> None:
@@ -196,8 +199,11 @@ class EpisodeSource(InTurn):
             if "refused" in answer:
                 refused.append((number, answer["refused"]))
                 continue
-            for name, value in answer.get("rewards", {}).items():
+            given = answer.get("rewards", {})
+            for name, value in given.items():
                 state.rewards[name] = state.rewards.get(name, 0.0) + value
+            turns = state.episode.turns
+            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given))
             if answer.get("done"):
                 state.episode.finished = True
                 continue
@@ -205,6 +211,11 @@ class EpisodeSource(InTurn):
         for number, problem in refused:
             running[number].episode.refused += 1
             self._go_on(engine, number, running[number], text=f"error: {problem}", role="tool")
+
+    def _weighted(self, rewards: Mapping[str, float]) -> float:
+        """Returns what named rewards of a step add to that of the episode."""
+        weights = self._context.config.rewards.weights or {"reward": 1.0}
+        return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
 
     def _go_on(self, engine: TurnEngine, number: int, state: _Running, *, text: str, role: str) -> None:
         """Appends an observation, and asks for the next turn, unless a limit ends the episode."""

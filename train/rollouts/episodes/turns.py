@@ -17,17 +17,19 @@ class SampledTurn:
       ids: the sampled ids.
       log_probs: of these.
       versions: RL steps of the policy that drew each of them.
+      reward: that the environment gave for it, a part of that of the episode.
     """
 
     prompt_ids: abc.Sequence[int]
     ids: abc.Sequence[int]
     log_probs: abc.Sequence[float]
     versions: abc.Sequence[int]
+    reward: float = 0.0
 
 
 @dataclasses.dataclass
 class Sequence:
-    """Turns that extend each other: ids, which of them are trained, and their log-probs and versions.
+    """Turns that extend each other: ids, which of them are trained, and their log-probs, versions and rewards.
 
     Attributes:
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
@@ -38,6 +40,7 @@ class Sequence:
     sampled: list[bool] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    rewards: list[float] = dataclasses.field(default_factory=list)
     parent: tuple[int, int] | None = None
     turns: list[SampledTurn] = dataclasses.field(default_factory=list)
 
@@ -47,14 +50,16 @@ class Sequence:
         self.sampled += [False] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.versions += [UNKNOWN] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
     def sample(self, turn: SampledTurn) -> None:
-        """Adds the sampled ids of a turn."""
+        """Adds the sampled ids of a turn, with its reward on the last."""
         self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
         self.log_probs += turn.log_probs
         self.versions += turn.versions
+        self.rewards += [0.0] * (len(turn.ids) - 1) + [turn.reward] * bool(turn.ids)
 
 
 @dataclasses.dataclass

@@ -12,6 +12,7 @@ from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
+from train.sequences.batch import place_rewards
 
 SOURCE = '''
 class Tools:
@@ -157,6 +158,24 @@ def test_limits_end_episodes_that_are_not_finished(rollout):
     assert drawn.metrics["episode_truncated"] == 0.5
     assert drawn.batch.rewards.tolist() == [0.75, 0.25, 0.0, 0.25]
     assert np.asarray(drawn.batch.completion_mask).sum(1).tolist()[1:] == [5, LENGTH, 5]
+
+
+@pytest.mark.parametrize("weights", [None, {"reward": 2.0}])
+def test_rewards_of_steps_are_on_the_last_tokens_of_their_turns(rollout, weights):
+    options = ["rewards.length_penalty=0.5", "optim.share_prompts=false", "data.max_completion_length=40"]
+    script = [["go", "go", "stop"], ["stop"], ["go", "stop"], ["stop"]]
+    drawn = rollout("Steps", script, *options, *([f"rewards.weights={weights}"] if weights else []))
+    part = 0.25 * (2 if weights else 1)
+    mask = np.asarray(drawn.batch.completion_mask)
+    placed = np.asarray(place_rewards(drawn.batch))
+    np.testing.assert_allclose(placed.sum(1), drawn.batch.rewards, rtol=1e-6)
+    for row, turns in enumerate((3, 1, 2, 1)):
+        ends = np.flatnonzero(mask[row] & ~np.append(mask[row, 1:], False))
+        assert len(ends) == turns
+        assert np.flatnonzero(placed[row]).tolist() == ends.tolist()
+        np.testing.assert_allclose(placed[row, ends[:-1]], part)
+        # A penalty of the whole episode is on its last token.
+        np.testing.assert_allclose(placed[row, ends[-1]], part - 0.5 * mask[row].sum() / 40, rtol=1e-6)
 
 
 def test_too_many_failures_end_the_run(rollout):
