@@ -93,7 +93,8 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
     samples = context.config.rollout.samples_per_prompt
-    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples)
+    prompt_length = context.config.data.max_prompt_length
+    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples, prompt_length)
     records = run_together("recording", rows_of)
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]

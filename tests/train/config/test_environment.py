@@ -17,7 +17,6 @@ def test_environment_has_defaults():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("rollout.record=recorded", "rollout.record: got 'recorded', but there is an environment, and a recording has"),
         ("rollout.slots=4", "rollout.slots: got 4, but there is an environment, and environment.rows sets"),
         ("rollout.source={type: openai, url: 'http://a:1', model: m}", "environment: got one, but rollout.source.type"),
         ("environment.turn_tokens=9", "environment.turn_tokens: got 9, more than data.max_completion_length"),

@@ -176,7 +176,6 @@ def _environment(config: Config) -> Iterator[Problem]:
             "rollout.source.type",
         )
     refused = [
-        ("rollout.record", section.record, "a recording has one completion a row"),
         ("rollout.slots", section.slots, "environment.rows sets the rows of the engine"),
         ("rollout.record_kept_tokens", section.record_kept_tokens, "the engine does not record them"),
         ("rollout.mesh", section.mesh, "episodes run on one device"),
@@ -222,14 +221,9 @@ def _endpoint(config: Config) -> Iterator[Problem]:
     if not is_loopback(source.host) and source.api_key_env is None and source.api_key_file is None:
         text = f"got {source.host!r}, which other machines reach; set rollout.source.api_key_env or api_key_file"
         yield problem(text, "rollout.source.host", "rollout.source.api_key_env")
-    refused = [
-        ("rollout.record", section.record, "a recording has one completion a row"),
-        ("rollout.mesh", section.mesh, "episodes run on one device"),
-    ]
-    for field, value, reason in refused:
-        if value is not None:
-            text = f"got {value!r}, but rollout.source.type is endpoint, and {reason}"
-            yield problem(text, field, "rollout.source.type")
+    if section.mesh is not None:
+        text = "got one, but rollout.source.type is endpoint, and episodes run on one device; leave it out"
+        yield problem(text, "rollout.mesh", "rollout.source.type")
 
 
 def _forks(config: Config) -> Iterator[Problem]:
@@ -238,7 +232,7 @@ def _forks(config: Config) -> Iterator[Problem]:
     if section.fork_rows == 0:
         return
     name = "rollout.fork_rows"
-    if section.source.type != "endpoint":
+    if section.source.type not in ("endpoint", "file"):
         text = f"got {section.fork_rows}, but rollout.source.type {section.source.type} has no forks; leave it at 0"
         yield problem(text, name, "rollout.source.type")
     if section.fork_rows >= section.samples_per_prompt:
