@@ -172,7 +172,7 @@ class RolloutSection(Section):
     samples_per_prompt: Size = 8
     """Completions of each prompt, which form a group."""
     fork_rows: CountOrZero = 0
-    """endpoint: completions of each group that are left for episodes whose history was rewritten."""
+    """Completions of each group that are left for the sequences of episodes whose history was rewritten."""
     source: CompletionSource = JaxSourceSection(type="jax")
     """Source of the completions."""
     top_k: CountOrZero = 0

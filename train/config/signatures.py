@@ -131,6 +131,19 @@ def _read_signature(target: str, source: str, name: str) -> Signature:
     return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns), is_coroutine)
 
 
+def find_definition(target: str) -> None:
+    """Checks that the source of a module or file has a name, as `module:Name`, without importing it.
+
+    Raises:
+      LookupError: there is no such module or name, with the reason.
+    """
+    source, _, name = target.rpartition(":")
+    module = _module(os.path.abspath(source) if source.endswith(".py") else source)
+    # It may be bound in any way, or by an import of all names.
+    if not re.search(rf"\b({name}|__getattr__)\b|import \*", module.path.read_text(encoding="utf-8")):
+        raise LookupError(f"{source} has no {name!r}")
+
+
 def read_choices(module: str, name: str) -> Any:
     """Reads the `Literal` that a module assigns to a name; raises LookupError if there is none."""
     source, node = _find(_module(module), name)

@@ -35,8 +35,11 @@ def test_endpoint_has_defaults():
         ((source(AGENT), "rollout.mesh={data: 1, tensor: 1}"), "rollout.mesh: got one, but rollout.source.type is end"),
         ((source(AGENT), "rollout.ahead=1"), "rollout.ahead: got 1, but rollout.source.type endpoint"),
         ((source(AGENT), "rollout.slots=4"), "rollout.slots: got 4, but rollout.source.type endpoint does not use it"),
-        ((source(AGENT), "environment={name: 'a:B'}"), "environment: got one, but rollout.source.type endpoint draws"),
-        (("rollout.fork_rows=1",), "rollout.fork_rows: got 1, but rollout.source.type jax has no forks; leave it at 0"),
+        (
+            (source(AGENT), "environment={name: 'train.data.environments.calculator:Calculator'}"),
+            "environment: got one, but rollout.source.type endpoint draws",
+        ),
+        (("rollout.fork_rows=1",), "rollout.fork_rows: got 1, but rollout.source.type jax has no forks, unless"),
         ((source(AGENT), "rollout.fork_rows=2"), "rollout.fork_rows: got 2, which leaves no row of"),
         (
             (source(AGENT), "rollout.fork_rows=1", "advantage.type=reinforce_plus_plus"),

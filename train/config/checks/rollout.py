@@ -10,6 +10,7 @@ from train.config.mesh import ROW_AXES
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.rollout import EndpointSourceSection, OpenAISourceSection
 from train.config.schema import Config
+from train.config.signatures import find_definition
 from train.config.storage import is_address
 from train.config.types import SYNCS
 
@@ -183,6 +184,13 @@ def _environment(config: Config) -> Iterator[Problem]:
     for field, value, reason in refused:
         if value not in (None, False):
             yield problem(f"got {value!r}, but there is an environment, and {reason}", field, "environment")
+    if environment.history == "template" and section.fork_rows == 0:
+        text = "got template, but rollout.fork_rows is 0, and leaves no row for a fork; set it, as to 2 of 8"
+        yield problem(text, "environment.history", "rollout.fork_rows")
+    try:
+        find_definition(environment.name)
+    except LookupError as error:
+        yield problem(f"got {environment.name!r}, but {error.args[0]}", "environment.name")
     if environment.turn_tokens is not None and environment.turn_tokens > config.data.max_completion_length:
         yield problem(
             f"got {environment.turn_tokens}, more than data.max_completion_length, which is the limit of an episode",
@@ -232,8 +240,12 @@ def _forks(config: Config) -> Iterator[Problem]:
     if section.fork_rows == 0:
         return
     name = "rollout.fork_rows"
-    if section.source.type not in ("endpoint", "file"):
-        text = f"got {section.fork_rows}, but rollout.source.type {section.source.type} has no forks; leave it at 0"
+    rewrites = config.environment is not None and config.environment.history == "template"
+    if section.source.type not in ("endpoint", "file") and not rewrites:
+        text = (
+            f"got {section.fork_rows}, but rollout.source.type {section.source.type} has no forks, unless "
+            "environment.history is template; leave it at 0"
+        )
         yield problem(text, name, "rollout.source.type")
     if section.fork_rows >= section.samples_per_prompt:
         text = f"got {section.fork_rows}, which leaves no row of rollout.samples_per_prompt for an episode"

@@ -21,7 +21,7 @@ from train.rollouts.engine import TurnEngine
 from train.rollouts.engine.of_run import make_engine, rows_of_run
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.rows import RowShape, check_failures, episode_metrics, make_rows, place_sequences
-from train.rollouts.episodes.turns import Episode, make_sequences
+from train.rollouts.episodes.turns import Episode
 from train.rollouts.jax_source import rollout_sampling
 from train.rollouts.server.key import read_key
 from train.rollouts.source import Completions, InTurn, Request
@@ -124,6 +124,7 @@ class EndpointSource(InTurn):
             request.samples,
             fork_rows=0 if held_out else self._context.config.rollout.fork_rows,
             shared=self._shared and not held_out,
+            last_only=held_out,
         )
         examples = [example for example in request.examples for _ in range(shape.episodes)]
         first = request.first_row or 0
@@ -133,7 +134,7 @@ class EndpointSource(InTurn):
         self._engine.count.clear()
         with self._context.layout.active():
             opened = self._run(self._engine, self._episodes.open(rows, list(keys), self._lengths))
-        episodes = [_episode(episode, held_out=held_out) for episode in opened]
+        episodes = [_episode(episode) for episode in opened]
         placed = place_sequences(episodes, shape)
         check_failures(episodes, self._section.max_failures, "rollout.source.max_failures")
         prompts = [
@@ -186,15 +187,14 @@ class EndpointSource(InTurn):
         self._listener.close()
 
 
-def _episode(opened: OpenEpisode, *, held_out: bool) -> Episode:
-    """Returns an episode that is over; of one of held-out prompts the last sequence alone, which is not trained."""
+def _episode(opened: OpenEpisode) -> Episode:
+    """Returns an episode that is over."""
     session = opened.session
     failure = opened.failure
     if failure is None and not session.turns:
         failure = "exception", "the agent program asked for no completion"
-    turns = make_sequences(session.turns)[-1].turns if held_out and session.turns else list(session.turns)
     return Episode(
-        turns=turns,
+        turns=list(session.turns),
         texts=list(session.texts),
         rewards=None if failure is not None else opened.rewards,
         finished=session.finished,

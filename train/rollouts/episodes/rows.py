@@ -33,6 +33,7 @@ class RowShape:
       samples: rows of a group.
       fork_rows: how many of them are left for the sequences of episodes that forked.
       shared: whether the rows of a group share their prompt, which goes through the model once.
+      last_only: whether an episode has the row of its last sequence alone, as held-out ones, which are not trained.
     """
 
     prompt_length: int
@@ -41,6 +42,7 @@ class RowShape:
     samples: int
     fork_rows: int = 0
     shared: bool = False
+    last_only: bool = False
 
     @property
     def episodes(self) -> int:
@@ -78,6 +80,8 @@ def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[
             number = start + place
             episode = episodes[number]
             sequences = make_sequences(episode.turns) if episode.failure is None else []
+            if shape.last_only:
+                sequences = sequences[-1:]
             more = sequences[1:]
             if len(more) > shape.fork_rows - len(forks):
                 text = (

@@ -32,6 +32,7 @@ class _Running:
     key: np.ndarray
     prompt: list[int] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
+    drawn: int = 0
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     episode: Episode = dataclasses.field(default_factory=Episode)
@@ -87,7 +88,17 @@ class EpisodeSource(InTurn):
         """
         if self._engine is None:
             raise ValueError("policy: missing; call `update` before `sample`")
-        examples = [example for example in request.examples for _ in range(request.samples)]
+        held_out = request.first_row is not None
+        shape = RowShape(
+            self._prompt_length,
+            self._longest,
+            self._tokenizer.pad_id,
+            request.samples,
+            fork_rows=0 if held_out else self._context.config.rollout.fork_rows,
+            shared=Layout.of(self._context.config).group > 1 and not held_out,
+            last_only=held_out,
+        )
+        examples = [example for example in request.examples for _ in range(shape.episodes)]
         first = request.first_row or 0
         keys = session_keys(request.key, first + len(examples))[first:]
         running = [_Running(example, key) for example, key in zip(examples, keys, strict=True)]
@@ -96,13 +107,6 @@ class EpisodeSource(InTurn):
         with self._context.layout.active():
             self._run(self._engine, running)
         episodes = [state.episode for state in running]
-        shape = RowShape(
-            self._prompt_length,
-            self._longest,
-            self._tokenizer.pad_id,
-            request.samples,
-            shared=Layout.of(self._context.config).group > 1,
-        )
         rows = place_sequences(episodes, shape)
         check_failures(episodes, self._section.max_failures, "environment.max_failures")
         for state in running:
@@ -158,9 +162,11 @@ class EpisodeSource(InTurn):
         self._ask(engine, number, state)
 
     def _ask(self, engine: TurnEngine, number: int, state: _Running) -> None:
-        drawn = len(state.ids) - len(state.prompt)
-        limit = min(self._longest - drawn, self._section.turn_tokens or self._longest)
-        engine.submit(Turn(list(state.ids), limit, state.key, drawn, number))
+        used = len(state.ids) - len(state.prompt)
+        limit = min(self._longest - used, self._section.turn_tokens or self._longest)
+        # No two tokens of an episode are drawn with one number, also after a fork.
+        state.drawn = max(state.drawn, used)
+        engine.submit(Turn(list(state.ids), limit, state.key, state.drawn, number))
 
     def _observe(self, engine: TurnEngine, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
@@ -174,6 +180,7 @@ class EpisodeSource(InTurn):
             state.episode.turns.append(SampledTurn(turn.ids, turn.tokens, turn.log_probs, turn.versions))
             state.episode.texts.append(text)
             state.ids += turn.tokens
+            state.drawn += len(turn.tokens)
             if turn.finish == "length" and len(state.ids) - len(state.prompt) >= self._longest:
                 continue  # the tokens of the episode are used up
             if self._environments.form == "text":
@@ -223,11 +230,21 @@ class EpisodeSource(InTurn):
             return
         observed = {"role": role, "content": text}
         ids = self._tokenizer.observation_ids(state.messages, [observed], before=state.ids, tools=self._tools)
-        if len(state.ids) - len(state.prompt) + len(ids) >= self._longest:
+        ids = [*state.ids, *ids]
+        messages = [*state.messages, {"role": "assistant", "content": state.episode.texts[-1]}, observed]
+        if self._section.history == "template" and self._tokenizer.has_template:
+            ids = self._as_rendered(messages, ids)
+        if len(ids) - len(state.prompt) >= self._longest:
             return
-        state.messages += [{"role": "assistant", "content": state.episode.texts[-1]}, observed]
-        state.ids += ids
+        state.messages = messages
+        state.ids = ids
         self._ask(engine, number, state)
+
+    def _as_rendered(self, messages: list[dict[str, Any]], ids: list[int]) -> list[int]:
+        """Returns the ids of a conversation, or those of the template, a fork, if it writes another text."""
+        rendered = self._tokenizer.conversation_ids(messages, self._tools)
+        is_equal = self._tokenizer.decode_all(rendered) == self._tokenizer.decode_all(ids)
+        return ids if is_equal else rendered
 
     def _fails(self, state: _Running, answer: Answer) -> bool:
         """Notes that the world failed an episode, if it did."""
