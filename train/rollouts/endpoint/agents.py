@@ -37,7 +37,9 @@ class Agents:
         chosen = json.dumps({"name": self._section.agent, "arguments": dict(self._section.arguments)})
         worker = self._workers[number]
         if worker is None:
-            worker = self._workers[number] = WorkerProcess("agent", chosen, output=True, environment={})
+            keys = [name for name in (self._section.api_key_env, self._section.reward_key_env) if name is not None]
+            worker = WorkerProcess("agent", chosen, output=True, environment={}, hidden=keys)
+            self._workers[number] = worker
         return worker
 
     def play(

@@ -1,6 +1,8 @@
 """Batches of episodes that agent programs run: the tokens of the engine, forks, failures, and one advantage each."""
 
+import threading
 import time
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -14,6 +16,8 @@ from train.process.interrupt import StepLeftError
 from train.rl.algorithms import estimate_advantages
 from train.rollouts.collect import draw, judge_drawn
 from train.rollouts.endpoint import source as endpoint_source
+from train.rollouts.endpoint.agents import Agents
+from train.rollouts.endpoint.sessions import OpenEpisodes, SequenceLengths
 from train.rollouts.endpoint.source import EndpointSource
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
@@ -201,6 +205,22 @@ def test_agent_draws_the_tokens_of_episodes_in_process(collected, source, files)
     ours = [text for row, text in enumerate(texts_of(rollout.batch)) if row % 4 < 3]
     theirs = texts_of(drawn.batch)
     assert ours[:3] == theirs[:3]
+
+
+def test_agent_has_no_key_in_its_environment(files, monkeypatch):
+    (files / "curious.py").write_text(
+        "import os\ndef play(**given): return float('A_KEY' in os.environ) + 2.0 * ('A_WORD' in os.environ)"
+    )
+    for name in ("A_KEY", "A_WORD"):
+        monkeypatch.setenv(name, "secret")
+    source = f"rollout.source={{type: endpoint, agent: '{files}/curious.py:play', reward_key_env: A_KEY}}"
+    ended = threading.Event()
+    episodes = OpenEpisodes(ended.set)
+    opened = episodes.open([{}], [np.zeros(2, np.uint32)], SequenceLengths(4, 4))
+    with closing(Agents(tiny.config_of(source).rollout.source)) as agents:
+        agents.play(episodes, opened, base_url="http://none", model="m", key="none")
+        assert ended.wait(30)
+    assert opened[0].rewards == {"reward": 2.0}
 
 
 def test_mesh_of_several_devices_is_refused(files):
