@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -43,16 +44,19 @@ def serving(vllm: Path, folder: Path, name: str, log: Path, *options: str) -> It
     # The environment's own programs, such as the compiler wrappers that vLLM calls.
     env = {**os.environ, **SETTINGS, "PATH": f"{vllm.parent}:{os.environ['PATH']}"}
     with log.open("a") as output:
-        process = subprocess.Popen([*command, *OPTIONS, *options], stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(
+            [*command, *OPTIONS, *options], stdout=output, stderr=subprocess.STDOUT, env=env, process_group=0
+        )
     try:
         _wait(url, process, log)
         yield url, process
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        # Its engine and workers outlive a server that was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
