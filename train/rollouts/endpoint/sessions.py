@@ -17,9 +17,9 @@ from train.rollouts.engine import Turn
 from train.rollouts.episodes.turns import SampledTurn, make_sequences
 from train.rollouts.prefix import common_length
 
-MOST_SESSIONS = 1024
+MOST_SESSIONS = 256
 """Sessions of a server without episodes; the one that was not used for the longest time is forgotten."""
-MOST_REPLIES = 256
+MOST_REPLIES = 64
 """Replies of a session that a later request may go on with; the oldest is forgotten."""
 
 
@@ -59,7 +59,7 @@ class _Reply:
     messages: list[Any]
     tools: Any
     message: Any
-    ids: list[int]
+    ids: np.ndarray
 
 
 class Session:
@@ -105,11 +105,8 @@ class Session:
             if before is None:
                 return tokenizer.conversation_ids(messages, tools)
             start = len(before.messages)
-            more = messages[start + 1 :]
-            return [
-                *before.ids,
-                *tokenizer.observation_ids(messages[:start], more, before=before.ids, tools=tools),
-            ]
+            ids = before.ids.tolist()
+            return ids + tokenizer.observation_ids(messages[:start], messages[start + 1 :], before=ids, tools=tools)
         except UserError as error:
             raise RequestError(400, str(error).removeprefix("environment: "), "messages") from error
 
@@ -162,7 +159,7 @@ class Session:
         said = [_comparable(message) for message in messages]
         with self._lock:
             for message, turn in replies:
-                self._replies.append(_Reply(said, tools, _comparable(message), turn.all_ids()))
+                self._replies.append(_Reply(said, tools, _comparable(message), np.array(turn.all_ids(), np.int32)))
 
     def end(self, draws: Sequence[RequestedTurn]) -> None:
         """Forgets draws that are over."""
