@@ -6,6 +6,7 @@ TORCH_VENV := .venv-torch
 TUNIX_VENV := .venv-tunix
 LAUNCH_VENV := .venv-launch
 STORAGE_VENV := .venv-storage
+AGENTS_VENV := .venv-agents
 GYM_VENV := .venv-gym
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
@@ -36,7 +37,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-agents test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -184,6 +185,15 @@ $(STORAGE_VENV)/.ready: pyproject.toml uv.lock
 
 test-storage: $(STORAGE_VENV)/.ready ## runs, kills, exports and pages in buckets, on local servers of S3 and GCS
 	$(STORAGE_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/storage) $(ARGS)
+
+# The packages with which agent programs are written.
+$(AGENTS_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(AGENTS_VENV),PYTHON,$(PYTHONS))
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai==3.57.0 openai-agents==0.24.0
+	touch $(AGENTS_VENV)/.ready
+
+test-agents: $(AGENTS_VENV)/.ready ## the endpoint with the real openai client, and a run that its agent trains; needs PyPI
+	$(AGENTS_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/agents) $(ARGS)
 
 test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=_run_or_config, help="directory of a run, or a config")
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=run_or_config, help="directory of a run, or a config")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument(
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def _run_or_config(text: str) -> Path:
+def run_or_config(text: str) -> Path:
     """Reads the name of a recipe, a path, or the address of a run."""
     path = stored_argument(text)
     return path if is_remote(path) else recipe_path(text)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         # A config is loaded before, so that an error in it shows before JAX starts.
         if not options.what.exists():
-            raise UserError(_no_such_run(options.what))
+            raise UserError(no_such_run(options.what))
         loaded = None if options.what.is_dir() else load(options.what, options.overrides)
         with joined_processes(options):
             if loaded is not None:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(command)
 
 
-def _no_such_run(what: Path) -> str:
+def no_such_run(what: Path) -> str:
     """Writes that there is neither a run nor a config, with the runs beside it or in `runs/`."""
     here = is_remote(what) or (what.parent.is_dir() and what.parent != Path())
     folder = what.parent if here else Path("runs")
@@ -117,7 +117,7 @@ def show(
         raise UserError("eval.prompts: got 0, so nothing is held out; set it, and a task with its data")
     with jax.set_mesh(context.mesh):
         if saved is None:
-            policy = _initial_policy(context)
+            policy = initial_policy(context)
             name = str(what)
         else:
             step = saved.step(step)
@@ -149,8 +149,12 @@ def measure(context: "RunContext", policy: "kljax.Policy", step: int = 0) -> dic
     return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
 
 
-def _initial_policy(context: "RunContext") -> "kljax.Policy":
-    """Loads the saved policy that the config starts from."""
+def initial_policy(context: "RunContext") -> "kljax.Policy":
+    """Loads the saved policy that the config starts from.
+
+    Raises:
+      UserError: it starts from none, or its weights do not fit.
+    """
     import kljax
     from train.run.base_weights import load_initial_base
     from train.run.setup import check_start, load_initial_adapter

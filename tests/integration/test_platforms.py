@@ -152,7 +152,7 @@ def test_files_in_args_replace_tests_of_a_target(target):
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "train.eval", "train.export", "train.import", "train.report", "train.plan"]
+    "module", ["train", "train.eval", "train.export", "train.import", "train.report", "train.plan", "train.serve"]
 )
 def test_python_without_packages_names_the_command(module):
     command = [sys.executable, "-S", "-m", module, "x"]

@@ -52,6 +52,7 @@ def test_every_config_is_run_by_a_test():
     assert {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} == {
         *(f"configs/{name}.yaml" for name in PRETRAINED),
         *(recipe[0] for recipe, _ in RECIPES),
+        "configs/calculator_agent.yaml",  # tests/agents
         "configs/gsm8k.yaml",
         "configs/replay.yaml",
         "configs/smoke.yaml",
@@ -107,6 +108,7 @@ def word_problems(path, count, *, too_long):
 def test_word_problems(tmp_path, coef):
     """With the KL in the loss and without, as the recipe invites to compare; one question is too long for it."""
     done = run_here(
+        "configs/calculator_agent.yaml",  # tests/agents
         "configs/gsm8k.yaml",
         *TINY,
         "steps=1",

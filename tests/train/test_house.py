@@ -31,7 +31,7 @@ FOLDERS = (
     "report",
     "commands",
 )
-COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import", "train.real")
+COMMANDS = ("train", "train.__main__", "train.eval", "train.export", "train.import", "train.serve", "train.real")
 
 
 def folder_of(module: str) -> str:

@@ -1,5 +1,6 @@
 """Addresses of servers: which can be used, and how they are shown."""
 
+import contextlib
 import ipaddress
 import re
 from urllib.parse import urlsplit
@@ -42,3 +43,15 @@ def url_problem(url: str) -> str:
     if parts.netloc.endswith(":") or port == 0:
         return "it has no port after the colon"
     return "" if parts.netloc.startswith("[") or _NAME.fullmatch(host) else f"{host!r} is no name of a host"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone.
+
+    Example:
+      >>> is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
+      (True, True, False)
+    """
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,6 +1,6 @@
 """The environment of episodes: the class, and the limits of turns, time and failures."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ class EnvironmentSection(Section):
     """Most turns of an episode; data.max_completion_length limits its tokens, observations included."""
     turn_tokens: Count | None = None
     """Most tokens of a turn; null: what is left of the episode."""
+    history: Literal["keep", "template"] = "keep"
+    """Where the chat template drops parts of earlier replies, as thinking: `keep` them, or fork as `template` says."""
     step_seconds: Positive = 60.0
     """Longest time of one call of the environment; an episode beyond it has failed, and is not trained on."""
     processes: Size = 1

@@ -11,10 +11,12 @@ from train.config.model import DType
 from train.config.types import (
     RECORDING,
     Ahead,
+    Arguments,
     AxisSize,
     Count,
     CountOrZero,
     Fraction,
+    FunctionName,
     Lag,
     PathText,
     Positive,
@@ -22,6 +24,7 @@ from train.config.types import (
     Size,
     StoredPath,
     SyncName,
+    Table,
     Text,
 )
 
@@ -33,7 +36,7 @@ Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
 class JaxSourceSection(Section):
     type: Literal["jax"]
-    """`jax`: this process; `openai`: a server such as vLLM; `file`: recorded completions; `module:function`: yours."""
+    """`jax`: this process; `openai`: vLLM or SGLang; `endpoint`: agents; `file`: recorded; `module:function`: yours."""
 
 
 class OpenAISourceSection(Section):
@@ -82,14 +85,49 @@ class FileSourceSection(Section):
     """file: host memory in MiB for log-probs of a constant reference, which then scores each row once; 0: none."""
 
 
+class EndpointSourceSection(Section):
+    """Episodes of an agent program, which asks this process for completions as it would ask OpenAI."""
+
+    type: Literal["endpoint"]
+    agent: FunctionName | None = None
+    """endpoint: your agent program, `module:function` or `path/to/file.py:function`; null: programs from outside."""
+    arguments: Arguments = Table()
+    """endpoint: its keyword arguments."""
+    processes: Size = 1
+    """endpoint: processes that run the agent program."""
+    concurrency: Size = 64
+    """endpoint: episodes that one process runs at a time."""
+    host: Text = "127.0.0.1"
+    """endpoint: address to listen on; one that other machines reach needs a key."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """endpoint: port to listen on; 0: a free one, if `agent` is set."""
+    api_key_env: Text | None = None
+    """endpoint: environment variable with the key of completions; null: this machine needs none."""
+    api_key_file: PathText | None = None
+    """endpoint: file with this key, in place of `api_key_env`."""
+    reward_key_env: Text | None = None
+    """endpoint: environment variable with the key of episodes and rewards, another one, for programs from outside."""
+    reward_key_file: PathText | None = None
+    """endpoint: file with this key, in place of `reward_key_env`."""
+    episode_seconds: Positive = 600.0
+    """endpoint: longest time of an episode; one beyond it has failed, and is not trained on."""
+    max_requests: Size = 1024
+    """endpoint: requests at one time; more are answered with 429."""
+    rows: Size | None = None
+    """endpoint: episodes whose KV cache stays between turns; null: all of a step."""
+    max_failures: Fraction = 0.1
+    """endpoint: share of the episodes of a step that may fail before the run stops."""
+
+
 class UserSourceSection(UserFunction):
     type: Literal["custom"]
 
 
+SOURCES = (JaxSourceSection, OpenAISourceSection, FileSourceSection, EndpointSourceSection, UserSourceSection)
 CompletionSource = Annotated[
-    JaxSourceSection | OpenAISourceSection | FileSourceSection | UserSourceSection,
+    JaxSourceSection | OpenAISourceSection | FileSourceSection | EndpointSourceSection | UserSourceSection,
     Field(discriminator="type"),
-    choice_of((JaxSourceSection, OpenAISourceSection, FileSourceSection, UserSourceSection), default="jax"),
+    choice_of(SOURCES, default="jax"),
 ]
 
 
@@ -133,6 +171,8 @@ class RolloutSection(Section):
     """Prompts in a rollout batch."""
     samples_per_prompt: Size = 8
     """Completions of each prompt, which form a group."""
+    fork_rows: CountOrZero = 0
+    """Completions of each group that are left for the sequences of episodes whose history was rewritten."""
     source: CompletionSource = JaxSourceSection(type="jax")
     """Source of the completions."""
     top_k: CountOrZero = 0

@@ -63,12 +63,14 @@ class Signature:
       doc: the first line of its docstring.
       parameters: positional parameters first, as declared.
       returns: the kind of array that it returns, "Float" or "Bool"; "" if the annotation does not say so.
+      is_coroutine: whether it is defined by `async def`.
     """
 
     target: str
     doc: str
     parameters: tuple[Parameter, ...]
     returns: str = ""
+    is_coroutine: bool = False
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
@@ -89,21 +91,28 @@ class Module:
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
-def read_signature(target: str) -> Signature:
+def read_signature(target: str, *, coroutines: bool = False) -> Signature:
     """Reads the signature of `module:function` or `path/to/file.py:function`; names are followed through imports.
+
+    Args:
+      target: the function.
+      coroutines: whether it may be defined by `async def`.
 
     Raises:
       LookupError: there is no such module or function, with the reason.
     """
     source, _, name = target.rpartition(":")
     # Another working directory has other files.
-    return _read_signature(target, os.path.abspath(source) if source.endswith(".py") else source, name)
+    signature = _read_signature(target, os.path.abspath(source) if source.endswith(".py") else source, name)
+    if signature.is_coroutine and not coroutines:
+        raise LookupError(f"{source} has no function {name!r} that is defined by `def`")
+    return signature
 
 
 @cache
 def _read_signature(target: str, source: str, name: str) -> Signature:
     module, node = _find(_module(source), name)
-    if not isinstance(node, ast.FunctionDef):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise LookupError(f"{source} has no function {name!r} that is defined by `def`")
     doc = ast.get_docstring(node) or ""
     helps = _argument_docs(doc)
@@ -118,7 +127,21 @@ def _read_signature(target: str, source: str, name: str) -> Signature:
         )
         for argument, keyword, default in _arguments(node.args)
     )
-    return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns))
+    is_coroutine = isinstance(node, ast.AsyncFunctionDef)
+    return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns), is_coroutine)
+
+
+def find_definition(target: str) -> None:
+    """Checks that the source of a module or file has a name, as `module:Name`, without importing it.
+
+    Raises:
+      LookupError: there is no such module or name, with the reason.
+    """
+    source, _, name = target.rpartition(":")
+    module = _module(os.path.abspath(source) if source.endswith(".py") else source)
+    # It may be bound in any way, or by an import of all names.
+    if not re.search(rf"\b({name}|__getattr__)\b|import \*", module.path.read_text(encoding="utf-8")):
+        raise LookupError(f"{source} has no {name!r}")
 
 
 def read_choices(module: str, name: str) -> Any:
@@ -267,7 +290,7 @@ def _module(name: str) -> Module:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             definitions |= {alias.asname or alias.name: node for alias in node.names}
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign):
             definitions |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}

@@ -87,7 +87,8 @@ class TokenNumbers:
                 "reward": _number(rollout.reward),
                 "rewards": {name: _number(value) for name, value in rollout.rewards.items()},
                 "finished": rollout.finished,
-                "length": rollout.length,
+                "length": rollout.length if rollout.sampled is None else sum(rollout.sampled),
+                "episode": rollout.episode,
                 "prompt": rollout.prompt[:EXCERPT],
                 "answer": rollout.answer[:EXCERPT],
                 "completion": rollout.completion[:EXCERPT],
@@ -175,6 +176,7 @@ def _block(index: int, rollout: RecordedRollout) -> str:
         "ids": list(rollout.ids),
         "texts": list(rollout.token_texts),
         "prompt": rollout.prompt_length,
+        "sampled": None if rollout.sampled is None else [int(value) for value in rollout.sampled],
         "columns": names,
         "others": {name: list(values) for name, values in rollout.others.items()},
     }
@@ -191,8 +193,12 @@ def _number(value: float | None) -> float | None:
 
 def _summary(values: np.ndarray) -> list[float | None]:
     """Returns the mean, and the value that is farthest from 0, with the digits that the table shows."""
-    largest = values[np.argmax(np.abs(np.nan_to_num(values)))]
-    numbers = (_number(float(value)) for value in (values.mean(dtype=np.float64), largest))
+    # Observations of an episode have no number.
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return [None, None]
+    largest = known[np.argmax(np.abs(known))]
+    numbers = (_number(float(value)) for value in (known.mean(dtype=np.float64), largest))
     return [None if number is None else float(f"{number:.6g}") for number in numbers]
 
 

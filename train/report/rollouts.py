@@ -16,7 +16,7 @@ from train.config.regular_file import read_regular
 from train.rollouts.recording_format import check_table
 from train.storage.paths import is_remote
 
-IDS = ("prompt_ids", "completion_ids", "token_texts")
+IDS = ("prompt_ids", "completion_ids", "token_texts", "completion_mask")
 PRIME_RL_SCHEMA = 1
 PRIME_RL_NAMES = {"trainer_logprobs": "policy_log_probs", "inference_logprobs": "log_probs"}
 """Columns of the export that have a name here; the others keep theirs."""
@@ -34,7 +34,9 @@ class RecordedRollout:
       ids: prompt and completion.
       token_texts: a text for each id.
       prompt_length: number of ids that were not sampled.
-      columns: numbers of each sampled token, [n] float32.
+      sampled: for each token after the prompt whether it was sampled, and is no observation; None: all were.
+      episode: the row of the episode that it forked from, -1 for none; None: it is one itself.
+      columns: numbers of each token after the prompt, [n] float32.
       others: values of each token that are no single number, as lists.
     """
 
@@ -53,10 +55,12 @@ class RecordedRollout:
     prompt_length: int
     columns: Mapping[str, np.ndarray]
     others: Mapping[str, Sequence[Any]]
+    sampled: Sequence[bool] | None = None
+    episode: int | None = None
 
     @property
     def length(self) -> int:
-        """Number of sampled tokens."""
+        """Number of tokens after the prompt."""
         return len(self.ids) - self.prompt_length
 
 
@@ -139,6 +143,8 @@ def _checked(rollout: RecordedRollout) -> RecordedRollout:
     lengths = {name: len(x) for name, x in rollout.columns.items()} | {
         name: len(x) for name, x in rollout.others.items()
     }
+    if rollout.sampled is not None:
+        lengths["completion_mask"] = len(rollout.sampled)
     if wrong := [name for name, length in lengths.items() if length != rollout.length]:
         raise ValueError(f"row {rollout.row}: {wrong[0]}: {lengths[wrong[0]]} values of {rollout.length} tokens")
     return rollout
@@ -209,6 +215,8 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
             # A field that the tokens of prompts have too has more values.
             columns={name: rows[index][first:] for name, rows in numbers.items()},
             others={name: record[name][first:] for name in nested},
+            sampled=record.get("completion_mask"),
+            episode=None if record.get("episode") == record["row"] else record.get("episode"),
         )
         yield _checked(rollout)
 

@@ -57,8 +57,8 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
     """Computes the advantages [B, T] of a rollout batch, and the returns that values are fitted to, if there are any.
 
     Per-row estimators see the reward of each row, also of a row without a trained token, which then counts in its group
-    as any other; their advantages are given to all tokens of the row. Estimators of tokens see the reward where
-    `place_rewards` puts it.
+    as any other; their advantages are given to all tokens of the row, and of the rows that forked from it. Estimators
+    of tokens see the reward where `place_rewards` puts it.
 
     Args:
       plan: has the signature of the estimator.
@@ -88,6 +88,8 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
     if returns is not None:
         check_result("advantage.type", section, returns, (mask.shape,), name="returns")
     if advantages.ndim == 1:
+        if batch.episode_rows is not None:
+            advantages = jnp.where(batch.episode_rows < 0, 0, advantages[batch.episode_rows])
         advantages = kljax.broadcast_to_tokens(advantages, mask)
     return advantages, returns if plan.value_head else None
 

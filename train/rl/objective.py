@@ -197,6 +197,7 @@ def make_preparation(plan: Plan) -> Preparation:
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         batch, next_states, metrics = with_advantages(batch, states)
+        batch = dataclasses.replace(batch, episode_rows=None)
         if in_groups:
             spread = kljax.groups_with_spread(
                 required(batch.rewards), required(batch.group_ids), num_groups=plan.num_groups

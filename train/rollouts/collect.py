@@ -93,7 +93,8 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
     samples = context.config.rollout.samples_per_prompt
-    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples)
+    prompt_length = context.config.data.max_prompt_length
+    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples, prompt_length)
     records = run_together("recording", rows_of)
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
@@ -128,14 +129,17 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     if recorded:
         mask, log_probs = without_floors(mask, log_probs)
     group_ids = (split.held // section.samples_per_prompt).astype(np.int32)
-    if completions.failed is not None:
-        group_ids = np.where(completions.failed, -1, group_ids).astype(np.int32)
+    episodes = completions.episode_rows
+    if episodes is not None:
+        # Each episode is compared once with those of its group.
+        group_ids = np.where(episodes == np.arange(len(episodes)), group_ids, -1).astype(np.int32)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
         "completion_mask": mask,
         "group_ids": group_ids,
         **({"rollout_log_probs": log_probs} if recorded else {}),
+        **({"episode_rows": episodes} if section.fork_rows and episodes is not None else {}),
     }
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in (rows | fields).items()})
@@ -176,7 +180,7 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     if context.config.loss.unfinished == "drop":
         finished = shard_rows(measured["finished"][split.held].astype(bool), context.mesh)
         judged["kept_mask"] = drawn.batch.completion_mask & finished[:, None]
-    counted = slice(None) if completions.failed is None or completions.failed.all() else ~completions.failed
+    counted = completions.leading()
     metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
     metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))

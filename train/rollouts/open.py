@@ -1,6 +1,7 @@
 """Construction of the source that `rollout.source` names."""
 
 from train.context import RunContext
+from train.rollouts.endpoint.source import EndpointSource
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
@@ -27,7 +28,8 @@ def open_stream(context: RunContext, *, continued: bool = False) -> Stream:
 
 def open_evaluation(context: RunContext, rollouts: Stream | None = None) -> Stream:
     """Opens the stream that `eval.source` names; `rollouts` is that of the run, if there is one."""
-    if context.config.eval.source == "jax" and context.config.environment is None:
+    runs_episodes = context.config.environment is not None or context.config.rollout.source.type == "endpoint"
+    if context.config.eval.source == "jax" and not runs_episodes:
         return Stream(context, JaxSource(context))
     return rollouts or Stream(context, open_source(context))
 
@@ -43,6 +45,8 @@ def open_source(context: RunContext) -> Source:
         return FileSource(context, section)
     if section.type == "openai":
         return ServerSource(context, section)
+    if section.type == "endpoint":
+        return EndpointSource(context, section)
     if section.type == "custom":
         return UserSource(context, section.function, make_user_source(context, section))
     return JaxSource(context) if context.config.environment is None else EpisodeSource(context)

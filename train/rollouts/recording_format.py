@@ -1,22 +1,29 @@
 """The format of recordings, by which a release refuses those of a later one."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 FORMAT = 1
 """Version of the meaning of fields and columns; rows without one have the first."""
+EPISODES = 2
+"""The format of rows with observations in their completions (`completion_mask`), or without an episode of their own."""
 FORMAT_FIELD = "kljax_format"
 """Field of a row."""
 METADATA = "kljax"
 """Key of the metadata of a Parquet file, JSON with `format`."""
 
 
+def format_of(names: Collection[str]) -> int:
+    """Returns the format of rows with these fields."""
+    return EPISODES if {"completion_mask", "episode"} & {*names} else FORMAT
+
+
 def check_format(name: str, version: Any) -> None:
     """Raises ValueError, naming the field, unless this release knows a format."""
-    if not isinstance(version, int | float) or not version <= FORMAT:
+    if not isinstance(version, int | float) or not version <= EPISODES:
         raise ValueError(
-            f"{name}: got {version!r}, expected at most {FORMAT}: a later release of kljax recorded it; update kljax"
+            f"{name}: got {version!r}, expected at most {EPISODES}: a later release of kljax recorded it; update kljax"
         )
 
 

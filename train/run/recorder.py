@@ -23,7 +23,6 @@ from train.models.sharding import replicated
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
-from train.rollouts.row_checks import has_holes
 from train.sequences.batch import Batch
 from train.sequences.token_fields import UNKNOWN, VERSIONS
 from train.weights.files import usable_directory
@@ -127,7 +126,6 @@ class RolloutRecorder:
         self._mesh = context.mesh
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
-        self._told_of_holes = False
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
@@ -143,31 +141,19 @@ class RolloutRecorder:
         if self._files is None or not self._files.wants(step):
             return
         described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
-        shown = self._without_holes(selected) if self._config.rollout.source.type == "custom" else np.arange(len(rows))
-        if not len(shown):
-            return
+        if all(facts["episode"] == row and all(facts["completion_mask"]) for row, facts in described.items()):
+            for facts in described.values():
+                del facts["episode"], facts["completion_mask"]
 
         def write(path: Path) -> int:
-            arrays = {name: x[shown] for name, x in jax.device_get(selected).items()}
+            arrays = jax.device_get(selected)
             rewards = arrays.pop("rewards")
             arrays = whole_completions(arrays, self._config.data.max_prompt_length)
-            records = [described[rows[i]] | {"reward": float(reward)} for i, reward in zip(shown, rewards, strict=True)]
+            records = [described[row] | {"reward": float(reward)} for row, reward in zip(rows, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
 
         self._files.write(step, write)
-
-    def _without_holes(self, selected: Mapping[str, jax.Array]) -> np.ndarray:
-        """Lists the rows with one prompt and one completion; warns of the first others, which the page cannot show."""
-        masks = jax.device_get((selected["token_mask"], selected["completion_mask"]))
-        holes = has_holes(*masks)
-        if holes.any() and not self._told_of_holes:
-            self._told_of_holes = True
-            warn(
-                "report.rollouts: rows with tokens between their completions, as the observations of an episode, are "
-                "left out, because the page of a run shows one prompt and one completion; they are trained all the same"
-            )
-        return np.flatnonzero(~holes)
 
     def close(self) -> None:
         """Waits for the last file."""
@@ -176,7 +162,10 @@ class RolloutRecorder:
 
 
 def whole_completions(arrays: Mapping[str, np.ndarray], prompt_length: int) -> dict[str, np.ndarray]:
-    """Returns rows whose completions have their tokens without a log-prob too, with NaN for what was not computed."""
+    """Returns rows whose completions have all tokens after the prompt, with NaN for what was not computed of them.
+
+    Tokens without a log-prob, and observations of an episode, are in no mask of the batch.
+    """
     completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompt_length)
     left_out = completions & ~arrays["completion_mask"]
     numbers = {
@@ -216,6 +205,12 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
     completions = rollout.completions
+    prompt_length = config.data.max_prompt_length
+    masks = completions.token_mask, completions.completion_mask
+    token_mask, completion_mask = (rollout.rows.select_own(mask)[:, prompt_length:] for mask in masks)
+    episodes = rollout.rows.own
+    if completions.episode_rows is not None:
+        episodes = rollout.rows.select_own(completions.episode_rows)
     versions = completions.fields.get(VERSIONS)
     own_versions = None if versions is None else rollout.rows.select_own(versions)
     described = {}
@@ -233,6 +228,8 @@ def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) 
             **{name: text.encode("utf-8", errors="replace").decode() for name, text in texts.items()},
             "finished": bool(completions.finished[index]),
             "rewards": {name: float(values[index]) for name, values in rollout.scores.items()},
+            "episode": int(episodes[index]),
+            "completion_mask": completion_mask[index][token_mask[index]].tolist(),
         }
     return described
 

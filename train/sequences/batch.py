@@ -36,6 +36,8 @@ class Batch:
       completion_mask: [B, T] bool, True on the sampled tokens, which are trained.
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
+      episode_rows: [B] int32, the row whose advantage a row has, of the episode that it forked from; -1 for none. None
+        once there are advantages, and where each row is an episode.
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
       old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None if that is the only
         update, which computes them itself.
@@ -62,6 +64,7 @@ class Batch:
     completion_mask: Array
     rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
+    episode_rows: Array | None = dataclasses.field(default=None, metadata=GROUP)
     rollout_log_probs: Array | None = None
     old_log_probs: Array | None = None
     ref_log_probs: Array | None = None

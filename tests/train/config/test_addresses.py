@@ -47,6 +47,7 @@ STORED_ARGUMENTS = {
     "train.eval": [["{}"], ["runs/a", "--json", "{}/a.json"]],
     "train.export": [["{}", "--to", "here"], ["runs/a", "--to", "{}"]],
     "train.real": [["--show", "{}"]],
+    "train.serve": [["{}"]],
     "train.report": [["{}"], ["runs/a", "{}"], ["runs/a", "--output", "{}"]],
 }
 """Those that take an address of a store, too."""

@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from train.config.errors import UserError
 
-ENVIRONMENT = "environment={name: 'mine:Calculator'}"
+ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator'}"
 
 
 def test_environment_has_defaults():
@@ -17,11 +17,20 @@ def test_environment_has_defaults():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("rollout.record=recorded", "rollout.record: got 'recorded', but there is an environment, and a recording has"),
         ("rollout.slots=4", "rollout.slots: got 4, but there is an environment, and environment.rows sets"),
         ("rollout.source={type: openai, url: 'http://a:1', model: m}", "environment: got one, but rollout.source.type"),
         ("environment.turn_tokens=9", "environment.turn_tokens: got 9, more than data.max_completion_length"),
         ("environment.max_turns=0", "environment.max_turns: got 0, expected an integer >= 1"),
+        ("environment.name=mine:Calculator", "environment.name: got 'mine:Calculator', but there is no module 'mine'"),
+        (
+            "environment.name=train.data:Calculator",
+            "environment.name: got 'train.data:Calculator', but train.data has no",
+        ),
+        ("environment.history=template", "environment.history: got template, but rollout.fork_rows is 0, and leaves"),
+        (
+            "rollout.fork_rows=1",
+            "rollout.fork_rows: got 1, but rollout.source.type jax has no forks, unless environment",
+        ),
         ("environment.max_failures=2", "environment.max_failures: got 2"),
     ],
 )

@@ -10,6 +10,7 @@ from train.data.prompts import encode_solutions, keep_solutions
 from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer, encode_continuation
 from train.data.tokenizers.files import load_folder
+from train.data.tokenizers.folder import CONTENT
 
 KINDS = ("chatml", "gemma", "llama3")
 EXAMPLE = Example("How many?", "", "", messages=(("user", "How many?"),))
@@ -26,7 +27,7 @@ def observed(tokenizer, text, reply="Tom has seven.", *, ended=True):
     end = [tokenizer.eos_ids[0]] if ended else []
     prompt = tokenizer.prompt_ids(EXAMPLE)
     ids = [*prompt, *encode_continuation(tokenizer, prompt, reply), *end]
-    return ids, tokenizer.observation_ids(tokenizer.messages(EXAMPLE), text, role="user", before=ids)
+    return ids, tokenizer.observation_ids(tokenizer.messages(EXAMPLE), [{"role": "user", "content": text}], before=ids)
 
 
 def test_episode_has_the_text_of_the_rendered_conversation(tokenizer):
@@ -52,9 +53,43 @@ def test_observation_never_becomes_a_control_token(tokenizer, data):
     assert text in tokenizer.decode_all(after)
 
 
+@given(st.data())
+def test_contents_of_a_conversation_never_become_control_tokens(tokenizer, data):
+    controls = [text for text in tokenizer._added.values() if len(text) > 1]
+    texts = st.lists(st.sampled_from([*controls, "Tom ", "7", "<", "|>"]), max_size=4).map("".join)
+    roles = ("user", "assistant", "user")
+    said = [data.draw(texts), "Seven.", data.draw(texts)]
+    plain, ids = (
+        tokenizer.conversation_ids([{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
+        for contents in (["a", "Seven.", "b"], said)
+    )
+    count = [sum(token in tokenizer._added for token in tokens) for tokens in (plain, ids)]
+    assert count[0] == count[1]
+
+
+def test_conversation_goes_on_as_its_observations_are_written(tokenizer):
+    user = {"role": "user", "content": "How many?"}
+    reply = {"role": "assistant", "content": "Tom has seven."}
+    more = [{"role": "user", "content": "and apples"}]
+    prompt = tokenizer.conversation_ids([user])
+    assert prompt == tokenizer.prompt_ids(EXAMPLE)
+    ids = [*prompt, *encode_continuation(tokenizer, prompt, reply["content"])]
+    ids += tokenizer.observation_ids([user], more, before=ids)
+    assert tokenizer.decode_all(ids) == tokenizer.decode_all(tokenizer.conversation_ids([user, reply, *more]))
+
+
+def test_mark_in_a_message_is_refused(tokenizer):
+    with pytest.raises(UserError, match="does not write messages of user as they are"):
+        tokenizer.observation_ids(
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "b"}, {"role": "assistant", "content": CONTENT.format(0)}],
+            before=[1],
+        )
+
+
 def test_bytes_are_appended():
     tokenizer = ByteTokenizer()
-    assert tokenizer.observation_ids([], "<eos>", role="tool", before=[1]) == list(b"<eos>")
+    assert tokenizer.observation_ids([], [{"role": "tool", "content": "<eos>"}], before=[1]) == list(b"<eos>\n")
 
 
 def test_template_that_changes_observations_is_refused(tmp_path):
@@ -64,7 +99,7 @@ def test_template_that_changes_observations_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = load_folder(tmp_path)
     with pytest.raises(
-        UserError, match=r"^environment: the chat template does not write messages of user as they are$"
+        UserError, match=r"^environment: the chat template does not write messages of assistant as they are$"
     ):
         observed(tokenizer, "and")
 

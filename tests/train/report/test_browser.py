@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from tests.train.report.random_run import make_run
 from tests.train.report.test_page import data_of
+from train.report.page import render
+from train.report.runs import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 try:
@@ -394,3 +399,37 @@ def test_page_fits_a_narrow_window(opened):
         tab.evaluate(f"location.hash = {view!r}")
         tab.wait_for_timeout(50)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, view
+
+
+def test_episode_is_shown_turn_by_turn(opened, tmp_path):
+    run = make_run(tmp_path / "episodes", rollouts=48, tokens=6)
+    file = run / "rollouts" / "00000001.parquet"
+    table = parquet.read_table(file)
+    masks = [[True, True, False, False, True, True], [False, False, True, True, True, True], [False] * 6]
+    episodes = [0, 0, -1]
+    columns = {"completion_mask": [*masks, *[[True] * 6] * 13], "episode": [*episodes, *range(3, 16)]}
+    for name, values in columns.items():
+        table = table.append_column(name, pyarrow.array(values))
+    parquet.write_table(table, file)
+    page = tmp_path / "page.html"
+    page.write_text(render("episodes", [read_run(run, rollouts=1000)]), encoding="utf-8")
+    titles = {
+        0: ["Prompt, as the model saw it", "Policy, turn 1", "Environment", "Policy, turn 2"],
+        1: ["Prompt, as the model saw it", "History, not trained here", "Policy, turn 1"],
+        3: ["Prompt, as the model saw it", "Policy, turn 1"],
+    }
+    for row, expected in titles.items():
+        tab = opened.at("", f"#rollout={row}", path=page)
+        tab.reload()
+        expect(tab.locator(".tokens h4")).to_have_text(expected)
+    tab = opened.at("", "#rollout=0", path=page)
+    tab.reload()
+    expect(tab.locator(".token.observed")).to_have_count(2)
+    shade = tab.locator(".token.observed").first.evaluate("span => getComputedStyle(span).backgroundColor")
+    assert shade not in ("rgba(0, 0, 0, 0)", "transparent")
+    assert tab.locator(".facts").inner_text().split("tokens\n")[1].startswith("4")
+    facts = {1: "a fork of row 0", 2: "left out, or a row that no fork took"}
+    for row, text in facts.items():
+        tab = opened.at("", f"#rollout={row}", path=page)
+        tab.reload()
+        expect(tab.locator(".facts")).to_contain_text(text)

@@ -1,6 +1,9 @@
-"""Rows with tokens between their completions, as episodes have: trained, but in no recording, which would move them."""
+"""Rows with tokens between their completions, as episodes have: trained, and shown on the page of a run."""
 
+import base64
 import dataclasses
+import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +12,12 @@ from pyarrow import parquet
 
 from tests import tiny
 from tests.train.rollouts.test_user_source import right_rows
+from train.report.page import render
+from train.report.rollouts import read_parquet
+from train.report.runs import ShownRun
 from train.rollouts.collect import collect
 from train.rollouts.row_checks import has_holes
-from train.rollouts.source import Completions, InTurn, Request, SourceError
+from train.rollouts.source import Completions, InTurn, Request
 from train.rollouts.stream import Stream
 from train.run.recorder import RolloutRecorder, recorded_steps
 
@@ -60,16 +66,6 @@ def test_hole_is_a_token_after_sampled_ones(tokens, completion, hole):
     assert has_holes(token_mask, completion_mask).tolist() == [hole]
 
 
-def test_recording_refuses_holes_before_the_update(tmp_path):
-    context = context_of(tmp_path, f"rollout.record={tmp_path / 'recorded'}")
-    (tmp_path / "recorded").mkdir()
-    with pytest.raises(SourceError, match=r"^rollout\.record: row 1 has tokens between .*; set rollout\.record=null$"):
-        collect(context, holed(context, with_hole), 0)
-    assert not list((tmp_path / "recorded").iterdir())
-    collect(context, holed(context, lambda rows: rows), 0)
-    assert [path.name for path in (tmp_path / "recorded").glob("*.jsonl")] == ["00000000.jsonl"]
-
-
 def test_rows_with_holes_are_trained_as_they_are(tmp_path):
     context = context_of(tmp_path)
     rollout = collect(context, holed(context, with_hole), 0)
@@ -90,22 +86,23 @@ def recorded(tmp_path, *changes) -> list[Path]:
     return [tmp_path / "rollouts" / f"{step:08d}.parquet" for step in recorded_steps(tmp_path / "rollouts")]
 
 
-def test_page_leaves_out_rows_with_holes(tmp_path, capsys):
-    (file,) = recorded(tmp_path, with_hole)
-    rows = parquet.read_table(file).to_pylist()
-    assert [row["row"] for row in rows] == [0, 2, 3]
-    assert [len(row["completion_ids"]) for row in rows] == [2, 2, 2]
-    assert [row["prompt"] for row in rows] == [rows[0]["prompt"], *[rows[1]["prompt"]] * 2]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: report.rollouts: rows with tokens between their completions, ")
+def test_page_has_rows_with_observations(tmp_path):
+    files = recorded(tmp_path, with_hole, lambda rows: rows)
+    masks = [[row.get("completion_mask") for row in parquet.read_table(file).to_pylist()] for file in files]
+    assert masks == [[[True] * 2, [True, False, False, True], [True] * 2, [True] * 2], [None] * 4]
+    sample = read_parquet(files[0].parent, 10)
+    holed = sample.rollouts[1]
+    assert (holed.length, holed.sampled) == (4, [True, False, False, True])
+    assert sample.rollouts[4].sampled is None
+    page = render("a run", [ShownRun("a run", {}, {}, [], sample, [])])
+    header = unpacked(page, 1)
+    assert header["sampled"] == [1, 0, 0, 1]
+    assert unpacked(page, 4)["sampled"] is None
+    assert '"length":2,"episode":null' in page
 
 
-def test_step_of_holes_alone_has_no_file(tmp_path, capsys):
-    def all_holes(rows):
-        for row in range(4):
-            rows = with_hole(rows, row)
-        return rows
-
-    files = recorded(tmp_path, all_holes, lambda rows: rows, with_hole)
-    assert [file.name for file in files] == ["00000002.parquet", "00000003.parquet"]
-    assert capsys.readouterr().err.count("report.rollouts") == 1
+def unpacked(page: str, index: int) -> dict:
+    """The header of the tokens of a rollout in a page."""
+    packed = page.partition(f'id="rollout-{index}">')[2].partition("<")[0]
+    block = zlib.decompress(base64.b64decode(packed))
+    return json.loads(block[4 : 4 + int.from_bytes(block[:4], "little")])

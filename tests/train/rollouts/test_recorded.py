@@ -155,7 +155,7 @@ def test_tokens_with_floors_have_no_log_prob(tmp_path):
     ]
     assert rollout.metrics["log_probs_missing"] == 2 / (128 * 3)
     # Another recording of the rows has null where this one has it.
-    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 64)
+    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 64, tiny.PROMPT)
     assert [written[index]["log_probs"] for index in (3, 5)] == [[-7.0, None, 0.0], [-9999.0, -0.5, 0.0]]
     assert "null" in json.dumps(written[3])
 
@@ -311,7 +311,7 @@ def test_every_damage_to_a_recorded_file_is_named(tmp_path):
         JsonLinesFile(path).read(0)
 
 
-NEWER = r"a\.{suffix}.*: got 2, expected at most 1: a later release of kljax recorded it; update kljax"
+NEWER = r"a\.{suffix}.*: got 3, expected at most 2: a later release of kljax recorded it; update kljax"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -328,7 +328,7 @@ def test_row_of_a_later_format_is_refused(tmp_path, suffix, checked):
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
     check = {"kljax_check": "1/2 of another kind"} if checked else {}
-    save([{**row(1, sample), "kljax_format": 2, **check} for sample in range(2)])
+    save([{**row(1, sample), "kljax_format": 3, **check} for sample in range(2)])
     with pytest.raises(UserError, match=NEWER.format(suffix=suffix)):
         open_stream(context_of(path))
     save(list(with_checks(ROWS[:4])) if checked else [{**one, "kljax_format": 1} for one in ROWS[:4]])
@@ -338,7 +338,7 @@ def test_row_of_a_later_format_is_refused(tmp_path, suffix, checked):
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
-    [(b'{"format": 2, "step": 1}', NEWER), (b"{", r"a\.{suffix}: the metadata 'kljax' are damaged")],
+    [(b'{"format": 3, "step": 1}', NEWER), (b"{", r"a\.{suffix}: the metadata 'kljax' are damaged")],
 )
 def test_parquet_of_a_later_format_is_refused(tmp_path, metadata, message):
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")

@@ -26,13 +26,17 @@ def source_of(url: str = "http://host", **fields: object) -> OpenAISourceSection
     return OpenAISourceSection(type="openai", url=url, model="m", sync="none", **fields)
 
 
+def key_of(env: str | None = None, file: str | None = None) -> str | None:
+    return read_key("rollout.source.api_key_", env=env, file=file)
+
+
 def test_key_comes_from_the_environment_or_files(tmp_path, monkeypatch):
     path = tmp_path / "key"
     path.write_text(f"{KEY}\n")
     monkeypatch.setenv("SERVER_KEY", f" {KEY}")
-    assert read_key(source_of()) is None
-    assert read_key(source_of(api_key_env="SERVER_KEY")) == KEY
-    assert read_key(source_of(api_key_file=str(path))) == KEY
+    assert key_of() is None
+    assert key_of(env="SERVER_KEY") == KEY
+    assert key_of(file=str(path)) == KEY
 
 
 @pytest.mark.parametrize(
@@ -52,17 +56,17 @@ def test_unsendable_key_is_refused_without_showing_it(tmp_path, monkeypatch, tex
         path = tmp_path / "key"
         path.write_text(text)
         with pytest.raises(UserError, match=r"^rollout\.source\.api_key_file: ") as caught:
-            read_key(source_of(api_key_file=str(path)))
+            key_of(file=str(path))
         assert KEY not in str(caught.value)
     with pytest.raises(UserError, match=rf"^rollout\.source\.api_key_env: .*{problem}") as caught:
-        read_key(source_of(api_key_env="SERVER_KEY"))
+        key_of(env="SERVER_KEY")
     assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["missing", ".", "a\0b"])
 def test_unreadable_key_file_is_named(tmp_path, path):
     with pytest.raises(UserError, match=r"^rollout\.source\.api_key_file: cannot read "):
-        read_key(source_of(api_key_file=str(tmp_path / path)))
+        key_of(file=str(tmp_path / path))
 
 
 def test_the_key_of_a_file_is_sent(tmp_path):

@@ -164,7 +164,10 @@ def test_rows_of_a_process_have_their_field(recording):
     full, rows = source.sample(request), RowSplit(ROWS, np.arange(2, 10), np.array([3, 8]))
     part = source.sample(dataclasses.replace(request, rows=rows))
     np.testing.assert_array_equal(part.fields[NAME], full.fields[NAME][2:10])
-    recorded, part_rows = record_rows(full, {}, request.rows, 4), record_rows(part, {}, rows, 4)
+    recorded, part_rows = (
+        record_rows(completions, {}, split, 4, context.config.data.max_prompt_length)
+        for completions, split in ((full, request.rows), (part, rows))
+    )
     assert len(recorded) == ROWS
     assert part_rows == [recorded[3], recorded[8]]
 

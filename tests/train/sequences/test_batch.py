@@ -84,7 +84,14 @@ some_rows = st.sampled_from([1, 8]).flatmap(
 def test_fields_are_batch_fields_and_new_ones():
     added = {"images", "entropies", "difficulty", "votes"}
     assert {field.name for field in dataclasses.fields(Batch)} | added == {*ATTRIBUTES, "fields"}
-    assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "row_numbers", "difficulty", "votes"]
+    assert [name for name in FIELDS if per_row(name)] == [
+        "rewards",
+        "group_ids",
+        "episode_rows",
+        "row_numbers",
+        "difficulty",
+        "votes",
+    ]
 
 
 @functools.cache
@@ -107,7 +114,7 @@ def test_every_optional_field_survives_padding_and_micro_batching(name):
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
     selected = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
     np.testing.assert_array_equal(selected, before)
-    padding = -1 if name in ("group_ids", "kept_ids", "row_numbers") else 0
+    padding = -1 if name in ("group_ids", "episode_rows", "kept_ids", "row_numbers") else 0
     assert (after[ROWS:] == padding).all()
     assert per_row(name) or (after[:, LENGTH:] == padding).all()
     assert split.shape == (3, 3, *after.shape[1:])

@@ -119,7 +119,7 @@ def warnings(config: Config) -> Iterator[str]:
     elif section.ahead > 0:
         steps = "1 step" if section.ahead == 1 else f"{section.ahead} steps"
         other = f"rollout.ahead: completions come from the policy of {steps} ago"
-    elif section.source.type != "jax":
+    elif section.source.type not in ("jax", "endpoint"):
         other = f"rollout.source.type: {section.source.type} samples outside of this process"
     if other is not None:
         entry = "correction=[{type: truncated_importance_weights}]"

@@ -17,6 +17,7 @@ def function_problems(
     arrays: Mapping[str, str] | None = None,
     *,
     supplied: Collection[str] = SET_BY_TRAINER,
+    coroutines: bool = False,
 ) -> Iterator[Problem]:
     """Yields what is wrong with a function that a config names.
 
@@ -27,10 +28,11 @@ def function_problems(
       arguments_field: of the config, with its arguments.
       arrays: names of arrays that the trainer passes, for a function that computes; None for others.
       supplied: names of other arguments that the trainer passes.
+      coroutines: whether it may be defined by `async def`.
     """
     available = arrays or {}
     try:
-        signature = read_signature(target)
+        signature = read_signature(target, coroutines=coroutines)
     except LookupError as error:
         yield problem(f"got {target!r}, but {error.args[0]}", field)
         return

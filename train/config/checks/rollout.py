@@ -3,17 +3,22 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.config.address import url_problem, without_password
+from train.config.address import is_loopback, url_problem, without_password
 from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.mesh import ROW_AXES
-from train.config.plan import Plan
-from train.config.rollout import OpenAISourceSection
+from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
+from train.config.rollout import EndpointSourceSection, OpenAISourceSection
 from train.config.schema import Config
+from train.config.signatures import find_definition
 from train.config.storage import is_address
 from train.config.types import SYNCS
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
+AGENT_ARGUMENTS = ("row", "base_url", "api_key", "model")
+"""What an agent program gets."""
+PER_EPISODE = {"rewards", "group_ids"}
+"""Arrays of estimators that give an episode one advantage, whatever rows it has."""
 MOST_STOPS = 4
 """What the API of OpenAI allows, and vLLM too."""
 
@@ -25,6 +30,7 @@ def _ignored(config: Config) -> Iterator[Problem]:
         "jax": ("ahead",),
         "openai": ("slots", "record_kept_tokens"),
         "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "ahead", "record"),
+        "endpoint": ("slots", "record_kept_tokens", "ahead"),
         "custom": (),
     }[kind]
     for name, value, default in changed(section, ignored):
@@ -78,17 +84,21 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.source.folder",
             "rollout.source.sync",
         )
-    if source.api_key_env is not None and source.api_key_file is not None:
-        yield problem(
-            f"got {source.api_key_file!r}, but rollout.source.api_key_env is set too; set only one of them",
-            "rollout.source.api_key_file",
-            "rollout.source.api_key_env",
-        )
+    yield from _two_keys(source, "api_key")
     if len(section.stop) > MOST_STOPS:
         yield problem(
             f"got {len(section.stop)} texts, but servers take at most {MOST_STOPS}",
             "rollout.stop",
             "rollout.source.type",
+        )
+
+
+def _two_keys(source: OpenAISourceSection | EndpointSourceSection, name: str) -> Iterator[Problem]:
+    variable = f"rollout.source.{name}_env"
+    file = getattr(source, f"{name}_file")
+    if file is not None and getattr(source, f"{name}_env") is not None:
+        yield problem(
+            f"got {file!r}, but {variable} is set too; set only one of them", f"rollout.source.{name}_file", variable
         )
 
 
@@ -167,7 +177,6 @@ def _environment(config: Config) -> Iterator[Problem]:
             "rollout.source.type",
         )
     refused = [
-        ("rollout.record", section.record, "a recording has one completion a row"),
         ("rollout.slots", section.slots, "environment.rows sets the rows of the engine"),
         ("rollout.record_kept_tokens", section.record_kept_tokens, "the engine does not record them"),
         ("rollout.mesh", section.mesh, "episodes run on one device"),
@@ -175,6 +184,13 @@ def _environment(config: Config) -> Iterator[Problem]:
     for field, value, reason in refused:
         if value not in (None, False):
             yield problem(f"got {value!r}, but there is an environment, and {reason}", field, "environment")
+    if environment.history == "template" and section.fork_rows == 0:
+        text = "got template, but rollout.fork_rows is 0, and leaves no row for a fork; set it, as to 2 of 8"
+        yield problem(text, "environment.history", "rollout.fork_rows")
+    try:
+        find_definition(environment.name)
+    except LookupError as error:
+        yield problem(f"got {environment.name!r}, but {error.args[0]}", "environment.name")
     if environment.turn_tokens is not None and environment.turn_tokens > config.data.max_completion_length:
         yield problem(
             f"got {environment.turn_tokens}, more than data.max_completion_length, which is the limit of an episode",
@@ -183,4 +199,67 @@ def _environment(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens, _environment)
+def _endpoint(config: Config) -> Iterator[Problem]:
+    """Checks the address, the keys and the agent program of an endpoint."""
+    section = config.rollout
+    source = config.rollout.source
+    if source.type != "endpoint":
+        return
+    yield from _two_keys(source, "api_key")
+    yield from _two_keys(source, "reward_key")
+    if source.agent is not None:
+        yield from function_problems(
+            source.agent,
+            source.arguments,
+            "rollout.source.agent",
+            "rollout.source.arguments",
+            supplied=AGENT_ARGUMENTS,
+            coroutines=True,
+        )
+    elif source.port == 0:
+        text = "got 0, but without rollout.source.agent a program from outside has to know the port; set one"
+        yield problem(text, "rollout.source.port", "rollout.source.agent")
+    if source.agent is None and source.reward_key_env is None and source.reward_key_file is None:
+        yield problem(
+            "missing; without rollout.source.agent a program from outside takes episodes and posts rewards with this "
+            "key, which agents must not have",
+            "rollout.source.reward_key_env",
+            "rollout.source.agent",
+        )
+    if not is_loopback(source.host) and source.api_key_env is None and source.api_key_file is None:
+        text = f"got {source.host!r}, which other machines reach; set rollout.source.api_key_env or api_key_file"
+        yield problem(text, "rollout.source.host", "rollout.source.api_key_env")
+    if section.mesh is not None:
+        text = "got one, but rollout.source.type is endpoint, and episodes run on one device; leave it out"
+        yield problem(text, "rollout.mesh", "rollout.source.type")
+
+
+def _forks(config: Config) -> Iterator[Problem]:
+    """Checks that rows are left for episodes, and that all sequences of one have one advantage."""
+    section = config.rollout
+    if section.fork_rows == 0:
+        return
+    name = "rollout.fork_rows"
+    rewrites = config.environment is not None and config.environment.history == "template"
+    if section.source.type not in ("endpoint", "file") and not rewrites:
+        text = (
+            f"got {section.fork_rows}, but rollout.source.type {section.source.type} has no forks, unless "
+            "environment.history is template; leave it at 0"
+        )
+        yield problem(text, name, "rollout.source.type")
+    if section.fork_rows >= section.samples_per_prompt:
+        text = f"got {section.fork_rows}, which leaves no row of rollout.samples_per_prompt for an episode"
+        yield problem(text, name, "rollout.samples_per_prompt")
+    plan = Plan.of(config)
+    text = (
+        f"got {section.fork_rows}, but {{}} each row by itself, and an episode that forked has several; leave it at 0"
+    )
+    if plan.advantage is not None and not {*arrays_of(plan.advantage, ADVANTAGE_ARRAYS).values()} <= PER_EPISODE:
+        yield problem(text.format(f"advantage.type {config.advantage.type} judges"), name, "advantage.type")
+    if plan.loss is not None and PER_EPISODE & {*arrays_of(plan.loss, LOSS_ARRAYS).values()}:
+        yield problem(text.format(f"loss.type {config.loss.type} judges"), name, "loss.type")
+    if "reward" in plan.controllers:
+        yield problem(text.format("kl.reward charges"), name, "kl.reward.coef")
+
+
+CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens, _environment, _endpoint, _forks)

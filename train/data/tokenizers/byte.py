@@ -1,12 +1,13 @@
 """A byte-level tokenizer, which encodes every string without a download."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.config.model import BYTE_VOCABULARY
-from train.data.tokenizers.protocol import UNKNOWN
+from train.data.tokenizers.calls import plain_text
+from train.data.tokenizers.protocol import UNKNOWN, Messages
 
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
@@ -78,19 +79,24 @@ class ByteTokenizer:
         """False: there is no chat template."""
         return False
 
-    def messages(self, example: "Example") -> list[dict[str, str]]:
+    def messages(self, example: "Example") -> list[dict[str, Any]]:
         """Returns the messages of a prompt."""
         return [{"role": role, "content": text} for role, text in example.conversation()]
 
-    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
-        """Encodes the prompt of an episode, which tells no tools."""
-        return self.prompt_ids(example)
+    def conversation_ids(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Returns BOS and the bytes of the messages, with EOS after each reply; the tools are not told."""
+        ids = [self.bos_id]
+        for message in messages:
+            ids += self.encode(plain_text(message))
+            if message["role"] == "assistant":
+                ids.append(self.eos_id)
+        return ids
 
     def observation_ids(
-        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
+        self, messages: Messages, observations: Messages, *, before: Sequence[int], tools: Any = None
     ) -> list[int]:
-        """Returns the bytes of an observation."""
-        return self.encode(text)
+        """Returns the bytes of observations."""
+        return self.conversation_ids(observations)[1:]
 
     def token_bytes(self) -> list[bytes]:
         """Returns the bytes of each id; BOS, padding and later ids are U+FFFD, as in `decode`."""

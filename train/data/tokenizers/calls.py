@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -52,3 +52,20 @@ def _parse(text: str) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], "", "the arguments are no object")
     return ToolCall(call["name"], arguments)
+
+
+def plain_text(message: Mapping[str, Any]) -> str:
+    """Writes a message for a model without a chat template: a result of a tool is a line, a call a name and a text.
+
+    Example:
+      >>> plain_text({"role": "tool", "content": "6"})
+      '6\\n'
+      >>> plain_text({"role": "assistant", "tool_calls": [{"function": {"name": "calc", "arguments": {"e": "2*3"}}}]})
+      'calc 2*3'
+    """
+    text = message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
+        text += " ".join([call["function"]["name"], *map(str, values[:1])])
+    return f"{text}\n" if message["role"] == "tool" else text

@@ -4,9 +4,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from train.data.tokenizers.protocol import Messages
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
-
-Messages = Sequence[Mapping[str, str]]
 
 # CPU seconds of one conversation.
 SECONDS = 10.0

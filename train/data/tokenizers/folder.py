@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from train.config.errors import UserError, warn
+from train.data.tokenizers.calls import plain_text
 from train.data.tokenizers.chat import ChatTemplate
 from train.data.tokenizers.continuation import decode_after, encode_continuation
 from train.data.tokenizers.pieces import is_byte, piece_bytes
-from train.data.tokenizers.protocol import UNKNOWN
+from train.data.tokenizers.protocol import UNKNOWN, Messages
 
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
 
 REPLY = "\u2402reply\u2402"
 """Stands for a reply while a template is rendered."""
-OBSERVATION = "\u2402observation\u2402"
-"""Stands for an observation while a template is rendered."""
+CONTENT = "\u2402content {}\u2402"
+"""Stands for the content of a message, by its number, while a template is rendered."""
 
 
 class FolderTokenizer:
@@ -231,18 +232,36 @@ class FolderTokenizer:
         """The texts of added tokens, which are more than one letter."""
         return [text for text in self._added.values() if len(text) > 1]
 
-    def observation_ids(
-        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
-    ) -> list[int]:
-        """Encodes what follows a sampled reply up to the next one: an observation, and what is around it.
+    def conversation_ids(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Encodes messages up to the next reply; without a template, their texts one after another, EOS after a reply.
 
-        The template renders the conversation with a mark in place of the reply and of the observation: the reply is
-        never encoded again, and an observation is encoded as text, alone.
+        A content with the text of a control token is encoded as text, alone. That of a reply is not: replies have
+        control tokens.
+
+        Args:
+          messages: the conversation.
+          tools: JSON schemas, which the template tells.
+
+        Raises:
+          UserError: the template refuses the messages, or changes what it is given.
+        """
+        if self._template is None:
+            return [*self._first, *self._plain_messages(messages, self._first)]
+        numbers = [number for number, message in enumerate(messages) if self._has_controls(message)]
+        rendered = self._rendered(_marked(messages, numbers), tools)
+        return self._encode_around(rendered, messages, numbers, before=[])
+
+    def observation_ids(
+        self, messages: Messages, observations: Messages, *, before: Sequence[int], tools: Any = None
+    ) -> list[int]:
+        """Encodes what follows a sampled reply up to the next one: observations, and what is around them.
+
+        The template renders the conversation with a mark in place of the reply and of each observation: the reply is
+        never encoded again, and an observation with the text of a control token is encoded as text, alone.
 
         Args:
           messages: the conversation before the reply.
-          text: the observation.
-          role: of its message.
+          observations: the messages after it.
           before: all ids so far, which end with the reply.
           tools: JSON schemas, as in the prompt.
 
@@ -250,38 +269,58 @@ class FolderTokenizer:
           UserError: the template refuses the messages, or changes what it is given.
         """
         if self._template is None:
-            return self.plain_ids(text, before)
-        conversation = [*messages, {"role": "assistant", "content": REPLY}, {"role": role, "content": OBSERVATION}]
+            return self._plain_messages(observations, before)
+        numbers = [number for number, message in enumerate(observations) if message["role"] != "assistant"]
+        conversation = [*messages, {"role": "assistant", "content": REPLY}, *_marked(observations, numbers)]
+        _, found, rest = self._rendered(conversation, tools).rpartition(REPLY)
+        if not found:
+            raise UserError("environment: the chat template does not write messages of assistant as they are")
+        if before[-1] in self.eos_ids:
+            rest = rest.removeprefix(self.decode_all([before[-1]]))
+        return self._encode_around(rest, observations, numbers, before=before)
+
+    def _plain_messages(self, messages: Messages, before: Sequence[int]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            ids += self.plain_ids(plain_text(message), [*before, *ids])
+            if message["role"] == "assistant":
+                ids.append(self.eos_ids[0])
+        return ids
+
+    def _has_controls(self, message: Mapping[str, Any]) -> bool:
+        """Whether a message other than a reply has the text of a control token."""
+        return message["role"] != "assistant" and any(token in self._added for token in self.encode(message["content"]))
+
+    def _rendered(self, messages: Messages, tools: Any) -> str:
+        assert self._template is not None
         try:
-            rendered = self._template.render(conversation, reply=True, tools=tools)
+            return self._template.render(messages, reply=True, tools=tools)
         except ValueError as error:
             raise UserError(f"environment: {error}") from error
-        _, found, rest = rendered.rpartition(REPLY)
-        start, seen, end = rest.partition(OBSERVATION)
-        if not found or not seen:
-            raise UserError(f"environment: the chat template does not write messages of {role} as they are")
-        if before[-1] in self.eos_ids:
-            start = start.removeprefix(self.decode_all([before[-1]]))
-        if not any(token in self._added for token in self.encode(text)):
-            return self.encode(start + text + end)
-        head = self.encode(start)
-        return [*head, *self.plain_ids(text, [*before, *head]), *self.encode(end)]
 
-    def messages(self, example: "Example") -> list[dict[str, str]]:
+    def _encode_around(
+        self, rendered: str, messages: Messages, numbers: Sequence[int], *, before: Sequence[int]
+    ) -> list[int]:
+        """Encodes a text with marks in place of the contents `numbers`: these as text, the rest with its tokens."""
+        first, *pieces = re.split(CONTENT.format(r"(\d+)"), rendered)
+        if [int(number) for number in pieces[::2]] != list(numbers):
+            roles = ", ".join(dict.fromkeys(messages[number]["role"] for number in numbers))
+            raise UserError(f"environment: the chat template does not write messages of {roles} as they are")
+        contents = [messages[number]["content"] for number in numbers]
+        if not any(self._has_controls(messages[number]) for number in numbers):
+            return self.encode(first + "".join(x for pair in zip(contents, pieces[1::2], strict=True) for x in pair))
+        ids = self.encode(first)
+        for content, scaffold in zip(contents, pieces[1::2], strict=True):
+            ids += self.plain_ids(content, [*before, *ids])
+            ids += self.encode(scaffold)
+        return ids
+
+    def messages(self, example: "Example") -> list[dict[str, Any]]:
         """Returns the messages of a prompt."""
         messages = [{"role": role, "content": text} for role, text in example.conversation()]
         if self._system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system})
         return messages
-
-    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
-        """Encodes the prompt of an episode, which the template tells the tools; as `prompt_ids` without a template."""
-        if self._template is None or not tools:
-            return self.prompt_ids(example)
-        try:
-            return self.encode(self._template.render(self.messages(example), reply=True, tools=tools))
-        except ValueError as error:
-            raise UserError(f"environment: {error}; prompt {example.prompt[:80]!r}") from error
 
     @property
     def has_template(self) -> bool:
@@ -337,6 +376,12 @@ class FolderTokenizer:
         by_id |= {number: text.encode() for number, text in self._added_texts.items()}
         by_id |= dict.fromkeys(self.eos_ids, b"")
         return [by_id.get(number, UNKNOWN.encode()) for number in range(self.vocab_size)]
+
+
+def _marked(messages: Messages, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Puts marks in place of the contents of some messages."""
+    marks = {number: {"content": CONTENT.format(number)} for number in numbers}
+    return [{**message, **marks.get(number, {})} for number, message in enumerate(messages)]
 
 
 def _is_word(text: str) -> bool:

@@ -1,11 +1,13 @@
 """The protocol of tokenizers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from train.data.tasks.task import Example
 
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation as a chat template gets it: `role` and `content`, and `tool_calls` of some replies."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -63,14 +65,14 @@ class EpisodeTokenizer(Tokenizer, Protocol):
         """Whether conversations are written by a chat template."""
         ...
 
-    def messages(self, example: "Example") -> list[dict[str, str]]:
+    def messages(self, example: "Example") -> list[dict[str, Any]]:
         """Returns the messages of a prompt."""
         ...
 
-    def episode_prompt_ids(self, example: "Example", tools: Any) -> list[int]:
-        """Encodes the prompt of an episode, which the chat template tells the tools."""
+    def conversation_ids(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Encodes messages up to the next reply; what a message says becomes no control token, unless a reply does."""
 
     def observation_ids(
-        self, messages: Sequence[Mapping[str, str]], text: str, *, role: str, before: Sequence[int], tools: Any = None
+        self, messages: Messages, observations: Messages, *, before: Sequence[int], tools: Any = None
     ) -> list[int]:
-        """Encodes what follows a sampled reply up to the next one: an observation, as text, within its message."""
+        """Encodes what follows a sampled reply up to the next one: messages, whose contents are encoded as text."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -36,8 +36,24 @@ class NotStarted(Exception):
 class WorkerProcess:
     """One process that runs a module of `train.data.workers`."""
 
-    def __init__(self, module: str, *arguments: str, output: bool = False, environment: Mapping[str, str]) -> None:
-        """Starts the process; with `output`, what it prints is shown on standard error."""
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        output: bool = False,
+        environment: Mapping[str, str],
+        hidden: Collection[str] = (),
+    ) -> None:
+        """Starts the process.
+
+        Args:
+          module: of `train.data.workers`.
+          *arguments: of the module.
+          output: whether what it prints is shown on standard error.
+          environment: variables that it gets besides those of this process.
+          hidden: variables of this process that it does not get, as keys.
+        """
+        variables = {name: value for name, value in child_environment().items() if name not in hidden}
         self._pipe, child_end = Pipe()
         with child_end:
             self._process = subprocess.Popen(
@@ -46,7 +62,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2 if output else subprocess.DEVNULL,
                 stderr=2 if output else subprocess.DEVNULL,
-                env=child_environment() | dict(environment),
+                env=variables | dict(environment),
                 process_group=0,
             )
         self.close = weakref.finalize(self, _end, self._process, self._pipe)

@@ -30,6 +30,7 @@
  * @property {number|null} reward
  * @property {Record<string, number|null>} rewards
  * @property {boolean|null} finished
+ * @property {number|null} episode the row that it forked from, -1 for none; null: it is an episode
  * @property {number} length
  * @property {string} prompt
  * @property {string} answer
@@ -41,6 +42,7 @@
  * @property {number[]} ids
  * @property {string[]} texts
  * @property {number} prompt its length
+ * @property {number[]|null} sampled for each token after the prompt 1, or 0 of an observation; null: all were sampled
  * @property {Map<string, Float32Array>} columns
  * @property {Record<string, unknown[]>} others
  */

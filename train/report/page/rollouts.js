@@ -16,7 +16,7 @@ function titleOf({ run, step, row }) {
   return `${page.runs.length > 1 ? `${page.runs[run].name}, ` : ""}step ${step}, row ${row}`;
 }
 
-function facts({ reward, rewards, length, finished, version, answer }) {
+function facts({ reward, rewards, length, finished, version, answer, episode }) {
   const others = Object.entries(rewards).filter(([name]) => name !== "reward");
   return definitions("facts", [
     ["reward", short(reward)],
@@ -24,6 +24,7 @@ function facts({ reward, rewards, length, finished, version, answer }) {
     ["tokens", length],
     ["finished", finished === null ? "–" : finished ? "yes" : "no, cut at the limit"],
     ["policy version", short(version)],
+    ...(episode === null ? [] : [["episode", episode < 0 ? "left out, or a row that no fork took" : `a fork of row ${episode}`]]),
     ...(answer ? [["answer", answer]] : []),
   ]);
 }

@@ -46,10 +46,12 @@ function visible(text) {
  * @param {boolean} prompt whether the prompt is shown
  */
 function tokenView(rollout, tokens, prompt) {
+  const isSampled = (index) => !tokens.sampled || tokens.sampled[index - tokens.prompt] === 1;
   const spans = tokens.ids.map((id, index) => {
     const text = visible(tokens.texts[index] ?? String(id));
     if (index < tokens.prompt) return h("span", { class: "token prompt", "data-token": index }, text);
-    return h("span", { class: "token", "data-token": index, tabindex: index === tokens.prompt ? 0 : -1 }, text);
+    const kind = isSampled(index) ? "token" : "token observed";
+    return h("span", { class: kind, "data-token": index, tabindex: index === tokens.prompt ? 0 : -1 }, text);
   });
   const sampled = spans.slice(tokens.prompt);
   const part = (title, members) => h("section", {}, h("h4", {}, title), h("div", { class: "text" }, members));
@@ -57,11 +59,13 @@ function tokenView(rollout, tokens, prompt) {
     "div",
     { class: "tokens" },
     prompt && tokens.prompt > 0 && part("Prompt, as the model saw it", spans.slice(0, tokens.prompt)),
-    part("Completion", sampled),
+    tokens.sampled ? turnsOf(tokens).map(([title, from, to]) => part(title, spans.slice(from, to))) : part("Completion", sampled),
   );
   const paint = () => {
     const values = colouring && valuesOf(colouring, rollout, tokens);
-    sampled.forEach((span, i) => (span.style.backgroundColor = values ? colorOf(colouring, values[i]) : ""));
+    sampled.forEach((span, i) => {
+      if (isSampled(tokens.prompt + i)) span.style.backgroundColor = values ? colorOf(colouring, values[i]) : "";
+    });
   };
   paint();
 
@@ -88,6 +92,21 @@ function tokenView(rollout, tokens, prompt) {
     sampled[Math.min(Math.max(moves[event.key], 0), sampled.length - 1)].focus();
   });
   return { element, paint };
+}
+
+/** The turns of an episode: who spoke, the first token, and the one after the last. */
+function turnsOf({ ids, prompt, sampled }) {
+  const turns = [];
+  let count = 0;
+  for (let from = 0; from < sampled.length; ) {
+    let to = from + 1;
+    while (to < sampled.length && sampled[to] === sampled[from]) to++;
+    if (sampled[from]) count++;
+    const title = sampled[from] ? `Policy, turn ${count}` : count ? "Environment" : "History, not trained here";
+    turns.push([title, prompt + from, prompt + to]);
+    from = to;
+  }
+  return ids.length > prompt ? turns : [["No turn that counts", prompt, prompt]];
 }
 
 /** The text of a token for a screen reader. */

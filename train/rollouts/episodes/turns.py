@@ -33,6 +33,7 @@ class Sequence:
 
     Attributes:
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
+      turns: the turns that were sampled in it.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -41,6 +42,7 @@ class Sequence:
     versions: list[int] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     parent: tuple[int, int] | None = None
+    turns: list[SampledTurn] = dataclasses.field(default_factory=list)
 
     def observe(self, ids: abc.Sequence[int]) -> None:
         """Adds ids that were not sampled here."""
@@ -52,6 +54,7 @@ class Sequence:
 
     def sample(self, turn: SampledTurn) -> None:
         """Adds the sampled ids of a turn, with its reward on the last."""
+        self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
         self.log_probs += turn.log_probs

@@ -24,6 +24,9 @@ class RecordedCompletion:
       finished: whether the completion ended with EOS or a stop.
       rewards: named rewards, including "reward"; None means that the task scores the completion.
       example: the prompt with its answer and all fields of the row.
+      sampled: for each completion id whether it was sampled, and is no observation; None: all were.
+      episode: the row in its group of the episode that it forked from, -1 if it has none; None: it is one itself.
+      group_size: rows of the group that `episode` counts in.
     """
 
     group: Any
@@ -34,6 +37,9 @@ class RecordedCompletion:
     finished: bool
     rewards: dict[str, float] | None
     example: Example
+    sampled: list[bool] | None = None
+    episode: int | None = None
+    group_size: int | None = None
 
 
 def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedCompletion:
@@ -60,6 +66,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         raise ValueError("prompt_ids: got an empty list, expected at least one id")
     completion_ids, finished = _completion(record, prompt_ids, context)
     text = record.get("completion")
+    episode, group_size = _episode(record)
     return RecordedCompletion(
         group=record.get("group", record.get("prompt_ids", record.get("prompt"))),
         prompt_ids=prompt_ids,
@@ -69,7 +76,36 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         finished=finished,
         rewards=_rewards(record),
         example=example,
+        sampled=_sampled(record, completion_ids),
+        episode=episode,
+        group_size=group_size,
     )
+
+
+def _sampled(record: Mapping[str, Any], completion_ids: list[int]) -> list[bool] | None:
+    """Returns which completion ids were sampled."""
+    mask = record.get("completion_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, list) or not all(isinstance(value, bool) for value in mask):
+        raise ValueError(f"completion_mask: got {shorten(mask)}, expected a list of true and false")
+    if len(mask) != len(completion_ids) or "completion_ids" not in record:
+        raise ValueError(f"completion_mask: got {len(mask)} values, expected one for each of completion_ids")
+    return mask
+
+
+def _episode(record: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Returns the row of the episode of a row, and the rows of its group."""
+    episode = record.get("episode")
+    if episode is None:
+        return None, None
+    row = episode.get("row", "") if isinstance(episode, dict) else ""
+    size = episode.get("of") if isinstance(episode, dict) else None
+    if type(size) is not int or not (row is None or (type(row) is int and 0 <= row < size)):
+        raise ValueError(
+            f"episode: got {shorten(episode)}, expected {{'row': a row of the group or null, 'of': its rows}}"
+        )
+    return -1 if row is None else row, size
 
 
 def _completion(record: Mapping[str, Any], prompt_ids: list[int], context: RunContext) -> tuple[list[int], bool]:

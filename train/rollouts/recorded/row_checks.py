@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kljax.checkpoint import text_hash
-from train.rollouts.recording_format import FORMAT, FORMAT_FIELD, check_format
+from train.rollouts.recording_format import FORMAT, FORMAT_FIELD, check_format, format_of
 
 FIELD = "kljax_check"
 
@@ -13,7 +13,7 @@ FIELD = "kljax_check"
 def with_checks(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, each with its format and its check."""
     for number, row in enumerate(rows, start=1):
-        written = {**row, FORMAT_FIELD: FORMAT}
+        written = {**row, FORMAT_FIELD: format_of(row)}
         yield {**written, FIELD: f"{number}/{len(rows)} {_digest(written)}"}
 
 

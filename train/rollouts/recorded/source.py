@@ -12,7 +12,8 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.rollout import FileSourceSection
+from train.config.plan import Layout
+from train.config.rollout import FileSourceSection, RolloutSection
 from train.config.types import RECORDING
 from train.context import RunContext
 from train.data.tasks.rewards import check_names, warn_of_unweighted
@@ -42,6 +43,7 @@ class _Scan:
       rewards: the names of the rewards in the rows.
       rows: the number of all rows.
       padded: the number of rows with the token of `trained_pad`.
+      episodes: whether a row is no episode of its own.
     """
 
     groups: list[Group] = dataclasses.field(default_factory=list)
@@ -51,11 +53,16 @@ class _Scan:
     rewards: frozenset[str] | None = None
     rows: int = 0
     padded: int = 0
+    episodes: bool = False
 
 
 def _group_key(pair: tuple[RowPosition, RecordedCompletion]) -> tuple[Any, list[int]]:
     """Returns the group and the prompt ids of a row, since only one prompt per group goes through the model."""
     return pair[1].group, pair[1].prompt_ids
+
+
+def _group_of(pair: tuple[RowPosition, RecordedCompletion]) -> Any:
+    return pair[1].group
 
 
 def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -72,6 +79,16 @@ def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str,
             raise ValueError(f"{name}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
         sizes[name] = tuple(map(max, size, sizes[name]))
     return sizes
+
+
+def _check_episode(row: RecordedCompletion, section: RolloutSection) -> None:
+    """Raises ValueError if the config has no place for a row that is no episode of its own."""
+    if row.group_size not in (None, section.samples_per_prompt):
+        raise ValueError(
+            f"episode: got a group of {row.group_size}, but rollout.samples_per_prompt is {section.samples_per_prompt}"
+        )
+    if row.episode is not None and row.episode >= 0 and section.fork_rows == 0:
+        raise ValueError("episode: got a fork of another row; set rollout.fork_rows as in the run that recorded it")
 
 
 class FileSource(InTurn):
@@ -99,6 +116,7 @@ class FileSource(InTurn):
         self._check(scan)
         self.groups = scan.groups
         self.too_long = scan.too_long
+        self._has_episodes = scan.episodes
         self._sizes = dict(scan.sizes or {})
         if section.shuffle:
             # They count the steps of the run that recorded them, which the order of the file alone repeats.
@@ -116,9 +134,27 @@ class FileSource(InTurn):
         count = request.rows.count // request.samples
         numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
         positions = [position for number in numbers for position in self.groups[number]]
-        completions = self._completions([self._read(positions[row]) for row in request.rows.held], request.rows)
+        rows = [self._read(positions[row]) for row in request.rows.held]
+        completions = self._completions(rows, request.rows)
         recorded = np.array(numbers)[:, None] * request.samples + np.arange(request.samples)
-        return dataclasses.replace(completions, recorded_rows=recorded.reshape(-1))
+        return dataclasses.replace(
+            completions,
+            recorded_rows=recorded.reshape(-1),
+            episode_rows=self._episode_rows(rows, request) if self._has_episodes else None,
+        )
+
+    def _episode_rows(self, rows: list[RecordedCompletion], request: Request) -> np.ndarray:
+        """Returns the row of the episode of each row that this process holds."""
+        numbers = request.rows.held
+        own = [
+            number
+            if row.episode is None
+            else -1
+            if row.episode < 0
+            else number - number % request.samples + row.episode
+            for number, row in zip(numbers.tolist(), rows, strict=True)
+        ]
+        return np.array(own, np.int32)
 
     def close(self) -> None:
         """No-op."""
@@ -127,17 +163,25 @@ class FileSource(InTurn):
         """Pads the rows that this process holds."""
         data = self._context.config.data
         judged = [rows[index] for index in split.select_own(np.arange(len(rows)))]
+        padded = pad_rows(
+            [row.prompt_ids for row in rows],
+            [row.completion_ids for row in rows],
+            {name: [row.fields[name] for row in rows] for name in self._sizes},
+            lengths=(data.max_prompt_length, data.max_completion_length),
+            pad_id=self._context.tokenizer.pad_id,
+            sizes=self._sizes,
+        )
+        for number, row in enumerate(rows):
+            if row.sampled is not None:
+                columns = slice(data.max_prompt_length, data.max_prompt_length + len(row.sampled))
+                padded["completion_mask"][number, columns] = row.sampled
+                for name, values in padded["fields"].items():
+                    if not TOKEN_FIELDS[name].prompts:
+                        values[number, columns][~np.array(row.sampled, bool)] = TOKEN_FIELDS[name].fill
         rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
             examples=[row.example for row in judged],
-            **pad_rows(
-                [row.prompt_ids for row in rows],
-                [row.completion_ids for row in rows],
-                {name: [row.fields[name] for row in rows] for name in self._sizes},
-                lengths=(data.max_prompt_length, data.max_completion_length),
-                pad_id=self._context.tokenizer.pad_id,
-                sizes=self._sizes,
-            ),
+            **padded,
             finished=np.array([row.finished for row in judged], bool),
             texts=[row.text for row in judged],
             rewards={name: np.array([row_rewards[name] for row_rewards in rewards], np.float32) for name in rewards[0]}
@@ -158,8 +202,11 @@ class FileSource(InTurn):
         scan = _Scan()
         samples = self._context.config.rollout.samples_per_prompt
         data = self._context.config.data
+        # Sequences of an episode may begin with other prompts, where each row has its own.
+        shared = Layout.of(self._context.config).group > 1
+        key = _group_key if shared else _group_of
         for index, file in enumerate(self._files):
-            for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=_group_key):
+            for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=key):
                 pairs = list(group)
                 if len(pairs) % samples:
                     last = pairs[-1][0].line
@@ -186,6 +233,7 @@ class FileSource(InTurn):
                 row = parse_row(record, self._context)
                 names = frozenset(row.rewards or ())
                 scan.sizes = _merge_sizes(scan.sizes, row.fields)
+                _check_episode(row, self._context.config.rollout)
                 if scan.rewards not in (None, names):
                     raise ValueError(
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
@@ -195,6 +243,7 @@ class FileSource(InTurn):
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             scan.rewards = names
             scan.rows += 1
+            scan.episodes |= row.episode is not None
             scan.padded += pad in row.prompt_ids or pad in row.completion_ids
             lengths = len(row.prompt_ids), len(row.completion_ids)
             scan.longest = max(scan.longest[0], lengths[0]), max(scan.longest[1], lengths[1])

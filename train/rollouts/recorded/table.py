@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.rollouts.recording_format import FORMAT, METADATA
+from train.rollouts.recording_format import METADATA, format_of
 from train.sequences.token_fields import TOKEN_FIELDS
 from train.storage.uploads import whole_file
 
@@ -67,7 +67,7 @@ def write_table(path: Path, rows: TokenRows, texts: TokenTexts, metadata: Mappin
     from pyarrow import parquet
 
     table = make_table(rows, texts)
-    table = table.replace_schema_metadata({METADATA: json.dumps({"format": FORMAT, **metadata})})
+    table = table.replace_schema_metadata({METADATA: json.dumps({"format": format_of(table.column_names), **metadata})})
     floats = [f"{name}.list.element" for name, column in _values_of(rows.arrays).items() if column.dtype.kind == "f"]
     names = [f"{field.name}.list.element" for field in table.schema]
     with whole_file(path) as partial:

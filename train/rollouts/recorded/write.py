@@ -40,40 +40,62 @@ def open_recording(path: str, *, continued: bool) -> Path:
 
 
 def record_rows(
-    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int
+    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int, prompt_length: int
 ) -> list[dict[str, Any]]:
     """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies.
 
+    A row with observations says in `completion_mask` which of its `completion_ids` were sampled. One that forked from
+    an episode, or has none, says in `episode` which row of its group it belongs to.
+
+    Args:
+      completions: of the batch.
+      scores: named rewards, each [B].
+      split: the own rows.
+      samples: rows of a group.
+      prompt_length: P.
+
     Raises:
-      SourceError: a row has tokens between its completions, which would be read back as part of the prompt.
+      SourceError: a row has observations, and kept tokens, which they lack.
     """
     masks = completions.token_mask, completions.completion_mask
     tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
     holes = has_holes(token_mask, completion_mask)
-    if holes.any():
+    if holes.any() and "kept_ids" in completions.fields:
         row = int(split.own[np.argmax(holes)])
         raise SourceError(
-            f"rollout.record: row {row} has tokens between its completions, as the observations of an episode, and a "
-            "recording has one prompt and one completion; set rollout.record=null"
+            f"rollout.record: row {row} has tokens between its completions, as the observations of an episode, which "
+            "have no kept_ids; set rollout.record=null"
         )
     recorded = [name for name, field in TOKEN_FIELDS.items() if field.recorded and name in completions.fields]
     fields = {name: split.select_own(completions.fields[name]) for name in recorded}
+    after_prompt = np.arange(tokens.shape[1]) >= prompt_length
+    episodes = split.own if completions.episode_rows is None else split.select_own(completions.episode_rows)
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
-        is_completion = completion_mask[row]
+        is_completion = token_mask[row] & after_prompt
+        is_sampled = completion_mask[row][is_completion]
+        number = int(split.own[row])
         record: dict[str, Any] = {
-            "group": int(split.own[row]) // samples,
+            "group": number // samples,
             "prompt": example.prompt,
-            "prompt_ids": tokens[row][token_mask[row] & ~is_completion].tolist(),
+            "prompt_ids": tokens[row][token_mask[row] & ~after_prompt].tolist(),
             "completion": text,
             "completion_ids": tokens[row][is_completion].tolist(),
             "finished": bool(completions.finished[row]),
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
+        if not is_sampled.all():
+            record["completion_mask"] = is_sampled.tolist()
+        if episodes[row] != number:
+            place = int(episodes[row]) - number // samples * samples
+            record["episode"] = {"row": place if episodes[row] >= 0 else None, "of": samples}
         for name, values in fields.items():
             field = TOKEN_FIELDS[name]
-            record[name] = field.lists(values[row][token_mask[row] if field.prompts else is_completion])
+            of_row = values[row][token_mask[row] if field.prompts else is_completion]
+            if field.null is not None and not field.prompts:
+                of_row = np.where(is_sampled, of_row, field.null)
+            record[name] = field.lists(of_row)
         rows.append(record)
     return rows
 

@@ -139,7 +139,7 @@ class ServerSource:
             timeout=section.timeout,
             retries=section.retries,
             connections=section.concurrency,
-            key=read_key(section),
+            key=read_key("rollout.source.api_key_", env=section.api_key_env, file=section.api_key_file),
             field="rollout.source.urls" if section.urls else "rollout.source.url",
         )
         self._engines = Engines(self._client, section)

@@ -81,7 +81,7 @@ def rollout(source_file, monkeypatch):
     """Collects the batch of two prompts with two episodes each, whose turns follow a script."""
     sources = []
 
-    def collected(name, script, *options):
+    def collected(name, script, *options, **changes):
         config = tiny.config_of(
             f"environment={{name: '{source_file}:{name}', max_turns: 3, max_failures: 0.5}}",
             "rollout={prompts_per_step: 2, samples_per_prompt: 2}",
@@ -89,7 +89,7 @@ def rollout(source_file, monkeypatch):
             *options,
         )
         task = Task("sums", EXAMPLES, [], lambda example, text, _: {"reward": float(text == example.answer)})
-        context = tiny.context_of(config, task=task)
+        context = tiny.context_of(config, task=task, **changes)
         monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: Scripted(script))
         source = EpisodeSource(context)
         sources.append(source)
@@ -183,6 +183,37 @@ def test_too_many_failures_end_the_run(rollout):
         SourceError, match=r"^environment.max_failures: got 0.5, but 3 of 4 episodes failed \(3 exc.*no answer"
     ):
         rollout("Tools", [["add outage"], ["add outage"], ["add outage"], ["3"]])
+
+
+class Forgetful(tiny.ByteTokenizer):
+    """Has a template that drops what earlier replies say before `~`, as thinking."""
+
+    has_template = True
+
+    def conversation_ids(self, messages, tools=None):
+        kept = [m | {"content": m["content"].rpartition("~")[2]} if m["role"] == "assistant" else m for m in messages]
+        return super().conversation_ids(kept)
+
+
+def test_template_that_rewrites_history_forks(rollout):
+    options = ("rollout.fork_rows=1", "environment.history=template")
+    drawn = rollout("Steps", [["why~go", "stop"], ["go", "stop"]], *options, tokenizer=Forgetful())
+    batch = drawn.batch
+    texts = [
+        tiny.ByteTokenizer().decode_all(np.asarray(ids)[np.asarray(mask)].tolist())
+        for ids, mask in zip(batch.tokens, batch.token_mask, strict=True)
+    ]
+    prompt = f"<bos>{drawn.completions.examples[0].prompt}x"
+    assert texts[:2] == [f"{prompt}why~go<eos>", f"{prompt}go<eos>again\nstop<eos>"]
+    assert texts[2].endswith("xgo<eos>again\nstop<eos>")
+    assert np.asarray(batch.completion_mask).sum(1).tolist() == [7, 5, 8, 0]
+    assert np.asarray(batch.group_ids).tolist() == [0, -1, 1, -1]
+    assert np.asarray(batch.episode_rows).tolist() == [0, 0, 2, -1]
+    assert drawn.metrics["episode_forks"] == 0.5
+    # Each token is drawn with a number of its own, also after the fork.
+    np.testing.assert_allclose(np.asarray(batch.rollout_log_probs)[1].min(), -0.25 * (9 + 5))
+    kept = rollout("Steps", [["why~go", "stop"], ["why~on", "stop"]] * 2, tokenizer=Forgetful())
+    assert kept.metrics["episode_forks"] == 0
 
 
 @pytest.mark.parametrize(

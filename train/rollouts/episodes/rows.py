@@ -1,0 +1,237 @@
+"""Episodes as the rows of a batch: a row for each sequence of turns, rewards, failures and metrics."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from train.data.tasks import Example
+from train.rollouts.episodes.turns import Episode, make_sequences
+from train.rollouts.episodes.turns import Sequence as TurnSequence
+from train.rollouts.source import Completions, SourceError
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, UNKNOWN, VERSIONS
+
+FAILURES = {
+    "exception": "episodes_failed_exception",
+    "timeout": "episodes_failed_timeout",
+    "ended": "episodes_failed_ended",
+    "lost": "episodes_failed_lost",
+    "forks": "episodes_failed_forks",
+}
+"""The metrics that count episodes that are left out, by the name of the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """The form of the rows of a batch.
+
+    Attributes:
+      prompt_length: P.
+      completion_length: C.
+      pad_id: of the tokenizer.
+      samples: rows of a group.
+      fork_rows: how many of them are left for the sequences of episodes that forked.
+      shared: whether the rows of a group share their prompt, which goes through the model once.
+      last_only: whether an episode has the row of its last sequence alone, as held-out ones, which are not trained.
+    """
+
+    prompt_length: int
+    completion_length: int
+    pad_id: int
+    samples: int
+    fork_rows: int = 0
+    shared: bool = False
+    last_only: bool = False
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of a group."""
+        return self.samples - self.fork_rows
+
+    def episode_of(self, row: int) -> int:
+        """Returns the number of the episode of a row; of a row for forks any one of its group."""
+        group, place = divmod(row, self.samples)
+        return group * self.episodes + min(place, self.episodes - 1)
+
+    def row_of(self, episode: int) -> int:
+        """Returns the row of the first sequence of an episode."""
+        group, place = divmod(episode, self.episodes)
+        return group * self.samples + place
+
+
+def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[int, TurnSequence] | None]:
+    """Gives each sequence a row: the first of an episode that of its number, others those that are left in its group.
+
+    An episode with more sequences than rows are left fails.
+
+    Args:
+      episodes: of whole groups, in their order.
+      shape: of the rows.
+
+    Returns:
+      For each row the number of its episode and the sequence; None for one that is empty.
+    """
+    rows: list[tuple[int, TurnSequence] | None] = []
+    for start in range(0, len(episodes), shape.episodes):
+        first: list[tuple[int, TurnSequence] | None] = [None] * shape.episodes
+        forks: list[tuple[int, TurnSequence] | None] = []
+        for place in range(shape.episodes):
+            number = start + place
+            episode = episodes[number]
+            sequences = make_sequences(episode.turns) if episode.failure is None else []
+            if shape.last_only:
+                sequences = sequences[-1:]
+            more = sequences[1:]
+            if len(more) > shape.fork_rows - len(forks):
+                text = (
+                    f"its history was rewritten, and it became {len(sequences)} sequences, for which rows are missing; "
+                    "set rollout.fork_rows"
+                )
+                episode.failure = "forks", text
+                continue
+            if sequences:
+                first[place] = number, sequences[0]
+            forks += [(number, sequence) for sequence in more]
+        rows += [*first, *forks, *[None] * (shape.fork_rows - len(forks))]
+    return rows
+
+
+def check_failures(episodes: Sequence[Episode], most: float, field: str) -> None:
+    """Checks that no more than a share of the episodes of a step failed.
+
+    Raises:
+      SourceError: more did; names the field with the share.
+    """
+    failures = [episode.failure for episode in episodes if episode.failure is not None]
+    if len(failures) > most * len(episodes):
+        counts = collections.Counter(name for name, _ in failures)
+        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        raise SourceError(
+            f"{field}: got {most:g}, but {len(failures)} of {len(episodes)} episodes failed ({listed}); the first: "
+            f"{failures[0][1]}"
+        )
+
+
+def make_rows(
+    examples: Sequence[Example],
+    prompts: Sequence[Sequence[int]],
+    episodes: Sequence[Episode],
+    rows: Sequence[tuple[int, TurnSequence] | None],
+    shape: RowShape,
+    *,
+    turn_rewards: bool = False,
+) -> Completions:
+    """Makes the rows of a batch; one without a sequence has a prompt alone.
+
+    Args:
+      examples: of the episodes.
+      prompts: of the episodes; with shared prompts those of a group are equal, but for episodes that failed.
+      episodes: of whole groups.
+      rows: of `place_sequences`.
+      shape: of the rows.
+      turn_rewards: whether turns have rewards of their own, which the tokens get.
+
+    Raises:
+      SourceError: prompts are shared, and sequences of a group begin with other ones; or rewards have other names.
+    """
+    size = len(rows), shape.prompt_length + shape.completion_length
+    tokens = np.full(size, shape.pad_id, np.int32)
+    token_mask, completion_mask = np.zeros((2, *size), bool)
+    log_probs = np.zeros(size, TOKEN_FIELDS["log_probs"].dtype)
+    versions = np.full(size, UNKNOWN, np.int32)
+    token_rewards = np.zeros(size, np.float32)
+    numbers = [shape.episode_of(row) if placed is None else placed[0] for row, placed in enumerate(rows)]
+    for row, placed in enumerate(rows):
+        prompt = list(prompts[numbers[row]])
+        if shape.shared:
+            prompt = list(prompts[_first_placed(rows, row, shape)])
+        if placed is None:
+            prompt = prompt[: shape.prompt_length]
+            columns = slice(shape.prompt_length - len(prompt), shape.prompt_length)
+            tokens[row, columns] = prompt
+            token_mask[row, columns] = True
+            continue
+        sequence = placed[1]
+        if shape.shared and sequence.ids[: len(prompt)] != prompt:
+            raise SourceError(
+                f"rollout: the episodes of the prompt {examples[numbers[row]].prompt[:80]!r} begin with other tokens; "
+                "set optim.share_prompts=false"
+            )
+        # Ids before the first sampled one that do not fit before the completion are observations in it.
+        before = min(len(prompt) if shape.shared else sequence.sampled.index(True), shape.prompt_length)
+        columns = slice(shape.prompt_length - before, shape.prompt_length - before + len(sequence.ids))
+        tokens[row, columns] = sequence.ids
+        token_mask[row, columns] = True
+        completion_mask[row, columns] = sequence.sampled
+        log_probs[row, columns] = sequence.log_probs
+        versions[row, columns] = sequence.versions
+        token_rewards[row, columns] = sequence.rewards
+    of_rows = [episodes[number] for number in numbers]
+    is_empty = np.array([placed is None for placed in rows])
+    rewards = _rewards(episodes)
+    if rewards is not None:
+        rewards = {name: np.where(is_empty, np.float32(0), values[numbers]) for name, values in rewards.items()}
+    return Completions(
+        examples=[examples[number] for number in numbers],
+        tokens=tokens,
+        token_mask=token_mask,
+        completion_mask=completion_mask,
+        finished=np.array([episode.finished for episode in of_rows]) & ~is_empty,
+        texts=[episode.texts[-1] if episode.texts else "" for episode in of_rows],
+        fields={
+            "log_probs": log_probs,
+            VERSIONS: versions,
+            **({TOKEN_REWARDS: token_rewards} if turn_rewards else {}),
+        },
+        rewards=rewards,
+        episode_rows=np.array([-1 if placed is None else shape.row_of(placed[0]) for placed in rows], np.int32),
+        sampled=[[] if placed is None else list(placed[1].turns) for placed in rows],
+    )
+
+
+def _first_placed(rows: Sequence[tuple[int, TurnSequence] | None], row: int, shape: RowShape) -> int:
+    """Returns the first episode of the group of a row that has a sequence, or else the episode of the row."""
+    start = row - row % shape.samples
+    placed = (placed[0] for placed in rows[start : start + shape.samples] if placed is not None)
+    return next(placed, shape.episode_of(row))
+
+
+def episode_metrics(episodes: Sequence[Episode], *, tools: bool) -> dict[str, float]:
+    """Returns means over the episodes that did not fail, and counts of those that did.
+
+    Args:
+      episodes: of a batch.
+      tools: whether they count their calls.
+    """
+    trained = [episode for episode in episodes if episode.failure is None]
+    count = max(len(trained), 1)
+    metrics = {
+        "episode_turns": sum(len(episode.turns) for episode in trained) / count,
+        "episode_truncated": sum(not episode.finished for episode in trained) / count,
+        "episode_forks": sum(len(make_sequences(episode.turns)) - 1 for episode in trained if episode.turns) / count,
+        **dict.fromkeys(FAILURES.values(), 0.0),
+    }
+    if tools:
+        metrics["episode_tool_calls"] = sum(episode.calls for episode in trained) / count
+        metrics["episode_refused_calls"] = sum(episode.refused for episode in trained) / count
+    for episode in episodes:
+        if episode.failure is not None:
+            metrics[FAILURES[episode.failure[0]]] += 1.0
+    return metrics
+
+
+def _rewards(episodes: Sequence[Episode]) -> dict[str, np.ndarray] | None:
+    """Returns the rewards by name, 0 for an episode that failed; None if the task scores the last turns."""
+    if all(episode.rewards is None for episode in episodes):
+        return None
+    names = next((list(episode.rewards) for episode in episodes if episode.rewards), ["reward"])
+    wrong = next((e.rewards for e in episodes if e.rewards and {*e.rewards} != {*names}), None)
+    if wrong is not None:
+        raise SourceError(
+            f"environment: got the rewards {', '.join(wrong)} of an episode, {', '.join(names)} of another"
+        )
+    rewards = {name: np.array([(e.rewards or {}).get(name, 0.0) for e in episodes], np.float32) for name in names}
+    if "correct" not in rewards and "reward" in rewards:
+        rewards["correct"] = (rewards["reward"] >= 1).astype(np.float32)
+    return rewards

@@ -1,0 +1,168 @@
+"""`python -m train.serve RUN_OR_CONFIG`: the policy of a run behind an endpoint that speaks as OpenAI's does."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from contextlib import closing
+
+from train.config.address import is_loopback
+from train.config.errors import UserError
+from train.config.load import LoadedConfig, load
+from train.eval import no_such_run, run_or_config
+from train.process.console import make_parser, run_command, show_warnings
+from train.process.interrupt import exit_with
+
+EXAMPLES = """\
+examples:
+  python -m train.serve runs/lora                                # the last step saved, on http://127.0.0.1:8000
+  python -m train.serve runs/lora --step 0 --port 8001
+  python -m train.serve configs/gsm8k.yaml model.path=exports/merged rollout.top_p=0.95
+  curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "1+2="}'
+"""
+POLL_SECONDS = 0.5
+ROWS = 16
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command line."""
+    command = make_parser(
+        "train.serve",
+        "Serve a step of a run, or the model that a config starts from: chat completions, completions and token ids.",
+        EXAMPLES,
+    )
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=run_or_config, help="directory of a run, or a config")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on; one of other machines needs a key")
+    command.add_argument("--port", type=_port, default=8000, help="port to listen on (default 8000); 0: a free one")
+    command.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of completions")
+    command.add_argument("--api-key-file", metavar="FILE", help="file with this key")
+    command.add_argument(
+        "--rows", metavar="N", type=_count, default=ROWS, help=f"sessions whose KV cache stays (default {ROWS})"
+    )
+    command.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=_count,
+        help="most tokens of a conversation; data.max_prompt_length and max_completion_length if left out",
+    )
+    command.add_argument(
+        "--max-requests", metavar="N", type=_count, default=256, help="requests at one time, then 429 (default 256)"
+    )
+    return command
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise ValueError(text)
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command until a signal; the exit code is 130 then, 2 for an error that the user can fix."""
+    options = parser().parse_intermixed_args(arguments)
+
+    def command() -> None:
+        # A config is loaded before, so that an error in it shows before JAX starts.
+        if not options.what.exists():
+            raise UserError(no_such_run(options.what))
+        loaded = None if options.what.is_dir() else load(options.what, options.overrides)
+        if loaded is not None:
+            show_warnings(loaded)
+        serve(options, loaded)
+
+    return run_command(command)
+
+
+def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
+    """Serves the run or config of a command line until a signal.
+
+    Raises:
+      UserError: something cannot be read or does not fit, or nobody may listen there.
+    """
+    # Imported late, so that an error on the command line shows before JAX starts.
+    import jax
+
+    from train.config.load import fill_mesh, with_absolute_paths
+    from train.context import make_bare_context
+    from train.data.tokenizers import load_tokenizer
+    from train.distributed.compile_cache import start_compile_cache
+    from train.distributed.global_arrays import device_count
+    from train.eval import initial_policy
+    from train.rollouts.endpoint.generator import Generator
+    from train.rollouts.endpoint.listen import Listener
+    from train.rollouts.endpoint.sessions import SequenceLengths, Sessions
+    from train.rollouts.engine.of_run import make_engine
+    from train.rollouts.jax_source import rollout_sampling
+    from train.rollouts.server.key import read_key
+    from train.run.saved_run import SavedRun, fitting
+    from train.run.setup import config_mesh, with_local_model
+    from train.storage.copies import with_local_copies
+    from train.weights.model import make_policy_model
+
+    if options.api_key_env is not None and options.api_key_file is not None:
+        raise UserError("--api-key-file: --api-key-env is set too; set only one of them")
+    key = read_key("--api-key-", env=options.api_key_env, file=options.api_key_file)
+    if key is None and not is_loopback(options.host):
+        raise UserError(
+            f"--host: got {options.host}, which other machines reach; set --api-key-env or --api-key-file as well"
+        )
+    try:
+        from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
+    except ImportError:
+        raise UserError("train.serve needs uvicorn and starlette; pip install 'kljax[serve]'") from None
+    saved = None if loaded is not None else SavedRun.at(options.what, options.overrides)
+    start = saved or loaded
+    assert start is not None
+    if loaded is not None and options.step is not None:
+        raise UserError(f"--step: got {options.step}, but {options.what} is no directory of a run")
+    config = with_absolute_paths(with_local_copies(with_local_model(fitting(start.config))))
+    config = fill_mesh(config, device_count())
+    start_compile_cache(config.compile_cache)
+    tokenizer = load_tokenizer(config)
+    context = make_bare_context(config, make_policy_model(config, tokenizer), config_mesh(config), tokenizer)
+    total = options.max_model_len or config.data.max_prompt_length + config.data.max_completion_length
+    with jax.set_mesh(context.mesh):
+        if saved is None:
+            step = 0
+            policy = initial_policy(context)
+        else:
+            step = saved.step(options.step)
+            policy = saved.policy(context.model, context.mesh, step)
+    served = Served(
+        model=start.config.name,
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        sampling=dataclasses.replace(rollout_sampling(config), record_kept_tokens=False),
+        lengths=SequenceLengths(total, total),
+        vocab_size=tokenizer.vocab_size,
+        sessions=Sessions(SequenceLengths(total, total)),
+        keys=EndpointKeys(key),
+        max_requests=options.max_requests,
+    )
+    generator = Generator()
+    endpoint = Endpoint(served, generator)
+    with context.layout.active():
+        engine = make_engine(context, options.rows, total)
+        engine.update(context.layout.weights(policy), step)
+        listener = Listener(
+            endpoint.app, options.host, options.port, field="--port", most=4 * options.max_requests + 64
+        )
+        with closing(listener):
+            print(f"serving {served.model} after step {step} on {listener.url}/v1, {total} tokens", flush=True)
+            try:
+                while True:
+                    generator.advance(engine, seconds=POLL_SECONDS)
+            finally:
+                generator.end_all(engine, "the server ends")
+
+
+if __name__ == "__main__":
+    exit_with(main())
