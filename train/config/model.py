@@ -60,7 +60,7 @@ class Model(Section):
     quantization: Quantization = None
     """Store the layers' kernels in int8 with a scale per output channel, only with lora; null: in param_dtype."""
     attention: Literal["auto", "xla"] = "auto"
-    """Attention: auto: a kernel on TPUs, and on NVIDIA GPUs in bfloat16, else XLA; xla: always XLA."""
+    """auto: kernels for attention on TPUs, and on NVIDIA GPUs in bfloat16 for norms and MLPs too; xla: always XLA."""
     remat: Literal["full", "dots"] = "full"
     """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
     allow_nonfinite: bool = False

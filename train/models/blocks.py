@@ -90,7 +90,7 @@ class DecoderLayer(nnx.Module):
         """Returns the output [B, T, D], the layer's state and what its router did; see `Mixer` and `Mlp`."""
 
         def fork_before(block: Mixer | Mlp, norm: RMSNorm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            if state is not None:
+            if state is not None or self.config.attention == "xla":
                 return norm(x), x
             groups: tuple[tuple[Linear, ...], ...] = getattr(block, "projection_groups", tuple)()
             return fork(norm, x, room=room(x, groups[0]) if groups else 0)

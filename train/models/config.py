@@ -238,7 +238,7 @@ class DecoderConfig:
       final_softcap: the same of logits.
       dtype: compute type; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
       param_dtype: type of the parameters.
-      attention: "auto" takes the devices' kernel for whole sequences, "xla" takes none.
+      attention: "auto" takes the devices' kernels for whole sequences, and those of `fused`; "xla" takes none.
       remat: recomputed in the backward pass: "full": all of a layer; "dots": all but the outputs of projections.
       quantization: type of the kernels of the layers instead, for a base that is not trained.
     """

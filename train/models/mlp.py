@@ -33,7 +33,7 @@ class DenseMlp(nnx.Module):
 
     def run(self, x: jax.Array) -> jax.Array:
         """Computes [B, T, D] of [B, T, D]."""
-        if gated.can_fuse(self.down_proj, x.dtype):
+        if self.config.attention != "xla" and gated.can_fuse(self.down_proj, x.dtype):
             hidden = project_together(x, self.gate_proj, self.up_proj)
             return gated.project_gated(self.config.activation, hidden, self.down_proj)
         gate, up = project(x, self.gate_proj, self.up_proj)

@@ -259,3 +259,23 @@ def test_gpus_fuse_in_bfloat16_and_cpus_never(monkeypatch):
     assert not heads.can_fuse(128, jnp.float32)
     assert norms.can_fuse(jnp.bfloat16)
     assert not norms.can_fuse(jnp.float32)
+
+
+def test_xla_attention_leaves_all_kernels_out(fused):
+    tokens = jnp.zeros((2, PROMPT + LENGTH), jnp.int32)
+    mask = jnp.ones(tokens.shape, bool)
+    forest = row_forest(mask, PROMPT)
+    mesh = make_mesh()
+
+    def program(attention):
+        model = Decoder(dataclasses.replace(CONFIGS["adapter"], attention=attention))
+
+        def run(policy):
+            spans = forest.spans(CONFIGS["adapter"].sliding_window)
+            return bind(model, policy).run(forest.take(tokens), forest.take(mask), forest.depth, spans)[0].sum()
+
+        with jax.set_mesh(mesh):
+            return str(jax.make_jaxpr(jax.grad(run, allow_int=True))(policy_of("adapter", mesh)))
+
+    assert "pallas_call" in program("auto")
+    assert "pallas_call" not in program("xla")
