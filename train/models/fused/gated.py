@@ -21,8 +21,10 @@ from train.models.projections import AdaptedKernel, Joining, input_gradient, ker
 from train.models.sharding import device_kind, split_by_hand
 
 Array = jax.Array
-TOKENS, COLUMNS = 16, 256
-"""The block of a program: eleven numbers for each of its elements fit the registers of four warps."""
+TOKENS = 16
+"""Tokens of the block of a program."""
+COLUMNS = 256
+"""Columns of this block: eleven numbers for each of its elements fit the registers of four warps."""
 _HIDDEN = ("rows", "tokens", "mlp")
 
 

@@ -450,7 +450,8 @@ def _backward_kernel(
                 first *= factors[0]
                 second *= factors[1]
                 mean = ((jnp.sum(first * x, -1) + jnp.sum(second * y, -1)) / statics.width)[:, None]
-                first, second = inverse * (first - x * mean), inverse * (second - y * mean)
+                first = inverse * (first - x * mean)
+                second = inverse * (second - y * mean)
         for part, values in zip(halves, (first, second), strict=True):
             _write(output, place.row, place.first, place.real, part, values=values)
 
