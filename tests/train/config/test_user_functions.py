@@ -120,8 +120,8 @@ def test_user_task_has_the_default_lengths_of_records(user):
     [
         (
             ("task=aritmetic",),
-            "task: got 'aritmetic', expected one of arithmetic, gsm8k, math, countdown, word_problems, jsonl, "
-            "recording, or module:function; did",
+            "task: got 'aritmetic', expected one of arithmetic, gsm8k, math, countdown, word_problems, reasoning_gym, "
+            "jsonl, recording, or module:function; did",
         ),
         (("task={user}:none",), "task: got '{user}:none', but {user} has no function 'none'"),
         (("task=no_module:load",), "task: got 'no_module:load', but "),
