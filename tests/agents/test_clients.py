@@ -14,7 +14,7 @@ from tests.train.rollouts.endpoint.fakes import LENGTHS, running
 from train.rollouts.endpoint.app import EndpointKeys
 from train.rollouts.endpoint.listen import Listener
 
-openai = pytest.importorskip("openai")
+openai = pytest.importorskip("openai", reason="make test-agents has the package")
 
 TOOL = {
     "type": "function",
