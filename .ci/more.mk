@@ -213,7 +213,7 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen
 	$(MAKE) test-newest $(LONG)
-	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-launch test-storage test-vllm
+	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-launch test-storage test-agents test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(GYM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
