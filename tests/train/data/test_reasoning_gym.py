@@ -8,6 +8,7 @@ from train.config.errors import UserError
 from train.config.load import parse
 from train.data.tasks import load_task, reasoning_gym
 from train.data.workers.process import WorkerPool
+from train.data.workers.reasoning_gym import is_harmless
 
 PACKAGE = {
     "__init__.py": """
@@ -115,6 +116,7 @@ CODE = (
     "[x for x in (1,)]",
     "(lambda: 1)()",
     "breakpoint()",
+    "\uff45xec(1)",
 )
 
 
@@ -122,6 +124,24 @@ def test_verifiers_that_evaluate_get_mathematics_alone(package):
     pool = WorkerPool("reasoning_gym", "countdown", '{"seed": 0, "size": 9}')
     scores = {answer: pool.ask({"index": 0, "answer": answer}) for answer in HARMLESS + CODE}
     assert [answer for answer in scores if scores[answer]] == list(HARMLESS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "harmless"),
+    [
+        ("[['A', 'B'], ['C', 'D']]", True),
+        ("A B C D", True),
+        ("0 1\n1 0", True),
+        ("[\uff45xec('1')]", False),
+        ("[f'{1}']", False),
+        ("[f\"{exec('1')}\"]", False),
+        ("[exec]", True),
+        ("open('x')", False),
+        ("(lambda: 1)()", False),
+    ],
+)
+def test_verifiers_that_expect_a_list_get_no_code(answer, harmless):
+    assert is_harmless("spiral_matrix", answer) == harmless
 
 
 @pytest.mark.parametrize(

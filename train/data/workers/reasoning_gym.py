@@ -5,11 +5,13 @@ Its arguments are the name of the data set and its settings as JSON. Verifiers o
 gets 0 from them.
 """
 
+import ast
 import builtins
 import functools
 import json
 import re
 import sys
+import unicodedata
 from typing import Any
 
 from train.data.workers.serve import serve
@@ -25,7 +27,6 @@ MATHEMATICS = frozenset({"abs", "max", "min", "pow", "round", "sum"})
 _FORBIDDEN = frozenset(dir(builtins)) - MATHEMATICS
 _NAME = re.compile(r"[^\W\d]\w*")
 _ATTRIBUTE = re.compile(r"\.\s*[^\W\d]")
-_QUOTED = re.compile(r"'[^'\\\n]*'|\"[^\"\\\n]*\"")
 
 
 def is_harmless(name: str, answer: str) -> bool:
@@ -34,13 +35,20 @@ def is_harmless(name: str, answer: str) -> bool:
     Example:
         >>> is_harmless("countdown", "(3 + 4) * 6"), is_harmless("countdown", "exec(chr(49))")
         (True, False)
-        >>> is_harmless("spiral_matrix", "['A', 'B']"), is_harmless("letter_counting", "open(3)")
-        (True, True)
+        >>> is_harmless("spiral_matrix", "['A', 'B']"), is_harmless("spiral_matrix", "[f'{exec}']")
+        (True, False)
     """
-    if name in LISTS:
-        answer = _QUOTED.sub("", answer)
-    elif name not in FORMULAS:
+    if name not in LISTS | FORMULAS:
         return True
+    if name in LISTS:
+        try:
+            ast.literal_eval(answer)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            # Without a call and a text, which may be one that is formatted, nothing runs: it may be a list in words.
+            return not set(answer) & set("()'\"")
+        return True
+    # As Python reads names: letters of other widths and styles are those of ASCII.
+    answer = unicodedata.normalize("NFKC", answer)
     names = set(_NAME.findall(answer))
     words = any(word in _FORBIDDEN or word.startswith("__") or word in ("lambda", "for") for word in names)
     return not (words or _ATTRIBUTE.search(answer) or "'" in answer or '"' in answer)
