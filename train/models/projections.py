@@ -23,7 +23,7 @@ from flax import nnx
 from jax import lax
 
 from train.models.layers import Int8Kernel, Linear, flat, over_all_tokens, whole_along_embed
-from train.models.sharding import axis_size, device_kind
+from train.models.sharding import axis_size, device_kind, is_nvidia_bfloat16
 
 Array = jax.Array
 
@@ -101,7 +101,7 @@ def can_join(linears: Sequence[Linear], dtype: Any) -> bool:
 def keep_joined(linears: Sequence[Linear], dtype: Any) -> None:
     """Joins the weights of projections once, for a loop that runs `project` in every step."""
     several = len(linears) > 1 and not any(isinstance(linear.kernel, Int8Kernel) for linear in linears)
-    plain = several and dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
+    plain = several and is_nvidia_bfloat16(dtype)
     # Weights that are split along the model width would be whole in memory from then on.
     if (plain or can_join(linears, dtype)) and axis_size("embed") == 1:
         linears[0].joined = nnx.data(Joining.of(linears).join(kernels_of(linears), dtype))

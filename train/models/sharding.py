@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -263,3 +264,8 @@ def device_kind() -> str:
     """The kind of the devices of the mesh, which may differ from those of this process, or of the default device."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return str(jax.devices()[0].device_kind if abstract is None else abstract.device_kind)
+
+
+def is_nvidia_bfloat16(dtype: Any) -> bool:
+    """Whether the devices of the mesh are NVIDIA GPUs, for which a layer in bfloat16 has kernels of its own."""
+    return dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")

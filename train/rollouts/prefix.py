@@ -1,4 +1,4 @@
-"""What two lists of ids begin with."""
+"""The common beginning of two lists of ids."""
 
 from collections.abc import Sequence
 

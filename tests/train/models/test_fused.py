@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
-from train.models import Decoder, DecoderConfig, LoraConfig, projections, self_attention
+from train.models import Decoder, DecoderConfig, LoraConfig, projections, self_attention, sharding
 from train.models.attention.cudnn import split_groups
 from train.models.cache import DecoderState
 from train.models.config import PROJECTIONS, LayerKind
@@ -252,8 +252,7 @@ def test_fused_gradients_are_no_farther_from_float32(request):
 def test_gpus_fuse_in_bfloat16_and_cpus_never(monkeypatch):
     assert not heads.can_fuse(128, jnp.bfloat16)
     assert not norms.can_fuse(jnp.bfloat16)
-    for module in (heads, norms):
-        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(sharding, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     assert heads.can_fuse(128, jnp.bfloat16)
     assert not heads.can_fuse(96, jnp.bfloat16)
     assert not heads.can_fuse(128, jnp.float32)

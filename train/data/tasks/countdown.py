@@ -1,14 +1,10 @@
 """Countdown: reach a target with given numbers, each used exactly once. Problems are generated with a solution."""
 
-import logging
-
 import numpy as np
 
 from train.data.answers import tagged_or_last_line
 from train.data.tasks.arithmetic_text import NotArithmetic, evaluate
-from train.data.tasks.task import Example, Task
-
-_LOG = logging.getLogger(__name__)
+from train.data.tasks.task import Example, Task, hold_out
 
 INSTRUCTION = (
     "Using the numbers {numbers}, make an expression that equals {target}. Use each number exactly once, and only "
@@ -89,14 +85,7 @@ def load(*, problems: int, numbers: int, max_number: int, held_out: int, seed: i
         if 1 <= target <= 10 * max_number and key not in by_key:
             by_key[key] = _example(drawn, target, solution)
     examples = list(by_key.values())
-    if len(examples) < wanted:
-        held_out = min(held_out, len(examples) // 2)
-        _LOG.warning(
-            "data.problems: found %d different problems, expected %d and the held-out set; %d are held out",
-            len(examples),
-            problems,
-            held_out,
-        )
+    held_out = hold_out(examples, problems=problems, held_out=held_out, found="found")
     return Task(
         "countdown",
         train=examples[held_out:],

@@ -9,7 +9,7 @@ from typing import Any
 from train.config.errors import UserError
 from train.config.messages import did_you_mean
 from train.data.answers import THINK_END, tagged_answer, tagged_or_last_line
-from train.data.tasks.task import Example, Task
+from train.data.tasks.task import Example, Task, hold_out
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
 from train.process.waiting import waiting_for
 
@@ -133,15 +133,7 @@ def load(*, name: str, arguments: Mapping[str, Any], problems: int, held_out: in
             example = _example(dataset[index], index)
             by_question.setdefault(example.prompt, example)
     examples = list(by_question.values())
-    if len(examples) < wanted:
-        held_out = min(held_out, len(examples) // 2)
-        _LOG.warning(
-            "data.problems: %s has %d different problems, expected %d and the held-out set; %d are held out",
-            name,
-            len(examples),
-            problems,
-            held_out,
-        )
+    held_out = hold_out(examples, problems=problems, held_out=held_out, found=f"{name} has")
     verifier = ProblemVerifier(name, settings)
 
     def judged(example: Example, completion: str, finished: bool) -> dict[str, float]:

@@ -1,10 +1,13 @@
 """Tasks: training examples, a held-out set, and a verifier."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,28 @@ class Example:
     def conversation(self) -> tuple[tuple[str, str], ...]:
         """Returns `messages`, or the prompt as one user message."""
         return self.messages or (("user", self.prompt),)
+
+
+def hold_out(examples: Sequence[Example], *, problems: int, held_out: int, found: str) -> int:
+    """Returns how many of generated examples are held out: at most half, with a logged warning, if there are too few.
+
+    Args:
+      examples: different ones.
+      problems: number of training problems that is wanted.
+      held_out: number of held-out problems that is wanted.
+      found: begins the warning, as in `found 9 different problems`.
+    """
+    if len(examples) >= problems + held_out:
+        return held_out
+    held_out = min(held_out, len(examples) // 2)
+    _LOG.warning(
+        "data.problems: %s %d different problems, expected %d and the held-out set; %d are held out",
+        found,
+        len(examples),
+        problems,
+        held_out,
+    )
+    return held_out
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from train.models.config import Activation
 from train.models.layers import Int8Kernel, Linear, flat, over_all_tokens
 from train.models.projections import AdaptedKernel, Joining, input_gradient, kernels_of, multiply, weight_gradients
-from train.models.sharding import device_kind, split_by_hand
+from train.models.sharding import device_kind, is_nvidia_bfloat16, split_by_hand
 
 Array = jax.Array
 TOKENS = 16
@@ -31,7 +31,7 @@ _HIDDEN = ("rows", "tokens", "mlp")
 def can_fuse(linear: Linear, dtype: Any) -> bool:
     """Whether the devices run `project_gated` with this projection, neither quantised nor joined for decoding."""
     plain = not isinstance(linear.kernel, Int8Kernel) and getattr(linear, "joined", None) is None
-    return plain and dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
+    return plain and is_nvidia_bfloat16(dtype)
 
 
 def project_gated(activation: Activation, projected: tuple[Array, ...], linear: Linear) -> Array:

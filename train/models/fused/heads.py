@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from train.models.attention.cudnn import HeadsOfGroups, HeadsOfRows
-from train.models.sharding import axis_size, device_kind, split_by_hand
+from train.models.sharding import axis_size, is_nvidia_bfloat16, split_by_hand
 
 Array = jax.Array
 Role = Literal["query", "key", "value"]
@@ -53,7 +53,7 @@ class HeadStatics(NamedTuple):
 def can_fuse(head_dim: int, dtype: Any) -> bool:
     """Whether the devices have these kernels: NVIDIA GPUs for heads of 32 to 256 numbers, a power of 2, in bfloat16."""
     fits = 32 <= head_dim <= 256 and head_dim.bit_count() == 1
-    return fits and dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
+    return fits and is_nvidia_bfloat16(dtype)
 
 
 def qkv_heads(

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from train.models.layers import RMSNorm
-from train.models.sharding import device_kind, divides, split_by_hand
+from train.models.sharding import device_kind, divides, is_nvidia_bfloat16, split_by_hand
 
 Array = jax.Array
 ELEMENTS = 4096
@@ -28,7 +28,7 @@ _ROWS = ("rows", "tokens")
 
 def can_fuse(dtype: Any) -> bool:
     """Whether the devices have these kernels: NVIDIA GPUs in bfloat16."""
-    return dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
+    return is_nvidia_bfloat16(dtype)
 
 
 def fork(norm: RMSNorm, x: Array, *, room: int = 0) -> tuple[Array, Array]:

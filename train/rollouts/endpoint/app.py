@@ -63,7 +63,7 @@ class EndpointKeys:
 
 @dataclasses.dataclass
 class Served:
-    """What is served.
+    """The model behind the routes, and the limits of its requests.
 
     Attributes:
       model: the name of the model.

@@ -10,7 +10,7 @@ from train.rollouts.engine import Turn
 
 
 class TurnDrawer(Protocol):
-    """What the generator needs of `TurnEngine`."""
+    """The methods of `TurnEngine` that the generator calls."""
 
     def submit(self, turn: Turn) -> None:
         """Queues a turn."""

@@ -57,7 +57,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """What a request asks for besides its prompt.
+    """The options of a request.
 
     Attributes:
       choices: completions of the prompt.
