@@ -162,7 +162,7 @@ $(GYM_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(GYM_VENV),PYTHON,$(PYTHONS),--extra reasoning-gym)
 
 test-reasoning-gym: $(GYM_VENV)/.ready ## every data set of reasoning-gym: problems, their solutions and wrong answers
-	$(GYM_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/reasoning_gym) $(ARGS)
+	$(GYM_VENV)/bin/python -m pytest -q -n 0 -rs -W default $(call tests,tests/reasoning_gym) $(ARGS)
 
 # The schemas of Kubernetes and JobSet; xpk and SkyPilot each with packages of their own, which may not install.
 $(LAUNCH_VENV)/.ready:
