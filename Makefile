@@ -21,6 +21,8 @@ endif
 # Without bytecode every process compiles the sources of JAX again, for nearly two seconds.
 export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/bytecode
 unexport PYTHONDONTWRITEBYTECODE
+# Tests of a source that did not change find their programs compiled.
+export KLJAX_TEST_PROGRAMS ?= $(abspath $(VENV))/programs
 
 # macOS has Python 3.9, and that of Debian has no ensurepip without a package: one line says what to do.
 PYTHONS := 3.11|3.12|3.13

@@ -64,9 +64,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds what is to see the doctests of the sources as well: a conftest sees the tests of its folder alone."""
+    """Adds what is to see the doctests of the sources as well, as a conftest sees the tests of its folder alone."""
+    config.pluginmanager.register(programs)
     config.pluginmanager.register(ForgetPrograms())
     config.pluginmanager.register(MarkTests())
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        programs.make_room()
 
 
 class ForgetPrograms:

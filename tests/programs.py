@@ -1,4 +1,4 @@
-"""Compiled programs, kept in memory and on disk: a test session compiles a program once, whoever needs it."""
+"""Compiled programs, kept in memory and on disk: a program is compiled once, whatever test and session needs it."""
 
 import contextlib
 import functools
@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
-LARGE = 0.1
-"""Seconds of compilation of a program that is worth writing for another test process."""
-# The seconds from which programs are written at the moment; `kept_in` sets them.
-_written = {"from": 0.0}
+from train.distributed import compile_cache
+
+VARIABLE = "KLJAX_TEST_PROGRAMS"
+"""Names the directory in which programs stay for later sessions; without it they stay for one."""
+MOST_BYTES = 2**30
+"""Programs that no session has read for longest are deleted beyond this size."""
 # What this process compiled, by key and backend.
 _executables: dict[tuple[str, Any], tuple[Any, Any]] = {}
 
@@ -44,10 +47,10 @@ def compress_quickly() -> None:
 
 
 def keep_in_memory() -> None:
-    """Lets JAX find in memory what this process compiled already, and write only what others are to read.
+    """Lets JAX find in memory what this process compiled already.
 
-    To write and read a small program takes as long as to compile it. A release of JAX without these private functions
-    keeps its default.
+    To read a small program from a file takes half as long as to compile it. A release of JAX without these private
+    functions keeps its default.
     """
     names = "put_executable_and_time", "get_executable_and_time"
     if not all(hasattr(compilation_cache, name) for name in names):
@@ -56,8 +59,7 @@ def keep_in_memory() -> None:
 
     def put(key: str, name: str, executable: Any, backend: Any, seconds: Any) -> None:
         _executables[key, backend] = executable, seconds
-        if seconds >= _written["from"]:
-            write(key, name, executable, backend, seconds)
+        write(key, name, executable, backend, seconds)
 
     def get(key: str, options: Any, backend: Any, *more: Any, **others: Any) -> tuple[Any, Any]:
         return _executables.get((key, backend)) or read(key, options, backend, *more, **others)
@@ -89,14 +91,27 @@ def session_directory(base: Path) -> Path:
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-@contextlib.contextmanager
-def kept_in(directory: Path, written_from: float = 0.0) -> Iterator[None]:
-    """Keeps the programs that are compiled inside the block in a directory, and reads them from there.
+def directory_for(session: Path) -> Path:
+    """Returns where programs are kept, given the directory of a session: apart for every compiler and kind of CPU."""
+    return Path(os.environ.get(VARIABLE) or session / "programs") / compile_cache.fingerprint()
 
-    Args:
-      directory: where they are written.
-      written_from: seconds of compilation of a program that is written; others are kept in memory alone.
-    """
+
+def make_room() -> None:
+    """Deletes the programs that no session has read for longest, where they stay for later ones."""
+    if VARIABLE in os.environ:
+        compile_cache.prune(Path(os.environ[VARIABLE]), MOST_BYTES)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps the programs of all tests, and of doctests."""
+    with kept_in(directory_for(session_directory(tmp_path_factory.getbasetemp()))):
+        yield
+
+
+@contextlib.contextmanager
+def kept_in(directory: Path) -> Iterator[None]:
+    """Keeps the programs that are compiled inside the block in a directory, and reads them from there."""
     settings = {
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -108,11 +123,9 @@ def kept_in(directory: Path, written_from: float = 0.0) -> Iterator[None]:
     compilation_cache.reset_cache()
     for name, value in settings.items():
         jax.config.update(name, value)
-    written_before, _written["from"] = _written["from"], written_from
     try:
         yield
     finally:
-        _written["from"] = written_before
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()

@@ -14,7 +14,7 @@ from tests import programs
 def test_programs_beyond_the_limit_are_dropped(tmp_path: pathlib.Path):
     """Below the limit a function that is compiled stays."""
     count = 50
-    with programs.kept_in(tmp_path, programs.LARGE):
+    with programs.kept_in(tmp_path):
         before = programs.memory_maps()
         for size in range(2, 2 + count):
             jax.jit(lambda x: 2 * x + 1)(jnp.ones((size, 7, 3, 5)))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kljax.checkpoint import seal
-from tests import programs
 from tests.faults import runs
 from tests.faults.case import Fault, Finished
 from tests.faults.flips import flip_bit, warnings_of_readers
@@ -78,7 +77,7 @@ def outcome_of_resume(place: Path, *harms: tuple[str, Damage]) -> str:
     root = runs.copied_run(place)
     for name, damage in harms:
         damage(root / name)
-    with quiet_orbax(), warnings_of_readers() as warned, programs.kept_in(runs.scratch() / "programs"):
+    with quiet_orbax(), warnings_of_readers() as warned:
         done = runs.resume(place)
     text = "\n".join([done.text, *warned])
     return classified(Finished(done.code, text), root, [name for name, _ in harms])

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tests import xla
+from tests import programs, xla
 from train.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def environment(cache: Path) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla.flags(devices=8),
         "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(cache / "bytecode")),
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": str(programs.directory_for(cache)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

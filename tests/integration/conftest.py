@@ -17,10 +17,9 @@ def session_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _kept_programs(session_directory) -> Iterator[None]:
-    """Commands that run in the process of the tests keep their programs, share what they trace, and draw no curves."""
-    selected = programs.kept_in(session_directory / "programs")
-    with selected, shared_by_runs(), pytest.MonkeyPatch.context() as patch:
+def _shared_by_runs() -> Iterator[None]:
+    """Commands that run in the process of the tests share what they trace, and draw no curves."""
+    with shared_by_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.run.run.write_curves", lambda directory: None)
         yield
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from tests import programs
-
 HERE = pathlib.Path(__file__).parent
 STRICT = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
 
@@ -53,11 +51,3 @@ def _strict() -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process compiles each of the many small programs of these tests once, and others read the large ones."""
-    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"
-    with programs.kept_in(directory, written_from=programs.LARGE):
-        yield

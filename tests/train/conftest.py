@@ -1,18 +1,6 @@
 """Shared by the tests of the trainer."""
 
-from collections.abc import Iterator
-
 import pytest
-
-from tests import programs
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests that make the same program anew compile it once, in whatever process they run."""
-    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"
-    with programs.kept_in(directory, written_from=programs.LARGE):
-        yield
 
 
 @pytest.fixture

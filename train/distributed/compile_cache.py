@@ -91,7 +91,7 @@ def _make(field: str | bool) -> _Directory:
     try:
         # Whoever writes a program runs code in the name of those that read it; a team may share a directory of its own.
         path.mkdir(mode=0o700 if isinstance(field, bool) else 0o777, parents=True, exist_ok=True)
-        _prune(root)
+        prune(root, MOST_BYTES)
         if shutil.disk_usage(path).free < FREE_BYTES:
             raise OSError(0, f"less than {FREE_BYTES // 2**20} MiB are free")
         (path / mark).touch()
@@ -101,15 +101,15 @@ def _make(field: str | bool) -> _Directory:
     return _Directory(str(path), mark=mark)
 
 
-def _prune(root: Path) -> None:
-    """Deletes the programs that nobody has read for longest, of all releases, beyond the size limit."""
+def prune(root: Path, most_bytes: int) -> None:
+    """Deletes the programs that nobody has read for longest, of all releases, beyond a size."""
     states = {}
     for file in root.glob("jax-*/*-cache"):
         with suppress(OSError):  # another run may delete it
             states[file] = file.stat()
     size = sum(state.st_size for state in states.values())
     for file, state in sorted(states.items(), key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
-        if size <= MOST_BYTES:
+        if size <= most_bytes:
             return
         with suppress(OSError):
             file.unlink()
