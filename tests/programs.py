@@ -129,16 +129,3 @@ def kept_in(directory: Path) -> Iterator[None]:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Reads no program from the directory inside the block, and keeps none."""
-    before = jax.config.jax_enable_compilation_cache
-    compilation_cache.reset_cache()
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()

@@ -8,7 +8,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests import programs
 from tests.integration.command import (
     assert_same_arrays,
     files,
@@ -18,6 +17,7 @@ from tests.integration.command import (
     state_arrays,
 )
 from train.config.load import load
+from train.distributed.compile_cache import compiled_anew
 from train.run.directory import resume_run
 from train.run.glossary import tag_of
 
@@ -43,7 +43,7 @@ def smoke(shared, train):
 def again(smoke):
     """Runs a command twice into one directory, the second time compiled anew: (files after the first, second run)."""
     before = files(smoke.root)
-    with programs.compiled_anew():
+    with compiled_anew():
         return before, run_here(CONFIG, f"output={smoke.root.parent}").succeeded()
 
 

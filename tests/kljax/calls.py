@@ -22,7 +22,8 @@ import pytest
 import kljax
 from kljax._checks import check_mask
 from kljax.typing import ArrayLike, Mask
-from tests import oracles, programs
+from tests import oracles
+from train.distributed.compile_cache import compiled_anew
 
 # Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
 SIZES = {"B": 8, "T": 16, "V": 11, "D": 5, "K": 2, "G": 3}
@@ -343,7 +344,7 @@ def quick(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     # No other test reads this program from disk.
-    with programs.compiled_anew():
+    with compiled_anew():
         run = program(function, *arguments)
     return jax.device_get(run(*arguments))
 

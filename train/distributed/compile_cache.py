@@ -10,7 +10,8 @@ import secrets
 import shutil
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,21 @@ def start_compile_cache(field: str | bool) -> str:
         return f"compile cache: off, because of {path}: {problem}"
     _use(Path(path), writable=bool(mark))
     return f"compile cache: {path}, {kept} programs{'' if mark else ', read-only'}"
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Reads no program from a directory inside the block, and keeps none."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.values["jax_enable_compilation_cache"]
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def fingerprint() -> str:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import programs, tiny
+from tests import tiny
 from tests.train.rollouts.census import weight_collectives
 from tests.train.rollouts.test_layout import decode_program, largest_array
 from train.context import RunContext
 from train.data.tasks import load_task
+from train.distributed.compile_cache import compiled_anew
 from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo
@@ -89,7 +90,7 @@ def test_experts_move_in_parts_and_stay_split(tensor):
     """No array is larger than a part of the destination, where axis expert splits nothing but experts."""
     context = on_own_mesh(tensor)
     params, layout = policy_on(context).params, context.layout
-    with programs.compiled_anew():
+    with compiled_anew():
         compiled = layout.program("params").lower(abstract_params(context.model, context.mesh)).compile()
     result = compiled(params)
     parts = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(result)]

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import near_ties, programs, rounding, tiny
+from tests import near_ties, rounding, tiny
 from tests.train.rollouts.census import weight_collectives
 from train.context import RunContext
 from train.data.tasks import load_task
+from train.distributed.compile_cache import compiled_anew
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.head import head
 from train.models.parameters import abstract_params
@@ -245,7 +246,7 @@ def largest_array(text: str) -> int:
 def test_no_moving_leaf_exceeds_its_destination(training, tensor):
     mesh, model = make_mesh(*training), Decoder(TREE)
     layout = SamplingLayout(mesh, reshape_mesh(mesh, 8 // tensor, tensor), model)
-    with programs.compiled_anew():
+    with compiled_anew():
         compiled = layout.program("params").lower(abstract_params(model, mesh)).compile()
     params = tiny.placed(drawn(model), model, mesh).params
     result = compiled(params)
@@ -260,7 +261,7 @@ def decode_program(context: RunContext) -> str:
     layout, prompts = context.layout, jnp.zeros((12, tiny.PROMPT), jnp.int32)
     weights = layout.weights(policy_on(context))
     program = sampling_program(context, "census", tiny.PROMPT, 2, sampling=Sampling(), stop=None)
-    with layout.active(), programs.compiled_anew():
+    with layout.active(), compiled_anew():
         return program.lower(weights, prompts, prompts >= 0, jax.random.key(0)).compile().as_text()
 
 

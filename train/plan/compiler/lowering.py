@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from train.distributed.compile_cache import compiled_anew
+
 # The TPU's compiler reports in one of two forms that a program does not fit, with the memory of temporaries or of all.
 _TOO_LARGE = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])\)? (?:exceeds|of)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -78,7 +80,9 @@ def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None)
             options["exec_time_optimization_effort"] = effort
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options=options)
+            # The compiler says how it assigned buffers where it compiles, and a program that was kept does not.
+            with compiled_anew():
+                compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             needed = needed_memory(str(error))
             if needed is None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests import programs
 from train.plan.compiler import hlo
 from train.plan.compiler.lowering import compile_program, needed_memory
 
@@ -36,3 +37,12 @@ def test_memory_of_a_program_with_a_donated_argument():
     assert actual.host == 0
     assert hlo.parse(actual.text).entry
     assert "BufferAssignment" in actual.assignment
+
+
+def test_program_that_was_kept_is_compiled_again(tmp_path):
+    """A kept program does not say where its buffers are."""
+    with programs.kept_in(tmp_path):
+        for _ in range(2):
+            lowered = jax.jit(lambda x: x @ x.T + 0.75).lower(jax.ShapeDtypeStruct((64, 32), jnp.float32))
+            assert "BufferAssignment" in compile_program(lowered).assignment
+        assert not list(tmp_path.iterdir())
