@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.programs import VARIABLE
 from tests.tiers.measured import tests_reaching
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,9 @@ def first_failure(root: Path, marks: str, paths: list[str]) -> str:
     workers = "0" if any(path.startswith("@") for path in paths) else "2"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "worksteal", "-m", marks, *paths]
     command += [f"--deselect=tests/{name}" for name in (*ELSEWHERE, "integration/test_wheel.py")]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": str(root / ".bytecode")}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": str(root / ".bytecode")}
+    own[VARIABLE] = str(ROOT / ".venv/programs")
+    environment = os.environ | own
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode in (0, 5):
         return ""
