@@ -138,6 +138,17 @@ def test_former_digests_are_not_taken_for_damage(tmp_path):
     assert jnp.array_equal(restore(metadata, abstract)["w"], tree["w"])
 
 
+@pytest.mark.parametrize(("names", "missing"), [(["b", "w"], "b"), ([], "w")])
+def test_record_of_other_arrays_is_refused(names, missing, tmp_path):
+    tree = {"w": np.zeros((2, 3), np.float32)}
+    record = {name: digests.array_digest(tree["w"]) for name in names}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        sealed = digests.seal({"arrays": record})
+        checkpointer.save(tmp_path / "tree", args=ocp.args.StandardSave(tree, custom_metadata=sealed))
+    with pytest.raises(ValueError, match=rf"is damaged: its metadata and its record of digests differ in {missing}$"):
+        read_metadata(tmp_path / "tree")
+
+
 def test_other_noise_in_a_block_changes_the_digest():
     draw = np.random.default_rng(0)
     values = draw.normal(size=(16, 32)).astype(np.float32)

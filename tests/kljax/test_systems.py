@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -223,6 +224,14 @@ def test_arguments_of_an_estimator(entry: Entry) -> None:
     assert kljax.estimate_kl(lp, ref, jnp.array([[1, 1]]), **arguments, **sampling).shape == (1, 2)
     arguments.clear()
     assert kljax.systems.arguments(entry.key, kind="kl"), "the table can be changed through what a lookup returns"
+
+
+def test_arguments_lose_no_factor() -> None:
+    scaled = [entry for entry in ENTRIES if entry.call is not None and entry.call.scale != 1]
+    assert {entry.kind for entry in scaled} > {"kl"}
+    for entry in scaled:
+        with pytest.raises(ValueError, match=rf"{re.escape(entry.key)} is .*, which arguments of "):
+            kljax.systems.arguments(entry.key, kind=entry.kind)
 
 
 @pytest.mark.parametrize("entry", kljax.systems.entries(kind="reduction"), ids=key_of)

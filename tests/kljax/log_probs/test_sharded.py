@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scipy.special import softmax
 
 import kljax
 from kljax import Head, HeadSharding, ReferenceStates, Tile
@@ -205,6 +206,19 @@ def sharding_of(mesh: str, layout: str, axis_type: AxisType = AxisType.Auto) -> 
     head = P("fsdp", "tensor") if layout == "dv" else P("tensor", "fsdp")
     tokens = P(("data", "fsdp"), "context") if "context" in names else P(("data", "fsdp"))
     return HeadSharding(tokens, head, Mesh(devices, names, axis_types=(axis_type,) * len(names)))
+
+
+def test_squared_probabilities_of_two_shards() -> None:
+    """Each shard has a maximum of its own: the probabilities of a shard are rescaled before they are squared."""
+    arrays = arrays_of(ShardedCase("log_prob"))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    head = Head(arrays["head"], sharding=HeadSharding(P(), P(None, "tensor"), mesh))
+    targets = np.zeros((ROWS, LENGTH), np.int32)
+    stats = kljax.log_probs_from_hidden(arrays["hidden"], head, targets, sum_squared_probs=True)
+    logits = np.float64(arrays["hidden"]) @ np.float64(arrays["head"])
+    halves = logits.reshape(ROWS, LENGTH, 2, -1).max(-1)
+    assert (abs(halves[..., 0] - halves[..., 1]) > 0.1).any()
+    np.testing.assert_allclose(stats.sum_squared_probs, (softmax(logits, -1) ** 2).sum(-1), 1e-5)
 
 
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)

@@ -117,6 +117,9 @@ def test_trained_weights_are_not_held_in_bfloat16():
     (problem,) = problems("model.param_dtype=bfloat16", "lora={}")
     assert "warm_start.steps = 300 trains the weights" in problem
     assert build("model=tiny", "model.param_dtype=bfloat16", "lora={}")[0].model.param_dtype == "bfloat16"
+    # Weights that a checkpoint has in place of a warm start are not trained.
+    (problem,) = problems("model.param_dtype=bfloat16", "lora={}", "warm_start.checkpoint=/runs/warm")
+    assert problem.startswith("warm_start.checkpoint: got '/runs/warm', expected a saved checkpoint")
 
 
 def test_unknown_preset_lists_the_known_presets():

@@ -140,6 +140,13 @@ def test_solutions_go_on_where_prompts_end(kind, chat):
         assert head + tail == full or kind == "gemma"  # whose merges go over the border
 
 
+def test_solution_ends_at_its_first_eos(tmp_path):
+    """A template may write more after a reply: the policy would not be asked for it."""
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>and more<|im_end|>{% endfor %}"
+    tokenizer = load_folder(changed(tmp_path, "chatml", chat_template__jinja=template))
+    assert tokenizer.solution_ids(Example("Tom has", "7", "7")) == [*tokenizer.encode("7"), tokenizer.eos_ids[0]]
+
+
 def test_system_prompt_comes_first_unless_the_conversation_differs():
     tokenizer = load_folder(FOLDERS / "chatml", system="Be brief.")
     user = {"role": "user", "content": "hi"}
