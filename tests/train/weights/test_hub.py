@@ -84,7 +84,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def server(tmp_path, monkeypatch):
     FakeHub.asked, FakeHub.pushed = [], {}
     running = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{running.server_port}")
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", constants.ENDPOINT)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
