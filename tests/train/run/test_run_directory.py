@@ -94,13 +94,16 @@ def test_fields_without_effect_may_differ_on_resume(tmp_path):
 def test_every_differing_field_is_named(tmp_path):
     start_run(config_of(tmp_path))
     before = files(tmp_path)
-    other = config_of(tmp_path, "seed=3", "kl.loss.coef=0.5", "lora={rank: 2}", "steps=9")
+    updates = "optim={learning_rate: 1e-5, micro_batches: 2, optimizer: sgd}"
+    other = config_of(tmp_path, "seed=3", "kl.loss.coef=0.5", "lora={rank: 2}", updates, "steps=9")
     with pytest.raises(UserError) as caught:
         resume_run(other)
     message = str(caught.value)
     assert message.startswith(f"--resume: the config differs from that of {tmp_path / 'first'}: ")
     for part in ("kl.loss.coef: the run has 0.0, got 0.5", "seed: the run has 0, got 3", "lora.rank: the run has None"):
         assert part in message
+    for name in ("learning_rate", "micro_batches", "optimizer.type"):
+        assert f"optim.{name}: the run has " in message
     assert "steps" not in message
     assert files(tmp_path) == before
 
