@@ -4,6 +4,7 @@ import ast
 import doctest
 import functools
 import inspect
+import itertools
 import operator
 import pathlib
 import pydoc
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
@@ -58,12 +60,16 @@ def public_names() -> list[str]:
 
 
 def test_class_name_stands_once_in_the_repository() -> None:
+    folders = ("kljax", "train", "benchmarks", "tests", "docs")
+    texts = {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+    lines = {path: re.findall(r"^ *class (\w+)", text, re.M) for path, text in texts.items()}
+    counts = Counter(itertools.chain.from_iterable(lines.values()))
     places: dict[str, list[str]] = {}
-    for folder in ("kljax", "train", "benchmarks", "tests", "docs"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    # A line of a text may look like that of a class.
+    for path in (path for path, names in lines.items() if any(counts[name] > 1 for name in names)):
+        for node in ast.walk(ast.parse(texts[path])):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert {name: collected for name, collected in places.items() if len(collected) > 1} == {}
 
 
