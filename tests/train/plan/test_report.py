@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.tiny import config_of, mesh_of
@@ -15,8 +16,8 @@ from train.plan.compiler.buffers import Buffer
 from train.plan.compiler.lowering import compile_program
 from train.plan.compiler.schedule import ProgramSeconds
 from train.plan.compiler.topology import parse_topology
-from train.plan.programs import AbstractRun
-from train.plan.report import HardwareReport, ProgramReport, markdown, report, summary, tables
+from train.plan.programs import AbstractRun, LoweredProgram
+from train.plan.report import HardwareReport, ProgramReport, _read, markdown, report, summary, tables
 from train.rollouts.layout import device_bytes, host_bytes
 
 GIB = 2**30
@@ -82,6 +83,17 @@ def test_planned_update_equals_the_update_of_a_run():
     # The counter of steps is no part of an update, and may be the only array that is not aliased.
     assert 0 <= device_bytes(state) - compiled.aliased <= 8
     assert compiled.text.partition("\n")[0].count("may-alias") >= len(jax.tree.leaves(state)) - 1
+
+
+def test_work_is_that_of_all_runs_of_a_step():
+    lowered = jax.jit(lambda x: x @ x.T).lower(jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    device = parse_topology("h100:1").device
+
+    def work(runs):
+        return _read(LoweredProgram("score", lowered, 0, {}, runs, {}), device, [0], None, None).work
+
+    assert work(1).flops == 2 * 16 * 16 * 8
+    assert work(3) == work(1) * 3
 
 
 def program(name: str = "update", **changes: object) -> ProgramReport:

@@ -95,7 +95,7 @@ def without_log_prob(rows: Completions, floor: float) -> Completions:
     return dataclasses.replace(rows, fields={"log_probs": log_probs})
 
 
-@pytest.mark.parametrize("floor", [-np.inf, -9999.0])
+@pytest.mark.parametrize("floor", [-np.inf, -9999.0, -100.0])
 def test_token_without_log_prob_is_left_out_of_the_batch(floor):
     drawn = collect.draw(CONTEXT, Stream(CONTEXT, opened(lambda rows: without_log_prob(rows, floor))), 0)
     mask = np.asarray(drawn.batch.completion_mask)

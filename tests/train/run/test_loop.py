@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,31 @@ def test_failing_reward_function_leaves_a_saved_run(monkeypatch, tmp_path):
         )
     assert str(caught.value) == ("data.reward: no answer\nThe run is saved after step 0; continue it with --resume")
     assert checkpoints.saved == [0]
+
+
+def test_interrupted_run_saves_its_last_step(monkeypatch, tmp_path):
+    config = tiny.config_of("steps=9", "checkpoint.every=100", "eval.prompts=0")
+    context = tiny.context_of(config)
+    state, checkpoints, interrupt = tiny.state_of(config, context.optimizer), FakeCheckpoints(), Interrupt()
+
+    def step(*arguments, step, **options):
+        interrupt.requested = step == 1
+        return state, {"loss": 0.0, "skipped_updates": 0.0}, {}
+
+    monkeypatch.setattr("train.run.loop.rl_step", step)
+    monkeypatch.setattr("train.run.loop._parts", lambda seconds, compiled: "")
+    train(
+        context,
+        None,
+        None,
+        None,
+        state,
+        writer=SimpleNamespace(write=lambda *values: None, timing=lambda *values: None),
+        watch=StepGuard(config, checkpoints, tmp_path / "nonfinite"),
+        interrupt=interrupt,
+        advance=lambda note: None,
+    )
+    assert checkpoints.saved == [2]
 
 
 def test_three_steps_compile_once_and_carry_state():
