@@ -11,7 +11,14 @@ ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator
 def test_environment_has_defaults():
     section = tiny.config_of(ENVIRONMENT).environment
     assert (section.max_turns, section.step_seconds, section.processes) == (8, 60.0, 1)
+    assert (section.turn_seconds, section.episode_seconds) == (None, None)
     assert tiny.config_of().environment is None
+
+
+def test_turn_longer_than_its_episode_is_refused():
+    message = r"environment.turn_seconds: got 9, more than environment.episode_seconds = 8"
+    with pytest.raises(UserError, match=message):
+        tiny.config_of(ENVIRONMENT, "environment.turn_seconds=9", "environment.episode_seconds=8")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +38,7 @@ def test_environment_has_defaults():
             "rollout.fork_rows=1",
             "rollout.fork_rows: got 1, but rollout.source.type jax has no forks, unless environment",
         ),
+        ("environment.turn_seconds=0", "environment.turn_seconds: got 0"),
         ("environment.max_failures=2", "environment.max_failures: got 2"),
     ],
 )

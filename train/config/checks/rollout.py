@@ -197,6 +197,11 @@ def _environment(config: Config) -> Iterator[Problem]:
             "environment.turn_tokens",
             "data.max_completion_length",
         )
+    turn = environment.turn_seconds
+    episode = environment.episode_seconds
+    if turn is not None and episode is not None and turn > episode:
+        text = f"got {turn:g}, more than environment.episode_seconds = {episode:g}, which ends the episode before"
+        yield problem(text, "environment.turn_seconds", "environment.episode_seconds")
 
 
 def _endpoint(config: Config) -> Iterator[Problem]:

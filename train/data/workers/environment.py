@@ -69,11 +69,10 @@ class _Environments:
         return {"form": _form(self._kind), "tools": [_schema(name, tool) for name, tool in tools.items()]}
 
     def _reset(self, episode: int, row: Mapping[str, Any]) -> dict[str, Any]:
-        environment = returned_by(self._kind, **self._arguments)
+        environment = self._episodes[episode] = returned_by(self._kind, **self._arguments)
         parameters = inspect.signature(environment.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         text = returned_by(environment.reset, **{k: v for k, v in row.items() if takes_all or k in parameters})
-        self._episodes[episode] = environment
         return {"text": _text(text)}
 
     def _step(self, episode: int, text: str) -> dict[str, Any]:
@@ -104,12 +103,20 @@ class _Environments:
 
     def _end(self, episode: int) -> dict[str, Any]:
         """Ends an episode; returns its rewards, None if the environment has no method for them."""
-        environment = self._episodes.pop(episode, None)
+        environment = self._episodes.get(episode)
         reward = getattr(environment, "reward", None) or getattr(environment, "get_reward", None)
-        rewards = None if reward is None else named_rewards(returned_by(reward))
+        try:
+            rewards = None if reward is None else named_rewards(returned_by(reward))
+        finally:
+            self._close(episode)
+        return {"rewards": rewards}
+
+    def _close(self, episode: int) -> dict[str, Any]:
+        """Closes the environment of an episode, which may have failed."""
+        environment = self._episodes.pop(episode, None)
         if callable(getattr(environment, "close", None)):
             returned_by(environment.close)
-        return {"rewards": rewards}
+        return {}
 
 
 def _text(value: Any) -> str:

@@ -14,12 +14,14 @@ from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, UNKNOWN, V
 
 FAILURES = {
     "exception": "episodes_failed_exception",
-    "timeout": "episodes_failed_timeout",
+    "step_seconds": "episodes_failed_step_seconds",
+    "turn_seconds": "episodes_failed_turn_seconds",
+    "episode_seconds": "episodes_failed_episode_seconds",
     "ended": "episodes_failed_ended",
     "lost": "episodes_failed_lost",
     "forks": "episodes_failed_forks",
 }
-"""The metrics that count episodes that are left out, by the name of the reason."""
+"""The metrics that count episodes that are left out, by the name of the reason; of a limit of time it is its field."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,27 @@ class Steps:
             return "seen"
         return text[::-1], 1, False
 
+class Closing:
+    made = 0
+
+    def __init__(self, folder):
+        Closing.made += 1
+        self.path = os.path.join(folder, f"closed {self.made}")
+
+    def reset(self, wrong=False):
+        if wrong:
+            raise ValueError("wrong")
+
+    def look(self) -> str:
+        """Looks."""
+        return ""
+
+    def reward(self):
+        raise ConnectionError("no answer")
+
+    def close(self):
+        open(self.path, "w").close()
+
 class Nothing:
     def reset(self):
         pass
@@ -105,7 +126,26 @@ def test_steps_return_tuples_or_mappings(source):
         assert (name, text) == ("exception", "step returned str, expected (observation, reward, done)")
 
 
-@pytest.mark.parametrize(("call", "failure"), [("hang", "timeout"), ("die", "ended")])
+@pytest.mark.parametrize("field", ["turn_seconds", "episode_seconds"])
+def test_call_longer_than_its_turn_or_episode_ends_there(source, field):
+    with opened(source, "Tools", **{field: 2.0}) as environments:
+        ask(environments, ("reset", 0, {"row": {"answer": "1"}}))
+        (answer,) = ask(environments, ("call", 0, {"tool": "calc", "arguments": "hang"}))
+        assert answer["failure"] == (field, "no answer within 2 s")
+
+
+def test_environment_is_closed_also_without_rewards(source, tmp_path):
+    with opened(source, "Closing", arguments={"folder": str(tmp_path)}) as environments:
+        ask(environments, *(("reset", number, {"row": {}}) for number in range(2)))
+        assert ask(environments, ("close", 0, {})) == [{}]
+        (failed,) = ask(environments, ("end", 1, {}))
+        assert failed["failure"][0] == "exception"
+        (failed,) = ask(environments, ("reset", 2, {"row": {"wrong": True}}))
+        ask(environments, ("close", 2, {}))
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["closed 1", "closed 2", "closed 3"]
+
+
+@pytest.mark.parametrize(("call", "failure"), [("hang", "step_seconds"), ("die", "ended")])
 def test_lost_process_loses_its_own_episodes(source, call, failure):
     with opened(source, "Tools", step_seconds=5.0, processes=2) as environments:
         ask(environments, *(("reset", number, {"row": {"answer": "1"}}) for number in range(4)))
