@@ -15,7 +15,7 @@ from train.config.user_functions import find_function
 from train.data.reward_call import WrongRewardError, named_rewards, returned_by
 from train.data.workers.serve import serve
 
-NOT_TOOLS = ("reset", "reward", "get_reward", "close", "step")
+NOT_TOOLS = ("reset", "reward", "get_reward", "turn_score", "close", "step")
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -66,7 +66,11 @@ class _Environments:
             return {"error": f"{self._name} has no method reset"}
         if _form(self._kind) == "tools" and not tools:
             return {"error": f"{self._name} has neither a method step nor tools, which are its public methods"}
-        return {"form": _form(self._kind), "tools": [_schema(name, tool) for name, tool in tools.items()]}
+        return {
+            "form": _form(self._kind),
+            "tools": [_schema(name, tool) for name, tool in tools.items()],
+            "has_scores": callable(getattr(self._kind, "turn_score", None)),
+        }
 
     def _reset(self, episode: int, row: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._episodes[episode] = returned_by(self._kind, **self._arguments)
@@ -85,7 +89,8 @@ class _Environments:
         observed, reward, done = returned
         if isinstance(observed, list):  # messages
             observed = "".join(str(message.get("content", "")) for message in observed)
-        return {"text": _text(observed), "rewards": named_rewards(reward), "done": bool(done)}
+        answer = {"text": _text(observed), "rewards": named_rewards(reward), "done": bool(done)}
+        return answer | self._score(episode)
 
     def _call(self, episode: int, tool: str, arguments: Any) -> dict[str, Any]:
         method = _tools(self._kind).get(tool)
@@ -99,7 +104,17 @@ class _Environments:
             inspect.signature(getattr(environment, tool)).bind(**arguments)
         except TypeError as error:
             return {"refused": f"{tool}: {error}"}
-        return {"text": _text(returned_by(getattr(environment, tool), **arguments))}
+        return {"text": _text(returned_by(getattr(environment, tool), **arguments))} | self._score(episode)
+
+    def _score(self, episode: int) -> dict[str, float]:
+        """Returns how good the state of an episode is, if its environment says so."""
+        turn_score = getattr(self._episodes[episode], "turn_score", None)
+        score = None if turn_score is None else returned_by(turn_score)
+        if score is None:
+            return {}
+        if isinstance(score, Mapping):
+            raise WrongRewardError(f"turn_score returned {score}, expected a number or None")
+        return {"score": named_rewards(score)["reward"]}
 
     def _end(self, episode: int) -> dict[str, Any]:
         """Ends an episode; returns its rewards, None if the environment has no method for them."""

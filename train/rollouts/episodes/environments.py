@@ -23,6 +23,7 @@ class Environments:
     Attributes:
       form: `text`, or `tools`.
       tools: the JSON schemas of the tools.
+      has_scores: whether it scores the state after a turn.
       call_seconds: time of the last call of each episode.
     """
 
@@ -47,6 +48,7 @@ class Environments:
             raise UserError(f"environment.name: got {section.name!r}, but {problem}")
         self.form = described["form"]
         self.tools = described["tools"]
+        self.has_scores = described["has_scores"]
 
     def answer(self, questions: Sequence[dict[str, Any]]) -> list[Answer]:
         """Asks each episode's own process, all processes at once; returns the answers in the order of the questions."""

@@ -75,6 +75,12 @@ class EpisodeSource(InTurn):
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
         self._clock = clock
         self._environments = Environments(config.environment, clock)
+        if context.plan.turns and not self._environments.has_scores:
+            self._environments.close()
+            raise UserError(
+                f"environment.name: got {config.environment.name!r}, but advantage.type {config.advantage.type} reads "
+                "a score after every turn, and the class has no method turn_score"
+            )
         self._tools = self._environments.tools if self._tokenizer.has_template else []
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
         self._prompt_length = config.data.max_prompt_length
@@ -128,7 +134,15 @@ class EpisodeSource(InTurn):
         has_tools = self._environments.form == "tools"
         prompts = [state.prompt for state in running]
         # Tools give no rewards of their own.
-        completions = make_rows(examples, prompts, episodes, rows, shape, turn_rewards=not has_tools)
+        completions = make_rows(
+            examples,
+            prompts,
+            episodes,
+            rows,
+            shape,
+            turn_rewards=not has_tools,
+            turn_scores=self._context.plan.turns > 0,
+        )
         metrics = episode_metrics(episodes, tools=has_tools)
         return dataclasses.replace(completions, metrics=metrics)
 
@@ -241,7 +255,7 @@ class EpisodeSource(InTurn):
             for name, value in given.items():
                 state.rewards[name] = state.rewards.get(name, 0.0) + value
             turns = state.episode.turns
-            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given))
+            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given), score=answer.get("score"))
             if answer.get("done"):
                 state.episode.finished = True
                 continue

@@ -43,6 +43,14 @@ class Steps:
             return "seen"
         return text[::-1], 1, False
 
+class Scored(Steps):
+    def step(self, text):
+        self.text = text
+        return "", 0.0, False
+
+    def turn_score(self):
+        return {"0": 0, "half": 0.5, "dict": {"a": 1}}.get(self.text)
+
 class Closing:
     made = 0
 
@@ -124,6 +132,18 @@ def test_steps_return_tuples_or_mappings(source):
         ]
         ((name, text),) = [answer["failure"] for answer in ask(environments, ("step", 3, {"text": "wrong"}))]
         assert (name, text) == ("exception", "step returned str, expected (observation, reward, done)")
+
+
+def test_turns_are_scored_where_the_environment_says_so(source):
+    with opened(source, "Tools") as environments:
+        assert not environments.has_scores
+    with opened(source, "Scored") as environments:
+        assert environments.has_scores
+        ask(environments, ("reset", 0, {"row": {}}))
+        questions = [("step", 0, {"text": text}) for text in ("0", "half", "none", "dict")]
+        *answers, failed = ask(environments, *questions)
+        assert [answer.get("score") for answer in answers] == [0.0, 0.5, None]
+        assert failed["failure"] == ("exception", "turn_score returned {'a': 1}, expected a number or None")
 
 
 @pytest.mark.parametrize("field", ["turn_seconds", "episode_seconds"])

@@ -5,9 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+import kljax
 from tests import tiny
+from train.config.errors import UserError
+from train.config.plan import Plan
 from train.data.tasks import Example, Task
 from train.data.workers.process import WorkerProcess
+from train.rl.algorithms import estimate_advantages
 from train.rollouts.collect import collect, verify_sampled
 from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
@@ -30,6 +34,15 @@ class Rewarded(Tools):
     def reward(self):
         return 0.5
 
+class Scored(Tools):
+    def add(self, numbers: str) -> str:
+        """Adds; 7 is no good, and 9 leaves the state as it is."""
+        self.score = {"7": -1.0, "9": None}.get(numbers, 0.5)
+        return super().add(numbers)
+
+    def turn_score(self):
+        return self.score
+
 class Slow(Tools):
     def reset(self, answer):
         super().reset(answer)
@@ -45,6 +58,7 @@ class Steps:
         return "again\\n", 0.25, text == "stop"
 '''
 EOS, LENGTH = 257, 24
+ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator', max_turns: 3}"
 EXAMPLES = [Example("1+2", "3", "3"), Example("2+2", "4", "4")]
 
 
@@ -240,6 +254,46 @@ def test_time_over_a_limit_is_named(rollout):
         SourceError, match=r"4 of 4 .*\(4 episode_seconds\).*not over within environment.episode_seconds = 5"
     ):
         rollout("Slow", [["3"]] * 4, "environment.episode_seconds=5")
+
+
+def test_scores_of_turns_are_credited_as_the_library_says(rollout):
+    script = [["add 7", "add 1+2", "3"], ["add 1+2", "add 9", "3"], ["4"], ["add 9", "add 7", "add 4"]]
+    options = ("advantage={type: turn_credit, coef: 0.5, gamma: 0.75}", "optim.share_prompts=false")
+    drawn = rollout("Scored", script, *options, "data.max_completion_length=64")
+    batch = drawn.batch
+    mask = np.asarray(batch.completion_mask)
+    texts = [np.asarray(batch.tokens[row])[mask[row]].tolist() for row in range(4)]
+    turns = np.full(mask.shape, 99)
+    for row, columns in enumerate(mask):
+        ends = np.cumsum(np.asarray(batch.tokens[row])[columns] == EOS)
+        turns[row, columns] = ends - (np.array(texts[row]) == EOS)
+    nan = np.nan
+    scores = np.array([[-1, 0.5, nan], [0.5, nan, nan], [nan] * 3, [nan, -1, 0.5]])
+    assert np.array_equal(np.asarray(batch.fields["turn_ids"])[mask], turns[mask])
+    assert (np.asarray(batch.fields["turn_ids"])[~mask] == -1).all()
+    config = tiny.config_of(ENVIRONMENT, "rollout={prompts_per_step: 2, samples_per_prompt: 2}", *options)
+    actual, returns = estimate_advantages(Plan.of(config), config.advantage, batch)
+    expected = kljax.turn_credit_advantages(
+        np.asarray(batch.rewards),
+        scores,
+        ~np.isnan(scores),
+        turns,
+        mask,
+        group_ids=np.array([0, 0, 1, 1]),
+        num_groups=2,
+        coef=0.5,
+        gamma=0.75,
+    )
+    assert returns is None
+    np.testing.assert_allclose(actual, expected, 1e-6, 1e-7)
+    assert np.ptp(np.asarray(actual)[0][mask[0]]) > 0.1
+
+
+def test_environment_without_scores_is_refused(rollout):
+    with pytest.raises(
+        UserError, match=r"^environment.name: got .*Tools', but advantage.type turn_credit reads a score"
+    ):
+        rollout("Tools", [["3"]] * 4, "advantage=turn_credit")
 
 
 def test_too_many_failures_end_the_run(rollout):
