@@ -11,13 +11,14 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks import Example, Task
 from train.data.workers.process import WorkerProcess
+from train.plan.programs import AbstractRun
 from train.rl.algorithms import estimate_advantages
 from train.rollouts.collect import collect, verify_sampled
 from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
-from train.sequences.batch import place_rewards
+from train.sequences.batch import place_rewards, present_arrays
 
 SOURCE = '''
 class Tools:
@@ -287,6 +288,31 @@ def test_scores_of_turns_are_credited_as_the_library_says(rollout):
     assert returns is None
     np.testing.assert_allclose(actual, expected, 1e-6, 1e-7)
     assert np.ptp(np.asarray(actual)[0][mask[0]]) > 0.1
+
+
+PLANNED = [
+    ("Steps", ("rollout.fork_rows=1", "environment.history=template")),
+    ("Scored", ("advantage=turn_credit", "optim.share_prompts=false")),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), PLANNED)
+def test_plan_counts_the_arrays_of_episodes(rollout, source_file, name, options):
+    drawn = rollout(name, [["3"], ["stop"], ["3"], ["stop"]], *options)
+    environment = f"environment={{name: '{source_file}:{name}', max_turns: 3}}"
+    rows = "rollout={prompts_per_step: 2, samples_per_prompt: 2}"
+    config = tiny.config_of(environment, rows, f"data.max_completion_length={LENGTH}", *options)
+    planned = AbstractRun.of(config, tiny.mesh_of())
+    forms = [
+        {key: (x.shape, x.dtype) for key, x in present_arrays(batch).items()}
+        for batch in (planned._rollout_batch(), drawn.batch)
+    ]
+    # Rewards come after the rollout; tools give none of turns.
+    forms[1].pop("rewards")
+    if name == "Scored":
+        assert forms[0].pop("token_rewards") == forms[1]["turn_scores"]
+    assert forms[0] == forms[1]
+    assert [program.name for program in planned.lower()][-2:] == ["prepare", "update"]
 
 
 def test_environment_without_scores_is_refused(rollout):
