@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from train.config.errors import UserError
 from train.config.user_functions import find_function
@@ -33,11 +33,62 @@ def _tools(kind: Any) -> dict[str, Callable[..., Any]]:
 def _schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Describes a tool for a chat template, as transformers does."""
     parameters = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
-    properties = {p.name: {"type": TYPES.get(p.annotation, "string")} for p in parameters}
+    kinds = _kinds(method)
+    properties = {p.name: {"type": TYPES[kinds.get(p.name, (str,))[0]]} for p in parameters}
     required = [p.name for p in parameters if p.default is p.empty]
     described = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": inspect.getdoc(method) or "", "parameters": described}
     return {"type": "function", "function": function}
+
+
+def _kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
+    """Returns the types of JSON that each parameter takes, NoneType among them if it may be null, by its type hint."""
+    try:
+        hints = get_type_hints(method)
+    except (NameError, TypeError):
+        return {}
+    kinds = {}
+    for name, hint in hints.items():
+        members = [get_origin(member) or member for member in get_args(hint) if type(None) in get_args(hint)]
+        found = tuple(kind for kind in (*members, hint, get_origin(hint)) if kind in TYPES)
+        if found:
+            kinds[name] = (*found, *([type(None)] if members else []))
+    return kinds
+
+
+def _read_arguments(method: Callable[..., Any], arguments: dict[str, Any] | str) -> dict[str, Any]:
+    """Returns the arguments of a call as the type hints say; a text is the first of them.
+
+    Raises:
+      TypeError: one is missing, unknown, or of another type; the text tells which.
+    """
+    kinds = _kinds(method)
+    if isinstance(arguments, str):
+        first = next(iter(inspect.signature(method).parameters), None)
+        arguments = {} if first is None else {first: _read_number(arguments, kinds.get(first, (str,)))}
+    inspect.signature(method).bind(**arguments)
+    for name, value in arguments.items():
+        wanted = kinds.get(name)
+        # A bool is no number in JSON, and an integer is one.
+        of_value = (int, float) if type(value) is int else (type(value),)
+        if wanted is not None and not {*wanted} & {*of_value}:
+            raise TypeError(f"{name}: got {json.dumps(value)[:60]}, expected {' or '.join(map(_json_name, wanted))}")
+    return arguments
+
+
+def _read_number(text: str, kinds: tuple[type, ...]) -> Any:
+    """Reads a text as a number where no text is wanted, if it is one."""
+    for kind in (int, float):
+        if kind in kinds and str not in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+def _json_name(kind: type) -> str:
+    return TYPES.get(kind, "null")
 
 
 class _Environments:
@@ -96,15 +147,12 @@ class _Environments:
         method = _tools(self._kind).get(tool)
         if method is None:
             return {"refused": f"there is no tool {tool!r}; the tools are {', '.join(_tools(self._kind))}"}
-        environment = self._episodes[episode]
-        parameters = [name for name in inspect.signature(method).parameters if name != "self"]
-        if isinstance(arguments, str):
-            arguments = {parameters[0]: arguments} if parameters else {}
+        call = getattr(self._episodes[episode], tool)
         try:
-            inspect.signature(getattr(environment, tool)).bind(**arguments)
+            arguments = _read_arguments(call, arguments)
         except TypeError as error:
             return {"refused": f"{tool}: {error}"}
-        return {"text": _text(returned_by(getattr(environment, tool), **arguments))} | self._score(episode)
+        return {"text": _text(returned_by(call, **arguments))} | self._score(episode)
 
     def _score(self, episode: int) -> dict[str, float]:
         """Returns how good the state of an episode is, if its environment says so."""

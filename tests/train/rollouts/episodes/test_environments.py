@@ -51,6 +51,14 @@ class Scored(Steps):
     def turn_score(self):
         return {"0": 0, "half": 0.5, "dict": {"a": 1}}.get(self.text)
 
+class Typed:
+    def reset(self):
+        pass
+
+    def all(self, a: int, b: float = 0.5, c: bool = True, d: "list[str]" = (), e: dict | None = None, f=None) -> str:
+        """Shows its arguments."""
+        return repr((a, b, c, d, e, f))
+
 class Closing:
     made = 0
 
@@ -132,6 +140,34 @@ def test_steps_return_tuples_or_mappings(source):
         ]
         ((name, text),) = [answer["failure"] for answer in ask(environments, ("step", 3, {"text": "wrong"}))]
         assert (name, text) == ("exception", "step returned str, expected (observation, reward, done)")
+
+
+def test_arguments_of_another_type_are_refused(source):
+    with opened(source, "Typed") as environments:
+        (tool,) = environments.tools
+        types = {name: p["type"] for name, p in tool["function"]["parameters"]["properties"].items()}
+        assert types == dict(zip("abcdef", ["integer", "number", "boolean", "array", "object", "string"], strict=True))
+        ask(environments, ("reset", 0, {"row": {}}))
+
+        def call(arguments):
+            (answer,) = ask(environments, ("call", 0, {"tool": "all", "arguments": arguments}))
+            return answer
+
+        assert call({"a": 1}) == {"text": "(1, 0.5, True, (), None, None)"}
+        assert call({"a": 2, "b": 3, "c": False, "d": ["x"], "e": None, "f": [4]})["text"].startswith("(2, 3, False, [")
+        assert call("7") == call({"a": 7})
+        for arguments, name in [
+            ({"a": "1"}, 'a: got "1", expected integer'),
+            ({"a": 1.5}, "a: got 1.5, expected integer"),
+            ({"a": True}, "a: got true, expected integer"),
+            ({"a": 1, "b": "x"}, 'b: got "x", expected number'),
+            ({"a": 1, "c": 0}, "c: got 0, expected boolean"),
+            ({"a": 1, "d": {}}, "d: got {}, expected array"),
+            ({"a": 1, "e": [1] * 100}, "e: got [1, 1, 1,"),
+            ({"a": 1, "e": "x"}, 'e: got "x", expected object or null'),
+            ("seven", 'a: got "seven", expected integer'),
+        ]:
+            assert call(arguments)["refused"].startswith(f"all: {name}"), arguments
 
 
 def test_turns_are_scored_where_the_environment_says_so(source):
