@@ -95,7 +95,7 @@ def test_halving_finds_every_number_in_four_guesses(number):
 
 
 @pytest.mark.parametrize("text", ["", "fifteen", "-1", "15", "007", "1 ", "\u0661", "9" * 10_000])
-def test_guess_that_is_no_number_of_the_game_is_told(text):
+def test_guess_that_is_no_number_is_told(text):
     environment = Guessing(14)
     environment.reset("7")
     assert environment.step(text) == ("0 to 14\n", 0.0, False)

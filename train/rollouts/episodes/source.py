@@ -167,7 +167,6 @@ class EpisodeSource(InTurn):
                         state.turn = None
             self._observe(engine, running, [turn for turn in ended if running[_number(turn)].turn is turn])
         failed = [number for number, state in enumerate(running) if state.episode.failure is not None]
-        self._environments.answer([{"do": "close", "episode": number} for number in failed])
         numbers = [number for number, state in enumerate(running) if state.episode.failure is None]
         ends = self._environments.answer([{"do": "end", "episode": number} for number in numbers])
         for number, answer in zip(numbers, ends, strict=True):
@@ -178,6 +177,8 @@ class EpisodeSource(InTurn):
             if rewards is None and self._environments.form == "text":
                 rewards = state.rewards
             state.episode.rewards = rewards
+        # After the others, which a call that hangs would take with it.
+        self._environments.answer([{"do": "close", "episode": number} for number in failed])
 
     def _start(self, engine: TurnEngine, number: int, state: _Running, text: str) -> None:
         example = state.example

@@ -183,7 +183,7 @@ def test_turns_are_scored_where_the_environment_says_so(source):
 
 
 @pytest.mark.parametrize("field", ["turn_seconds", "episode_seconds"])
-def test_call_longer_than_its_turn_or_episode_ends_there(source, field):
+def test_call_longer_than_its_turn_fails(source, field):
     with opened(source, "Tools", **{field: 2.0}) as environments:
         ask(environments, ("reset", 0, {"row": {"answer": "1"}}))
         (answer,) = ask(environments, ("call", 0, {"tool": "calc", "arguments": "hang"}))

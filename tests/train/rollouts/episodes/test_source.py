@@ -21,6 +21,8 @@ from train.rollouts.stream import Stream
 from train.sequences.batch import place_rewards, present_arrays
 
 SOURCE = '''
+import time
+
 class Tools:
     def reset(self, answer):
         self.answer = answer
@@ -43,6 +45,15 @@ class Scored(Tools):
 
     def turn_score(self):
         return self.score
+
+class Hanging(Tools):
+    def close(self):
+        time.sleep(60 if self.answer == "hang" else 0)
+
+    def add(self, numbers: str) -> str:
+        """Adds, or fails, and hangs when it is closed."""
+        self.answer = "hang"
+        raise ConnectionError("no answer")
 
 class Slow(Tools):
     def reset(self, answer):
@@ -250,6 +261,12 @@ def test_episodes_over_their_time_leave_the_group(rollout, limit, names, script,
     assert failed == {f"episodes_failed_{name}": float(groups.count(-1)) for name in names}
 
 
+def test_close_that_hangs_loses_no_other_episode(rollout):
+    drawn = rollout("Hanging", [["add 1"], ["3"], ["3"], ["4"]], "environment.step_seconds=2")
+    assert np.asarray(drawn.batch.group_ids).tolist() == [-1, 0, 1, 1]
+    assert drawn.metrics["episodes_failed_lost"] == 0
+
+
 def test_time_over_a_limit_is_named(rollout):
     with pytest.raises(
         SourceError, match=r"4 of 4 .*\(4 episode_seconds\).*not over within environment.episode_seconds = 5"
@@ -257,7 +274,7 @@ def test_time_over_a_limit_is_named(rollout):
         rollout("Slow", [["3"]] * 4, "environment.episode_seconds=5")
 
 
-def test_scores_of_turns_are_credited_as_the_library_says(rollout):
+def test_turns_are_credited_as_the_library_says(rollout):
     script = [["add 7", "add 1+2", "3"], ["add 1+2", "add 9", "3"], ["4"], ["add 9", "add 7", "add 4"]]
     options = ("advantage={type: turn_credit, coef: 0.5, gamma: 0.75}", "optim.share_prompts=false")
     drawn = rollout("Scored", script, *options, "data.max_completion_length=64")
