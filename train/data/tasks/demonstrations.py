@@ -18,7 +18,7 @@ def demonstrate(prompt: str, answer: str, turns: Iterable[tuple[str, str]]) -> E
 
     Example:
       >>> example = demonstrate("2 plus 2?", "4", [("calc 2+2", "4\\n"), ("4", "")])
-      >>> bytes(example.solution_ids[example.solution_mask & (example.solution_ids < 256)])
+      >>> bytes(i for i in example.solution_ids[example.solution_mask].tolist() if i < 256)
       b'calc 2+24'
     """
     ids = list[int]()
