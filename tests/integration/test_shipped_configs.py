@@ -32,6 +32,21 @@ CALCULATOR = (
     "steps=2",
     "optim={warmup_steps: 0, updates_per_batch: 1}",
     "checkpoint={every: 1, keep: 10}",
+    # Episodes of so small a model have all the same reward, and no advantages.
+    "loss.entropy_coef=0.01",
+)
+EPISODES = (*CALCULATOR[1:5], *CALCULATOR[6:])
+GUESSING = (
+    "configs/guessing.yaml",
+    *EPISODES,
+    "data.arguments={most: 14, turns: 4, problems: 40, held_out: 4, wrong: 0.5}",
+    "advantage={type: turn_credit, gamma: 0.5}",
+)
+SQLITE = (
+    "configs/sqlite.yaml",
+    *EPISODES,
+    "data.arguments={seed: 0, names: 40, problems: 40, held_out: 4, wrong: 0.5}",
+    "environment.arguments={seed: 0, names: 40}",
 )
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show; other files read most of these runs as well.
@@ -43,6 +58,8 @@ RECIPES = (
     (PPO, {"kl_reward", "kl_coef", "value_loss", "entropy_coef"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
     (CALCULATOR, {"kl_loss", "episode_turns", "episode_tool_calls"}),
+    (GUESSING, {"kl_loss", "episode_turns", "episode_truncated"}),
+    (SQLITE, {"kl_loss", "episode_turns", "episode_tool_calls"}),
 )
 CURVES = [{panel.metric, panel.instead} for panel in PANELS if panel.phase == "train"]
 LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4

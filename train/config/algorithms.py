@@ -78,6 +78,7 @@ ADVANTAGES: Mapping[str, str] = {
     "iw_opd": "kljax:iw_opd_advantages",
     "jsd": "kljax:jsd_advantages",
     "topd": "kljax:topd_advantages",
+    "turn_credit": "kljax:turn_credit_advantages",
 }
 """Advantage estimators."""
 CORRECTIONS: Mapping[str, str] = {
@@ -150,7 +151,6 @@ NOT_ESTIMATORS: Mapping[str, str] = {
     "high_entropy_mask": "a mask of the loss, from entropies",
     "kimi_advantages": "adjusts other advantages at every update",
     "rae_advantages": "needs baselines that are kept from batch to batch, one for each agent",
-    "turn_credit_advantages": "needs a score after every turn of an episode; docs/own-loop.md has one",
     "remax_advantages": "needs the reward of a greedy completion of each prompt",
 }
 """Functions of `kljax.advantages` that `ADVANTAGES` leaves out, and why."""

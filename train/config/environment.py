@@ -25,6 +25,10 @@ class EnvironmentSection(Section):
     """Where the chat template drops parts of earlier replies, as thinking: `keep` them, or fork as `template` says."""
     step_seconds: Positive = 60.0
     """Longest time of one call of the environment; an episode beyond it has failed, and is not trained on."""
+    turn_seconds: Positive | None = None
+    """Longest time of a turn and of its call; likewise. null: none."""
+    episode_seconds: Positive | None = None
+    """Longest time of an episode, its turns and its calls; likewise. null: none."""
     processes: Size = 1
     """Worker processes; an episode stays in its process."""
     rows: Size | None = None

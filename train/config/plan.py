@@ -50,6 +50,9 @@ ADVANTAGE_ARRAYS: Mapping[str, str] = {
     "teacher_log_probs": "ref_log_probs",
     "values": "values",
     "sum_squared_probs": "sum_squared_probs",
+    "turn_ids": "turn_scores",
+    "turn_scores": "turn_scores",
+    "scored": "turn_scores",
 }
 """The arrays that an advantage estimator can name, and the field of the batch that each comes from."""
 
@@ -125,6 +128,7 @@ class Plan:
       mismatch: whether the mismatch of trainer and sampler is measured.
       value_head: whether a value head is trained.
       sum_squared_probs: whether the sums of the squared probabilities are read.
+      turns: most turns of an episode, whose scores the estimator reads; 0: it reads none.
       entropies: whether the loss differentiates entropies.
       key: whether the loss draws random numbers.
       scope: the tokens that the loss of a token depends on; None for a function of the user, of which nothing is known.
@@ -150,6 +154,7 @@ class Plan:
     mismatch: bool
     value_head: bool
     sum_squared_probs: bool
+    turns: int
     entropies: bool
     key: bool
     scope: Scope | None
@@ -324,12 +329,19 @@ def _plan(config: Config) -> Plan:
         mismatch=mismatch,
         value_head="values" in fields,
         sum_squared_probs="sum_squared_probs" in fields,
+        turns=_most_turns(config) if "turn_scores" in fields else 0,
         entropies=config.loss.has_entropy_term() or "entropies" in read,
         key="key" in read,
         scope=_scope(config, loss),
         layout=Layout.of(config),
         num_groups=config.rollout.prompts_per_step,
     )
+
+
+def _most_turns(config: Config) -> int:
+    """Returns the most turns of an episode, each of which has a token; without an environment there is one."""
+    turns = 1 if config.environment is None else config.environment.max_turns
+    return min(turns, config.data.max_completion_length)
 
 
 def _rows_return_alike(config: Config) -> bool:

@@ -110,7 +110,7 @@ class EndpointSourceSection(Section):
     reward_key_file: PathText | None = None
     """endpoint: file with this key, in place of `reward_key_env`."""
     episode_seconds: Positive = 600.0
-    """endpoint: longest time of an episode; one beyond it has failed, and is not trained on."""
+    """endpoint: longest time of an episode; an episode beyond it has failed, and is not trained on."""
     max_requests: Size = 1024
     """endpoint: requests at one time; more are answered with 429."""
     rows: Size | None = None

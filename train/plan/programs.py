@@ -38,7 +38,7 @@ from train.rollouts.layout import device_bytes
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler.draw import describe_draws
 from train.sequences.batch import Batch
-from train.sequences.token_fields import LAGS, ROUTES, TOKEN_FIELDS
+from train.sequences.token_fields import LAGS, ROUTES, TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES
 
 Tree = Any
 
@@ -228,11 +228,17 @@ class AbstractRun:
             fields[ROUTES] = jax.ShapeDtypeStruct((1, *self.context.model.config.route_shape), jnp.int16)
         if reads_lags(self.context.plan):
             fields[LAGS] = jax.ShapeDtypeStruct((1,), jnp.int32)
+        of_turns: tuple[str, ...] = ()
+        if config.environment is not None:
+            # Of text steps; tools, which give no rewards of turns, need less.
+            of_turns = (TOKEN_REWARDS, *((TURN_IDS, TURN_SCORES) if self.context.plan.turns else ()))
+        fields |= {name: jax.ShapeDtypeStruct((1,), TOKEN_FIELDS[name].dtype) for name in of_turns}
         return Batch(
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
             completion_mask=array(jnp.bool, length),
             group_ids=array(jnp.int32),
+            episode_rows=array(jnp.int32) if config.rollout.fork_rows else None,
             rollout_log_probs=array(log_probs.dtype, length) if config.rollout.record_log_probs else None,
             fields={name: array(x.dtype, length, *x.shape[1:]) for name, x in fields.items()},
         )

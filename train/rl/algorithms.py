@@ -23,7 +23,8 @@ from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.signatures import Signature, load_function
 from train.rl.metrics import Metrics
 from train.rl.user_functions import call_user, check_result
-from train.sequences.batch import Batch, place_rewards, required
+from train.sequences.batch import Batch, place_rewards, required, turn_scores
+from train.sequences.token_fields import TURN_IDS
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
@@ -76,6 +77,11 @@ def estimate_advantages(plan: Plan, section: Advantage, batch: Batch, shaped: Ar
         # A row without a token has no KL.
         arrays["rewards"] = lambda: jnp.where(mask.any(-1), kljax.masked_sum(shaped, mask, axis=-1), rewards)
         arrays["token_rewards"] = lambda: shaped
+    arrays |= {
+        "turn_ids": lambda: required(batch.fields.get(TURN_IDS)),
+        "turn_scores": lambda: turn_scores(batch, plan.turns)[0],
+        "scored": lambda: turn_scores(batch, plan.turns)[1],
+    }
     arrays |= {
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }

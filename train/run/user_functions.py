@@ -12,7 +12,7 @@ from train.config.plan import Plan
 from train.rl.algorithms import estimate_advantages, policy_loss
 from train.rl.correction import make_correction
 from train.sequences.batch import Batch
-from train.sequences.token_fields import LAGS
+from train.sequences.token_fields import LAGS, TURN_IDS, TURN_SCORES
 
 
 def check_user_functions(plan: Plan) -> None:
@@ -51,5 +51,9 @@ def _abstract_batch(rows: int, length: int) -> Batch:
         rewards=_array(rows),
         group_ids=_array(rows, dtype=jnp.int32),
         **{name: _array(rows, length) for name in per_token},
-        fields={LAGS: _array(rows, length, dtype=jnp.int32)},
+        fields={
+            LAGS: _array(rows, length, dtype=jnp.int32),
+            TURN_IDS: _array(rows, length, dtype=jnp.int32),
+            TURN_SCORES: _array(rows, length),
+        },
     )

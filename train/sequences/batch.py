@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TokenFields
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, TokenFields
 
 Array = jax.Array
 Metadata = Mapping[str, Any]
@@ -101,6 +101,23 @@ def place_rewards(batch: Batch) -> Array:
         return kljax.place_rewards(rewards, mask)
     given = kljax.masked(batch.fields[TOKEN_REWARDS], mask)
     return given + kljax.place_rewards(rewards - given.sum(-1), mask)
+
+
+def turn_scores(batch: Batch, turns: int) -> tuple[Array, Array]:
+    """Collects the scores of the turns of each row, `[B, K]`, and which turns have one.
+
+    Args:
+      batch: has the turn of each token, and the scores on their last ones.
+      turns: K, more than any turn has a number.
+    """
+    ids = required(batch.fields.get(TURN_IDS))
+    scores = required(batch.fields.get(TURN_SCORES))
+    known = (ids >= 0) & jnp.isfinite(scores)
+    rows = jnp.arange(row_count(batch))[:, None]
+    # What has no score is written outside, and dropped.
+    places = rows, jnp.where(known, ids, turns)
+    none = jnp.zeros((row_count(batch), turns), scores.dtype)
+    return none.at[places].set(scores, mode="drop"), none.astype(bool).at[places].set(True, mode="drop")
 
 
 def per_token_fields(batch: Batch) -> Batch:

@@ -145,6 +145,8 @@ def _check_versions(values: Sequence[Any], ids: Sequence[int], vocab_size: int) 
 
 ROUTES = "routed_experts"
 TOKEN_REWARDS = "token_rewards"
+TURN_IDS = "turn_ids"
+TURN_SCORES = "turn_scores"
 VERSIONS = "token_versions"
 LAGS = "token_lags"
 UNKNOWN = -1
@@ -163,6 +165,10 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     LAGS: TokenField(np.int32, fill=UNKNOWN, recorded=False),
     # The part of the reward of a row that was given at a token, such as the last one of a turn.
     TOKEN_REWARDS: TokenField(np.float32),
+    # The turn of an episode that a token was sampled in, counted from 0.
+    TURN_IDS: TokenField(np.int32, fill=-1, recorded=False),
+    # On the last token of a turn, how good the state is after it; -inf: no score.
+    TURN_SCORES: TokenField(np.float32, fill=-math.inf, null=-math.inf, recorded=False),
     # The experts that computed a token, which decide the log-prob of the next; -1: unknown, as of the last token of a
     # row, which the sampler never computes.
     ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, scored=True, check=_check_routes),

@@ -89,7 +89,9 @@ def test_a_loss_has_the_defaults_of_its_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_estimator_has_the_defaults_of_its_function(name: str) -> None:
-    config, _ = build(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
+    episodes = "environment={name: 'train.data.environments.calculator:Calculator'}"
+    more = {"gae": ["loss.value_coef=0.5"], "turn_credit": [episodes]}.get(name, [])
+    config, _ = build(f"advantage={name}", *more)
     arguments = {
         p.name: p.default
         for p in read_signature(ADVANTAGES[name]).parameters

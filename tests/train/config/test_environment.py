@@ -4,6 +4,7 @@ import pytest
 
 from tests import tiny
 from train.config.errors import UserError
+from train.config.plan import Plan
 
 ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator'}"
 
@@ -11,7 +12,25 @@ ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator
 def test_environment_has_defaults():
     section = tiny.config_of(ENVIRONMENT).environment
     assert (section.max_turns, section.step_seconds, section.processes) == (8, 60.0, 1)
+    assert (section.turn_seconds, section.episode_seconds) == (None, None)
     assert tiny.config_of().environment is None
+
+
+def test_scores_of_turns_need_an_environment():
+    assert Plan.of(tiny.config_of("advantage=turn_credit", ENVIRONMENT, "environment.max_turns=3")).turns == 3
+    assert Plan.of(tiny.config_of("advantage=turn_credit", ENVIRONMENT, "data.max_completion_length=6")).turns == 6
+    assert Plan.of(tiny.config_of(ENVIRONMENT)).turns == 0
+    with pytest.raises(UserError, match=r"advantage.type: got turn_credit, which reads a score after every turn; set"):
+        tiny.config_of("advantage=turn_credit")
+    options = (ENVIRONMENT, "environment.history=template", "rollout.fork_rows=1")
+    with pytest.raises(UserError, match=r"rollout.fork_rows: got 1, but advantage.type turn_credit judges each row"):
+        tiny.config_of("advantage=turn_credit", *options)
+
+
+def test_turn_longer_than_its_episode_is_refused():
+    message = r"environment.turn_seconds: got 9, more than environment.episode_seconds = 8"
+    with pytest.raises(UserError, match=message):
+        tiny.config_of(ENVIRONMENT, "environment.turn_seconds=9", "environment.episode_seconds=8")
 
 
 @pytest.mark.parametrize(
@@ -21,7 +40,10 @@ def test_environment_has_defaults():
         ("rollout.source={type: openai, url: 'http://a:1', model: m}", "environment: got one, but rollout.source.type"),
         ("environment.turn_tokens=9", "environment.turn_tokens: got 9, more than data.max_completion_length"),
         ("environment.max_turns=0", "environment.max_turns: got 0, expected an integer >= 1"),
-        ("environment.name=mine:Calculator", "environment.name: got 'mine:Calculator', but there is no module 'mine'"),
+        (
+            "environment.name=nowhere:Calculator",
+            "environment.name: got 'nowhere:Calculator', but there is no module 'nowhere'",
+        ),
         (
             "environment.name=train.data:Calculator",
             "environment.name: got 'train.data:Calculator', but train.data has no",
@@ -31,6 +53,7 @@ def test_environment_has_defaults():
             "rollout.fork_rows=1",
             "rollout.fork_rows: got 1, but rollout.source.type jax has no forks, unless environment",
         ),
+        ("environment.turn_seconds=0", "environment.turn_seconds: got 0"),
         ("environment.max_failures=2", "environment.max_failures: got 2"),
     ],
 )

@@ -32,11 +32,29 @@ from train.sequences.batch import Batch
 LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)
 REQUIRED = {"dro": ["loss.coef=0.5"]}
 KEY = jax.random.key(7)
+EPISODES = "environment={name: 'train.data.environments.calculator:Calculator', max_turns: 3}"
 ENTROPY = "loss.entropy_controller={{type: adaptive, {}}}"
 
 
 def batch_of() -> Batch:
     return dataclasses.replace(tiny.full_batch(LOG_PROBS), sum_squared_probs=jnp.full(LOG_PROBS.shape, 0.3))
+
+
+def turns_of() -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, jax.Array]]:
+    """Scores of three turns of each row, which of them there are, and the turn of each token; and both as fields."""
+    rng = np.random.default_rng(5)
+    scored = rng.random((tiny.ROWS, 3)) < 0.7
+    scores = np.where(scored, rng.normal(size=scored.shape), 0).astype(np.float32)
+    # Ids are -1 on observations and padding; a score is on the last token of its turn.
+    turn_ids = np.sort(rng.integers(0, 3, (tiny.ROWS, tiny.LENGTH)), -1)
+    on_tokens = np.full(turn_ids.shape, -np.inf, np.float32)
+    for row in range(tiny.ROWS):
+        for turn in np.flatnonzero(scored[row]):
+            tokens = np.flatnonzero(turn_ids[row] == turn)
+            scored[row, turn] = len(tokens) > 0
+            on_tokens[row, tokens[-1:]] = scores[row, turn]
+    scores = np.where(scored, scores, 0)
+    return scores, scored, turn_ids, {"turn_ids": jnp.asarray(turn_ids, jnp.int32), "turn_scores": on_tokens}
 
 
 def stats_of() -> kljax.TokenStats:
@@ -73,8 +91,10 @@ def test_policy_loss_gets_the_arrays_in_its_signature(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
-    config = tiny.config_of(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
-    batch = batch_of()
+    more = {"gae": ["loss.value_coef=0.5"], "turn_credit": [EPISODES]}.get(name, [])
+    config = tiny.config_of(f"advantage={name}", *more)
+    scores, scored, turn_ids, fields = turns_of()
+    batch = dataclasses.replace(batch_of(), fields=fields)
     mask, groups = batch.completion_mask, batch.group_ids
     token_rewards = kljax.place_rewards(batch.rewards, mask)
     function, count = getattr(kljax, ADVANTAGES[name].rpartition(":")[2]), {"num_groups": 4}
@@ -86,6 +106,7 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
         "iw_opd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
         "topd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask, groups, **count),
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
+        "turn_credit": lambda: function(batch.rewards, scores, scored, turn_ids, mask, group_ids=groups, **count),
     }.get(name, lambda: kljax.broadcast_to_tokens(function(batch.rewards, groups, **count), mask))
     assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[0], expected)
     returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[1])

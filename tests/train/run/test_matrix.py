@@ -1,5 +1,6 @@
 """Drawn configs, each trained for two steps by the loop itself: finite, compiled once, and continued bit for bit."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from types import NoneType, SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +36,7 @@ RAW = {
     **tiny.RAW,
     "model": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp_width": 8},
 }
+EPISODES = {"name": "train.data.environments.calculator:Calculator", "max_turns": 2}
 FAMILIES = {
     "loss": LOSS_VARIANTS,
     "advantage": ADVANTAGE_VARIANTS,
@@ -128,6 +131,7 @@ def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: 
     updates, parts = (2, 1) if loss in ("clip_cov", "kl_cov") else draw.one_of([(2, 1), (1, 2)])
     return {
         **RAW,
+        **({"environment": EPISODES} if advantage == "turn_credit" else {}),
         "loss": section,
         "advantage": draw.variant("advantage", advantage) | {"whiten": draw.often(0.3)},
         "kl": kl,
@@ -174,6 +178,10 @@ class RecordedRun:
 def recorded(monkeypatch):
     def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
         batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={})
+        if context.plan.turns:
+            turns = jnp.cumsum(batch.completion_mask, -1) % context.plan.turns
+            scores = jnp.sin(jnp.arange(turns.size, dtype=jnp.float32)).reshape(turns.shape)
+            batch = dataclasses.replace(batch, fields={**batch.fields, "turn_ids": turns, "turn_scores": scores})
         return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0, lag=None)
 
     monkeypatch.setattr(loop, "draw", draw)

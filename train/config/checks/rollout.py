@@ -197,6 +197,21 @@ def _environment(config: Config) -> Iterator[Problem]:
             "environment.turn_tokens",
             "data.max_completion_length",
         )
+    turn = environment.turn_seconds
+    episode = environment.episode_seconds
+    if turn is not None and episode is not None and turn > episode:
+        text = f"got {turn:g}, more than environment.episode_seconds = {episode:g}, which ends the episode before"
+        yield problem(text, "environment.turn_seconds", "environment.episode_seconds")
+
+
+def _turn_scores(config: Config) -> Iterator[Problem]:
+    """Checks that turns are scored, if the estimator reads their scores."""
+    if Plan.of(config).turns and config.environment is None:
+        text = (
+            f"got {config.advantage.type}, which reads a score after every turn; set an environment whose class has a "
+            "method turn_score, or choose another one"
+        )
+        yield problem(text, "advantage.type", "environment")
 
 
 def _endpoint(config: Config) -> Iterator[Problem]:
@@ -262,4 +277,16 @@ def _forks(config: Config) -> Iterator[Problem]:
         yield problem(text.format("kl.reward charges"), name, "kl.reward.coef")
 
 
-CHECKS = (_ignored, _file, _evaluation, _user_source, _server, _slots, _kept_tokens, _environment, _endpoint, _forks)
+CHECKS = (
+    _ignored,
+    _file,
+    _evaluation,
+    _user_source,
+    _server,
+    _slots,
+    _kept_tokens,
+    _environment,
+    _turn_scores,
+    _endpoint,
+    _forks,
+)

@@ -2,11 +2,9 @@
 
 import random
 
-import numpy as np
-
 from train.data.environments.calculator import compute
+from train.data.tasks.demonstrations import demonstrate
 from train.data.tasks.task import Example, Task
-from train.data.tokenizers import ByteTokenizer
 
 LEAST = 2
 MOST = 99
@@ -31,34 +29,18 @@ def task(problems: int, held_out: int, wrong: float) -> Task:
 def _example(numbers: tuple[int, int, int], rng: random.Random, wrong: float) -> Example:
     first, second, third = numbers
     answer = str(first * second + third)
-    ids = list[int]()
-    mask = list[bool]()
-    tokenizer = ByteTokenizer()
-
-    def write(text: str, *, sampled: bool) -> None:
-        written = [*tokenizer.encode(text), *([tokenizer.eos_id] if sampled else [])]
-        ids.extend(written)
-        mask.extend([sampled] * len(written))
-
+    turns = list[tuple[str, str]]()
     last = answer
     if rng.random() < wrong:
         last = "".join(rng.choice("0123456789") for _ in answer)
     else:
         expression = f"{first}*{second}" if rng.random() < wrong / 2 else f"{first}*{second}+{third}"
-        write(f"calc {expression}", sampled=True)
         last = compute(expression)
-        write(f"{last}\n", sampled=False)
+        turns.append((f"calc {expression}", f"{last}\n"))
         if rng.random() < wrong / 2:
             place = rng.randrange(len(last))
             last = last[:place] + rng.choice("0123456789") + last[place + 1 :]
-    write(last, sampled=True)
-    return Example(
-        f"{first} times {second} plus {third}?\n",
-        answer,
-        answer,
-        solution_ids=np.array(ids, np.int32),
-        solution_mask=np.array(mask),
-    )
+    return demonstrate(f"{first} times {second} plus {third}?\n", answer, [*turns, (last, "")])
 
 
 def _score(example: Example, text: str, finished: bool) -> dict[str, float]:

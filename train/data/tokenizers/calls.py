@@ -31,6 +31,8 @@ def parse_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
       []
       >>> parse_calls('<tool_call>{"name": </tool_call>', ["calc"])[0].problem
       'the call is not JSON'
+      >>> parse_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", ["calc"])[0].problem
+      'the call is not JSON'
     """
     calls = [_parse(match[1]) for match in CALL.finditer(text)]
     if not calls and "<tool_call>" in text:
@@ -44,7 +46,7 @@ def parse_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
 def _parse(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ToolCall("", "", "the call is not JSON")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", "", "the call has no name")

@@ -48,21 +48,23 @@ class _Agent:
         async def one(episode: Mapping[str, Any]) -> dict[str, Any]:
             given = {**episode, "base_url": question["base_url"], "model": question["model"], **self._arguments}
             async with room:
+                limit = asyncio.timeout(question["seconds"])
                 try:
-                    async with asyncio.timeout(question["seconds"]):
+                    async with limit:
                         if inspect.iscoroutinefunction(play):
                             returned = await play(**given)
                         else:
                             returned = await asyncio.to_thread(play, **given)
                     rewards = dict(returned) if isinstance(returned, Mapping) else returned
                     return {"rewards": None if rewards is None else named_rewards(rewards)}
-                except TimeoutError:
-                    return {"failure": ("timeout", f"not over within {question['seconds']:g} s")}
                 except WrongRewardError as error:
                     return {"failure": ("exception", f"{self._name} {error}")}
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:  # also SystemExit, which would end the run without a word
+                    if isinstance(error, TimeoutError) and limit.expired():
+                        text = f"not over within rollout.source.episode_seconds = {question['seconds']:g}"
+                        return {"failure": ("episode_seconds", text)}
                     return {"failure": ("exception", failure(error))}
 
         played = await asyncio.gather(*map(one, question["episodes"]))

@@ -69,7 +69,7 @@ class Agents:
             results = worker.ask(question, seconds=rounds * self._section.episode_seconds + GRACE_SECONDS)
         except NoAnswer as error:
             self._workers[number] = None
-            name = "timeout" if isinstance(error, TooLate) else "ended"
+            name = "episode_seconds" if isinstance(error, TooLate) else "ended"
             results = [{"failure": (name, str(error))}] * len(share)
         if isinstance(results, dict):
             results = [{"failure": ("exception", results["error"])}] * len(share)

@@ -176,7 +176,7 @@ class EndpointSource(InTurn):
             if not episode.over and episode.deadline is not None and now > episode.deadline:
                 try:
                     text = f"not over within rollout.source.episode_seconds = {self._section.episode_seconds:g}"
-                    self._episodes.end(episode, failure=("timeout", text))
+                    self._episodes.end(episode, failure=("episode_seconds", text))
                 except RequestError:
                     continue  # it ended meanwhile
 

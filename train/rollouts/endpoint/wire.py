@@ -241,7 +241,7 @@ def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(400, f"{name}: got {_shown(call)}, expected an object with a function", "messages")
         arguments = function.get("arguments")
-        with contextlib.suppress(ValueError):  # it may be the text of a call that the policy wrote wrongly
+        with contextlib.suppress(ValueError, RecursionError):  # the policy may have written the call wrongly
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         read.append(
             {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -10,16 +10,18 @@ from train.data.tasks import Example
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.episodes.turns import Sequence as TurnSequence
 from train.rollouts.source import Completions, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, UNKNOWN, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, UNKNOWN, VERSIONS
 
 FAILURES = {
     "exception": "episodes_failed_exception",
-    "timeout": "episodes_failed_timeout",
+    "step_seconds": "episodes_failed_step_seconds",
+    "turn_seconds": "episodes_failed_turn_seconds",
+    "episode_seconds": "episodes_failed_episode_seconds",
     "ended": "episodes_failed_ended",
     "lost": "episodes_failed_lost",
     "forks": "episodes_failed_forks",
 }
-"""The metrics that count episodes that are left out, by the name of the reason."""
+"""The metrics that count episodes that are left out, by the name of the reason; of a limit of time it is its field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,7 @@ def make_rows(
     shape: RowShape,
     *,
     turn_rewards: bool = False,
+    turn_scores: bool = False,
 ) -> Completions:
     """Makes the rows of a batch; one without a sequence has a prompt alone.
 
@@ -131,6 +134,7 @@ def make_rows(
       rows: of `place_sequences`.
       shape: of the rows.
       turn_rewards: whether turns have rewards of their own, which the tokens get.
+      turn_scores: whether the tokens get the scores of turns, too.
 
     Raises:
       SourceError: prompts are shared, and sequences of a group begin with other ones; or rewards have other names.
@@ -141,6 +145,7 @@ def make_rows(
     log_probs = np.zeros(size, TOKEN_FIELDS["log_probs"].dtype)
     versions = np.full(size, UNKNOWN, np.int32)
     token_rewards = np.zeros(size, np.float32)
+    turns = {name: np.full(size, TOKEN_FIELDS[name].fill, TOKEN_FIELDS[name].dtype) for name in (TURN_IDS, TURN_SCORES)}
     numbers = [shape.episode_of(row) if placed is None else placed[0] for row, placed in enumerate(rows)]
     for row, placed in enumerate(rows):
         prompt = list(prompts[numbers[row]])
@@ -167,6 +172,8 @@ def make_rows(
         log_probs[row, columns] = sequence.log_probs
         versions[row, columns] = sequence.versions
         token_rewards[row, columns] = sequence.rewards
+        turns[TURN_IDS][row, columns] = sequence.turn_ids
+        turns[TURN_SCORES][row, columns] = sequence.turn_scores
     of_rows = [episodes[number] for number in numbers]
     is_empty = np.array([placed is None for placed in rows])
     rewards = _rewards(episodes)
@@ -183,6 +190,7 @@ def make_rows(
             "log_probs": log_probs,
             VERSIONS: versions,
             **({TOKEN_REWARDS: token_rewards} if turn_rewards else {}),
+            **(turns if turn_scores else {}),
         },
         rewards=rewards,
         episode_rows=np.array([-1 if placed is None else shape.row_of(placed[0]) for placed in rows], np.int32),

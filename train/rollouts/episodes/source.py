@@ -1,7 +1,8 @@
 """The source of episodes: turns of the engine in this process, and an environment in worker processes."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from train.rollouts.source import Completions, InTurn, Request, SourceError
 
 @dataclasses.dataclass(eq=False)
 class _Running:
-    """An episode under way: its example, prompt and ids, and the conversation before its last turn."""
+    """An episode under way: its example, prompt and ids, the conversation before its last turn, and its seconds."""
 
     example: Example
     key: np.ndarray
@@ -36,6 +37,14 @@ class _Running:
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     episode: Episode = dataclasses.field(default_factory=Episode)
+    turn: Turn | None = None
+    turn_seconds: float = 0.0
+    episode_seconds: float = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Adds to the time of the turn and of the episode."""
+        self.turn_seconds += seconds
+        self.episode_seconds += seconds
 
 
 class EpisodeSource(InTurn):
@@ -46,8 +55,12 @@ class EpisodeSource(InTurn):
     environment has.
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
         """Starts the first process of the environment.
+
+        Args:
+          context: of the run.
+          clock: the time in seconds.
 
         Raises:
           UserError: the class is no environment, or the run cannot sample turn by turn.
@@ -60,7 +73,14 @@ class EpisodeSource(InTurn):
         self._context = context
         self._section = config.environment
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
-        self._environments = Environments(config.environment)
+        self._clock = clock
+        self._environments = Environments(config.environment, clock)
+        if context.plan.turns and not self._environments.has_scores:
+            self._environments.close()
+            raise UserError(
+                f"environment.name: got {config.environment.name!r}, but advantage.type {config.advantage.type} reads "
+                "a score after every turn, and the class has no method turn_score"
+            )
         self._tools = self._environments.tools if self._tokenizer.has_template else []
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
         self._prompt_length = config.data.max_prompt_length
@@ -114,7 +134,15 @@ class EpisodeSource(InTurn):
         has_tools = self._environments.form == "tools"
         prompts = [state.prompt for state in running]
         # Tools give no rewards of their own.
-        completions = make_rows(examples, prompts, episodes, rows, shape, turn_rewards=not has_tools)
+        completions = make_rows(
+            examples,
+            prompts,
+            episodes,
+            rows,
+            shape,
+            turn_rewards=not has_tools,
+            turn_scores=self._context.plan.turns > 0,
+        )
         metrics = episode_metrics(episodes, tools=has_tools)
         return dataclasses.replace(completions, metrics=metrics)
 
@@ -122,11 +150,23 @@ class EpisodeSource(InTurn):
         rows = [{"prompt": s.example.prompt, "answer": s.example.answer, **s.example.record} for s in running]
         questions = [{"do": "reset", "episode": number, "row": row} for number, row in enumerate(rows)]
         for number, answer in enumerate(self._environments.answer(questions)):
-            if not self._fails(running[number], answer):
-                self._start(engine, number, running[number], answer["text"])
+            state = running[number]
+            state.episode_seconds = self._environments.call_seconds[number]
+            if not self._fails(state, answer):
+                self._start(engine, number, state, answer["text"])
         while not engine.is_idle():
             leave_if_stopping(together=True)
-            self._observe(engine, running, engine.step())
+            began = self._clock()
+            ended = engine.step()
+            seconds = self._clock() - began
+            for state in running:
+                if state.turn is not None:
+                    state.spend(seconds)
+                    if self._is_late(state):
+                        engine.cancel(state.turn)
+                        state.turn = None
+            self._observe(engine, running, [turn for turn in ended if running[_number(turn)].turn is turn])
+        failed = [number for number, state in enumerate(running) if state.episode.failure is not None]
         numbers = [number for number, state in enumerate(running) if state.episode.failure is None]
         ends = self._environments.answer([{"do": "end", "episode": number} for number in numbers])
         for number, answer in zip(numbers, ends, strict=True):
@@ -137,6 +177,8 @@ class EpisodeSource(InTurn):
             if rewards is None and self._environments.form == "text":
                 rewards = state.rewards
             state.episode.rewards = rewards
+        # After the others, which a call that hangs would take with it.
+        self._environments.answer([{"do": "close", "episode": number} for number in failed])
 
     def _start(self, engine: TurnEngine, number: int, state: _Running, text: str) -> None:
         example = state.example
@@ -166,16 +208,19 @@ class EpisodeSource(InTurn):
         limit = min(self._longest - used, self._section.turn_tokens or self._longest)
         # No two tokens of an episode are drawn with one number, also after a fork.
         state.drawn = max(state.drawn, used)
-        engine.submit(Turn(list(state.ids), limit, state.key, state.drawn, number))
+        state.turn = Turn(list(state.ids), limit, state.key, state.drawn, number)
+        state.turn_seconds = 0.0
+        engine.submit(state.turn)
 
     def _observe(self, engine: TurnEngine, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
         waiting: list[tuple[int, str]] = []
         questions: list[dict[str, Any]] = []
         refused: list[tuple[int, str]] = []
-        for turn in sorted(ended, key=lambda turn: turn.session):  # type: ignore[arg-type, return-value]
-            number: int = turn.session  # type: ignore[assignment]
+        for turn in sorted(ended, key=_number):
+            number = _number(turn)
             state = running[number]
+            state.turn = None
             text = decode_continuation(self._tokenizer, state.prompt, turn.tokens)
             state.episode.turns.append(SampledTurn(turn.ids, turn.tokens, turn.log_probs, turn.versions))
             state.episode.texts.append(text)
@@ -201,6 +246,7 @@ class EpisodeSource(InTurn):
             waiting.append((number, "tool"))
         for (number, role), answer in zip(waiting, self._environments.answer(questions), strict=True):
             state = running[number]
+            state.spend(self._environments.call_seconds[number])
             if self._fails(state, answer):
                 continue
             if "refused" in answer:
@@ -210,7 +256,7 @@ class EpisodeSource(InTurn):
             for name, value in given.items():
                 state.rewards[name] = state.rewards.get(name, 0.0) + value
             turns = state.episode.turns
-            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given))
+            turns[-1] = dataclasses.replace(turns[-1], reward=self._weighted(given), score=answer.get("score"))
             if answer.get("done"):
                 state.episode.finished = True
                 continue
@@ -247,12 +293,30 @@ class EpisodeSource(InTurn):
         return ids if is_equal else rendered
 
     def _fails(self, state: _Running, answer: Answer) -> bool:
-        """Notes that the world failed an episode, if it did."""
+        """Notes that the world failed an episode, if it did, by its answer or by its time."""
         if "failure" in answer:
             name, text = answer["failure"]
             state.episode.failure = name, text
-        return "failure" in answer
+            return True
+        return self._is_late(state)
+
+    def _is_late(self, state: _Running) -> bool:
+        """Notes that an episode or its turn is over its time, if it is."""
+        limits = [
+            ("turn_seconds", state.turn_seconds, self._section.turn_seconds),
+            ("episode_seconds", state.episode_seconds, self._section.episode_seconds),
+        ]
+        for name, seconds, most in limits:
+            if most is not None and seconds > most:
+                state.episode.failure = name, f"not over within environment.{name} = {most:g}"
+                return True
+        return False
 
     def close(self) -> None:
         """Ends the processes of the environment."""
         self._environments.close()
+
+
+def _number(turn: Turn) -> int:
+    """Returns the number of the episode of a turn."""
+    return turn.session  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """Turns, and the sequences that they are trained as."""
 
 import dataclasses
+import math
 from collections import abc
 from collections.abc import Iterable
 
@@ -18,6 +19,7 @@ class SampledTurn:
       log_probs: of these.
       versions: RL steps of the policy that drew each of them.
       reward: that the environment gave for it, a part of that of the episode.
+      score: how good the state is after it; None if the environment does not say.
     """
 
     prompt_ids: abc.Sequence[int]
@@ -25,11 +27,12 @@ class SampledTurn:
     log_probs: abc.Sequence[float]
     versions: abc.Sequence[int]
     reward: float = 0.0
+    score: float | None = None
 
 
 @dataclasses.dataclass
 class Sequence:
-    """Turns that extend each other: ids, which of them are trained, and their log-probs, versions and rewards.
+    """Turns that extend each other: ids, which of them are trained, and the values of each.
 
     Attributes:
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
@@ -41,6 +44,8 @@ class Sequence:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
+    turn_ids: list[int] = dataclasses.field(default_factory=list)
+    turn_scores: list[float] = dataclasses.field(default_factory=list)
     parent: tuple[int, int] | None = None
     turns: list[SampledTurn] = dataclasses.field(default_factory=list)
 
@@ -51,15 +56,20 @@ class Sequence:
         self.log_probs += [0.0] * len(ids)
         self.versions += [UNKNOWN] * len(ids)
         self.rewards += [0.0] * len(ids)
+        self.turn_ids += [-1] * len(ids)
+        self.turn_scores += [-math.inf] * len(ids)
 
-    def sample(self, turn: SampledTurn) -> None:
-        """Adds the sampled ids of a turn, with its reward on the last."""
+    def sample(self, turn: SampledTurn, number: int) -> None:
+        """Adds the sampled ids of a turn of this number, with its reward and its score on the last."""
         self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
         self.log_probs += turn.log_probs
         self.versions += turn.versions
         self.rewards += [0.0] * (len(turn.ids) - 1) + [turn.reward] * bool(turn.ids)
+        self.turn_ids += [number] * len(turn.ids)
+        score = -math.inf if turn.score is None else turn.score
+        self.turn_scores += [-math.inf] * (len(turn.ids) - 1) + [score] * bool(turn.ids)
 
 
 @dataclasses.dataclass
@@ -122,5 +132,5 @@ def make_sequences(turns: Iterable[SampledTurn]) -> list[Sequence]:
             sequence = Sequence(parent=None if parent is None else (parent, shared[parent]))
             sequence.observe(prompt)
             sequences.append(sequence)
-        sequence.sample(turn)
+        sequence.sample(turn, number)
     return sequences

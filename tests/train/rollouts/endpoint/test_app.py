@@ -11,6 +11,7 @@ from tests.train.rollouts.endpoint.fakes import LENGTHS, TOKENIZER, running
 from train.rollouts.endpoint import app
 from train.rollouts.endpoint.app import EndpointKeys
 from train.rollouts.endpoint.sessions import SequenceLengths
+from train.rollouts.endpoint.wire import read_messages
 from train.rollouts.episodes.turns import make_sequences
 from train.rollouts.sampler import Sampling
 
@@ -42,6 +43,14 @@ def served():
     """An endpoint for any session, which repeats its prompt in capitals."""
     with running(lambda text: text.removeprefix("<bos>").strip().upper()) as served:
         yield served
+
+
+def test_arguments_nested_too_deeply_are_kept_as_text():
+    arguments = "[" * 100_000
+    call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": arguments}}
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    read = read_messages({"messages": said})
+    assert read[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_answers_have_text_ids_and_log_probs(served):

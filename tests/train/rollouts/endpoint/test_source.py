@@ -33,11 +33,13 @@ def post(base_url, api_key, body):
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]
 
-def play(row, base_url, api_key, model, turns=2, forks=2, failing=(), forking=(), silent=(), slow=()):
+def play(row, base_url, api_key, model, turns=2, forks=2, failing=(), forking=(), silent=(), slow=(), unreached=()):
     if row["prompt"] in failing:
         raise ConnectionError("no answer")
     if row["prompt"] in silent:
         return 0.0
+    if row["prompt"] in unreached:
+        raise TimeoutError("the connection timed out")
     if row["prompt"] in slow:
         import time
         time.sleep(60)
@@ -168,13 +170,19 @@ def test_failures_of_the_world_leave_the_group(collected):
         collected(failing=["1+2", "12+2"])
 
 
+def test_time_out_of_an_agent_is_its_exception(collected):
+    rollout = collected(unreached=["12+2"])
+    assert rollout.metrics["episodes_failed_exception"] == 3
+    assert rollout.metrics["episodes_failed_episode_seconds"] == 0
+
+
 def test_episode_over_its_time_fails(collected, source):
     section = source._section
     source._section = section.model_copy(update={"episode_seconds": 4.0})
     began = time.monotonic()
     rollout = collected(slow=["12+2"])
     assert time.monotonic() - began < 30
-    assert rollout.metrics["episodes_failed_timeout"] == 3
+    assert rollout.metrics["episodes_failed_episode_seconds"] == 3
     source._section = section
 
 

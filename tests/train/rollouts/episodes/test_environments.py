@@ -43,6 +43,43 @@ class Steps:
             return "seen"
         return text[::-1], 1, False
 
+class Scored(Steps):
+    def step(self, text):
+        self.text = text
+        return "", 0.0, False
+
+    def turn_score(self):
+        return {"0": 0, "half": 0.5, "dict": {"a": 1}}.get(self.text)
+
+class Typed:
+    def reset(self):
+        pass
+
+    def all(self, a: int, b: float = 0.5, c: bool = True, d: "list[str]" = (), e: dict | None = None, f=None) -> str:
+        """Shows its arguments."""
+        return repr((a, b, c, d, e, f))
+
+class Closing:
+    made = 0
+
+    def __init__(self, folder):
+        Closing.made += 1
+        self.path = os.path.join(folder, f"closed {self.made}")
+
+    def reset(self, wrong=False):
+        if wrong:
+            raise ValueError("wrong")
+
+    def look(self) -> str:
+        """Looks."""
+        return ""
+
+    def reward(self):
+        raise ConnectionError("no answer")
+
+    def close(self):
+        open(self.path, "w").close()
+
 class Nothing:
     def reset(self):
         pass
@@ -105,7 +142,66 @@ def test_steps_return_tuples_or_mappings(source):
         assert (name, text) == ("exception", "step returned str, expected (observation, reward, done)")
 
 
-@pytest.mark.parametrize(("call", "failure"), [("hang", "timeout"), ("die", "ended")])
+def test_arguments_of_another_type_are_refused(source):
+    with opened(source, "Typed") as environments:
+        (tool,) = environments.tools
+        types = {name: p["type"] for name, p in tool["function"]["parameters"]["properties"].items()}
+        assert types == dict(zip("abcdef", ["integer", "number", "boolean", "array", "object", "string"], strict=True))
+        ask(environments, ("reset", 0, {"row": {}}))
+
+        def call(arguments):
+            (answer,) = ask(environments, ("call", 0, {"tool": "all", "arguments": arguments}))
+            return answer
+
+        assert call({"a": 1}) == {"text": "(1, 0.5, True, (), None, None)"}
+        assert call({"a": 2, "b": 3, "c": False, "d": ["x"], "e": None, "f": [4]})["text"].startswith("(2, 3, False, [")
+        assert call("7") == call({"a": 7})
+        for arguments, name in [
+            ({"a": "1"}, 'a: got "1", expected integer'),
+            ({"a": 1.5}, "a: got 1.5, expected integer"),
+            ({"a": True}, "a: got true, expected integer"),
+            ({"a": 1, "b": "x"}, 'b: got "x", expected number'),
+            ({"a": 1, "c": 0}, "c: got 0, expected boolean"),
+            ({"a": 1, "d": {}}, "d: got {}, expected array"),
+            ({"a": 1, "e": [1] * 100}, "e: got [1, 1, 1,"),
+            ({"a": 1, "e": "x"}, 'e: got "x", expected object or null'),
+            ("seven", 'a: got "seven", expected integer'),
+        ]:
+            assert call(arguments)["refused"].startswith(f"all: {name}"), arguments
+
+
+def test_turns_are_scored_where_the_environment_says_so(source):
+    with opened(source, "Tools") as environments:
+        assert not environments.has_scores
+    with opened(source, "Scored") as environments:
+        assert environments.has_scores
+        ask(environments, ("reset", 0, {"row": {}}))
+        questions = [("step", 0, {"text": text}) for text in ("0", "half", "none", "dict")]
+        *answers, failed = ask(environments, *questions)
+        assert [answer.get("score") for answer in answers] == [0.0, 0.5, None]
+        assert failed["failure"] == ("exception", "turn_score returned {'a': 1}, expected a number or None")
+
+
+@pytest.mark.parametrize("field", ["turn_seconds", "episode_seconds"])
+def test_call_longer_than_its_turn_fails(source, field):
+    with opened(source, "Tools", **{field: 2.0}) as environments:
+        ask(environments, ("reset", 0, {"row": {"answer": "1"}}))
+        (answer,) = ask(environments, ("call", 0, {"tool": "calc", "arguments": "hang"}))
+        assert answer["failure"] == (field, "no answer within 2 s")
+
+
+def test_environment_is_closed_also_without_rewards(source, tmp_path):
+    with opened(source, "Closing", arguments={"folder": str(tmp_path)}) as environments:
+        ask(environments, *(("reset", number, {"row": {}}) for number in range(2)))
+        assert ask(environments, ("close", 0, {})) == [{}]
+        (failed,) = ask(environments, ("end", 1, {}))
+        assert failed["failure"][0] == "exception"
+        (failed,) = ask(environments, ("reset", 2, {"row": {"wrong": True}}))
+        ask(environments, ("close", 2, {}))
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["closed 1", "closed 2", "closed 3"]
+
+
+@pytest.mark.parametrize(("call", "failure"), [("hang", "step_seconds"), ("die", "ended")])
 def test_lost_process_loses_its_own_episodes(source, call, failure):
     with opened(source, "Tools", step_seconds=5.0, processes=2) as environments:
         ask(environments, *(("reset", number, {"row": {"answer": "1"}}) for number in range(4)))

@@ -5,16 +5,24 @@ import dataclasses
 import numpy as np
 import pytest
 
+import kljax
 from tests import tiny
+from train.config.errors import UserError
+from train.config.plan import Plan
 from train.data.tasks import Example, Task
+from train.data.workers.process import WorkerProcess
+from train.plan.programs import AbstractRun
+from train.rl.algorithms import estimate_advantages
 from train.rollouts.collect import collect, verify_sampled
 from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
-from train.sequences.batch import place_rewards
+from train.sequences.batch import place_rewards, present_arrays
 
 SOURCE = '''
+import time
+
 class Tools:
     def reset(self, answer):
         self.answer = answer
@@ -29,6 +37,29 @@ class Rewarded(Tools):
     def reward(self):
         return 0.5
 
+class Scored(Tools):
+    def add(self, numbers: str) -> str:
+        """Adds; 7 is no good, and 9 leaves the state as it is."""
+        self.score = {"7": -1.0, "9": None}.get(numbers, 0.5)
+        return super().add(numbers)
+
+    def turn_score(self):
+        return self.score
+
+class Hanging(Tools):
+    def close(self):
+        time.sleep(60 if self.answer == "hang" else 0)
+
+    def add(self, numbers: str) -> str:
+        """Adds, or fails, and hangs when it is closed."""
+        self.answer = "hang"
+        raise ConnectionError("no answer")
+
+class Slow(Tools):
+    def reset(self, answer):
+        super().reset(answer)
+        return "?"
+
 class Steps:
     def reset(self):
         self.count = 0
@@ -39,14 +70,27 @@ class Steps:
         return "again\\n", 0.25, text == "stop"
 '''
 EOS, LENGTH = 257, 24
+ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator', max_turns: 3}"
 EXAMPLES = [Example("1+2", "3", "3"), Example("2+2", "4", "4")]
+
+
+class ScriptClock:
+    """A clock that goes on only where a test lets it: with the engine, and with calls: 1 s each, 40 for `add 40`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Scripted:
     """An engine that answers with texts of a script, by episode and turn."""
 
-    def __init__(self, script) -> None:
+    def __init__(self, script, clock) -> None:
+        self.clock = clock
         self.script, self.turns, self.waiting, self.count, self.greedy = script, {}, [], {}, False
+        self.seen = []
 
     def update(self, policy, version) -> None:
         self.version = version
@@ -54,15 +98,27 @@ class Scripted:
     def submit(self, turn: Turn) -> None:
         self.waiting.append(turn)
 
+    def text_of(self, turn: Turn) -> str:
+        texts = self.script[turn.session]
+        return texts[min(self.turns.get(turn.session, 0), len(texts) - 1)]
+
     def is_idle(self) -> bool:
         return not self.waiting
 
+    def cancel(self, turn: Turn) -> None:
+        if turn in self.waiting:
+            self.waiting.remove(turn)
+
     def step(self) -> list[Turn]:
-        ended, self.waiting = self.waiting, []
+        """Ends all turns but those with `slow` in their text, which take a step of 10 s more."""
+        self.clock.now += 10.0
+        slow = [turn for turn in self.waiting if "slow" in self.text_of(turn) and turn not in self.seen]
+        self.seen += slow
+        ended, self.waiting = [turn for turn in self.waiting if turn not in slow], slow
         for turn in ended:
-            number = self.turns[turn.session] = self.turns.get(turn.session, -1) + 1
-            texts = self.script[turn.session]
-            turn.tokens = ([*texts[min(number, len(texts) - 1)].encode(), EOS])[: turn.max_tokens]
+            text = self.text_of(turn)
+            self.turns[turn.session] = self.turns.get(turn.session, 0) + 1
+            turn.tokens = ([*text.encode(), EOS])[: turn.max_tokens]
             turn.finish = "stop" if turn.tokens[-1] == EOS else "length"
             turn.log_probs = [-0.25 * (turn.first + n + 1) for n in range(len(turn.tokens))]
             turn.versions = [self.version] * len(turn.tokens)
@@ -90,8 +146,16 @@ def rollout(source_file, monkeypatch):
         )
         task = Task("sums", EXAMPLES, [], lambda example, text, _: {"reward": float(text == example.answer)})
         context = tiny.context_of(config, task=task, **changes)
-        monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: Scripted(script))
-        source = EpisodeSource(context)
+        clock = ScriptClock()
+        ask = WorkerProcess.ask
+
+        def asked(worker, question, **limits):
+            clock.now += 40.0 if question and question.get("arguments") == "40" else 1.0
+            return ask(worker, question, **limits)
+
+        monkeypatch.setattr(WorkerProcess, "ask", asked)
+        monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: Scripted(script, clock))
+        source = EpisodeSource(context, clock)
         sources.append(source)
         source.update(None, 3)
         return collect(context, Stream(context, source), 3)
@@ -176,6 +240,103 @@ def test_rewards_of_steps_are_on_the_last_tokens_of_their_turns(rollout, weights
         np.testing.assert_allclose(placed[row, ends[:-1]], part)
         # A penalty of the whole episode is on its last token.
         np.testing.assert_allclose(placed[row, ends[-1]], part - 0.5 * mask[row].sum() / 40, rtol=1e-6)
+
+
+TIMED = [
+    # A turn takes 10 s, a slow one 20, a call 1 s, a long one 40: others do not wait for their neighbours' calls.
+    ("turn_seconds=15", ["turn_seconds"], [["add 1+2", "3"], ["slow"], ["slow 3"], ["4"]], [0, -1, -1, 1]),
+    ("turn_seconds=11", [], [["add 1+2", "3"], ["3"], ["add 2+2", "add 2+2", "4"], ["4"]], [0, 0, 1, 1]),
+    ("turn_seconds=10.5", ["turn_seconds"], [["add 1+2", "3"], ["3"], ["3"], ["4"]], [-1, 0, 1, 1]),
+    ("episode_seconds=21.5", ["episode_seconds"], [["add 1+2", "3"], ["3"], ["add 2+2", "4"], ["4"]], [-1, 0, -1, 1]),
+    ("episode_seconds=22", [], [["add 1+2", "3"], ["3"], ["add 2+2", "4"], ["4"]], [0, 0, 1, 1]),
+    ("episode_seconds=30", ["episode_seconds"], [["add 40", "3"], ["add 2+2", "3"], ["3"], ["4"]], [-1, 0, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("limit", "names", "script", "groups"), TIMED)
+def test_episodes_over_their_time_leave_the_group(rollout, limit, names, script, groups):
+    drawn = rollout("Slow", script, f"environment.{limit}", "data.max_completion_length=64")
+    assert np.asarray(drawn.batch.group_ids).tolist() == groups
+    failed = {name: count for name, count in drawn.metrics.items() if name.startswith("episodes_failed") and count}
+    assert failed == {f"episodes_failed_{name}": float(groups.count(-1)) for name in names}
+
+
+def test_close_that_hangs_loses_no_other_episode(rollout):
+    drawn = rollout("Hanging", [["add 1"], ["3"], ["3"], ["4"]], "environment.step_seconds=2")
+    assert np.asarray(drawn.batch.group_ids).tolist() == [-1, 0, 1, 1]
+    assert drawn.metrics["episodes_failed_lost"] == 0
+
+
+def test_time_over_a_limit_is_named(rollout):
+    with pytest.raises(
+        SourceError, match=r"4 of 4 .*\(4 episode_seconds\).*not over within environment.episode_seconds = 5"
+    ):
+        rollout("Slow", [["3"]] * 4, "environment.episode_seconds=5")
+
+
+def test_turns_are_credited_as_the_library_says(rollout):
+    script = [["add 7", "add 1+2", "3"], ["add 1+2", "add 9", "3"], ["4"], ["add 9", "add 7", "add 4"]]
+    options = ("advantage={type: turn_credit, coef: 0.5, gamma: 0.75}", "optim.share_prompts=false")
+    drawn = rollout("Scored", script, *options, "data.max_completion_length=64")
+    batch = drawn.batch
+    mask = np.asarray(batch.completion_mask)
+    texts = [np.asarray(batch.tokens[row])[mask[row]].tolist() for row in range(4)]
+    turns = np.full(mask.shape, 99)
+    for row, columns in enumerate(mask):
+        ends = np.cumsum(np.asarray(batch.tokens[row])[columns] == EOS)
+        turns[row, columns] = ends - (np.array(texts[row]) == EOS)
+    nan = np.nan
+    scores = np.array([[-1, 0.5, nan], [0.5, nan, nan], [nan] * 3, [nan, -1, 0.5]])
+    assert np.array_equal(np.asarray(batch.fields["turn_ids"])[mask], turns[mask])
+    assert (np.asarray(batch.fields["turn_ids"])[~mask] == -1).all()
+    config = tiny.config_of(ENVIRONMENT, "rollout={prompts_per_step: 2, samples_per_prompt: 2}", *options)
+    actual, returns = estimate_advantages(Plan.of(config), config.advantage, batch)
+    expected = kljax.turn_credit_advantages(
+        np.asarray(batch.rewards),
+        scores,
+        ~np.isnan(scores),
+        turns,
+        mask,
+        group_ids=np.array([0, 0, 1, 1]),
+        num_groups=2,
+        coef=0.5,
+        gamma=0.75,
+    )
+    assert returns is None
+    np.testing.assert_allclose(actual, expected, 1e-6, 1e-7)
+    assert np.ptp(np.asarray(actual)[0][mask[0]]) > 0.1
+
+
+PLANNED = [
+    ("Steps", ("rollout.fork_rows=1", "environment.history=template")),
+    ("Scored", ("advantage=turn_credit", "optim.share_prompts=false")),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), PLANNED)
+def test_plan_counts_the_arrays_of_episodes(rollout, source_file, name, options):
+    drawn = rollout(name, [["3"], ["stop"], ["3"], ["stop"]], *options)
+    environment = f"environment={{name: '{source_file}:{name}', max_turns: 3}}"
+    rows = "rollout={prompts_per_step: 2, samples_per_prompt: 2}"
+    config = tiny.config_of(environment, rows, f"data.max_completion_length={LENGTH}", *options)
+    planned = AbstractRun.of(config, tiny.mesh_of())
+    forms = [
+        {key: (x.shape, x.dtype) for key, x in present_arrays(batch).items()}
+        for batch in (planned._rollout_batch(), drawn.batch)
+    ]
+    # Rewards come after the rollout; tools give none of turns.
+    forms[1].pop("rewards")
+    if name == "Scored":
+        assert forms[0].pop("token_rewards") == forms[1]["turn_scores"]
+    assert forms[0] == forms[1]
+    assert [program.name for program in planned.lower()][-2:] == ["prepare", "update"]
+
+
+def test_environment_without_scores_is_refused(rollout):
+    with pytest.raises(
+        UserError, match=r"^environment.name: got .*Tools', but advantage.type turn_credit reads a score"
+    ):
+        rollout("Tools", [["3"]] * 4, "advantage=turn_credit")
 
 
 def test_too_many_failures_end_the_run(rollout):
