@@ -105,8 +105,15 @@ class KljaxContender(ModelContender):
         """Returns the batch of a rollout."""
         columns = np.arange(self.work.length)[None].repeat(self.work.rows, axis=0)
         groups = np.repeat(np.arange(self.work.prompts, dtype=np.int32), self.work.samples)
-        arrays = (tokens, columns >= 0, columns >= self.work.prompt_length, rewards, groups, log_probs)
-        return Batch(*shard_rows(arrays, self.mesh))
+        arrays = {
+            "tokens": tokens,
+            "token_mask": columns >= 0,
+            "completion_mask": columns >= self.work.prompt_length,
+            "rewards": rewards,
+            "group_ids": groups,
+            "rollout_log_probs": log_probs,
+        }
+        return Batch(**shard_rows(arrays, self.mesh))
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
