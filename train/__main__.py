@@ -9,6 +9,7 @@ from train.config.help import algorithm_help, field_help, overview, search_help
 from train.config.load import load
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
+from train.process.xla_flags import set_flags
 
 EXAMPLES = """\
 examples:
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from train.process.json_lines import write_json_lines
 
             write_json_lines()
+        set_flags(loaded.config.xla_flags)
         with joined_processes(options):
             show_warnings(loaded)
             # Imported late, so that an error in the config shows before JAX starts.

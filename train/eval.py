@@ -19,6 +19,7 @@ from train.process.console import (
     write_file,
 )
 from train.process.interrupt import exit_with
+from train.process.xla_flags import set_flags
 from train.storage.paths import is_remote, stored_argument
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def show(
     saved = None if loaded is not None else SavedRun.at(what, overrides)
     start = saved or loaded
     assert start is not None
+    set_flags(start.config.xla_flags)
     config = with_local_copies(with_local_model(fitting(start.config)))
     start_compile_cache(config.compile_cache)
     agree("command", {**flat_fields(config), "--step": step})

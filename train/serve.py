@@ -11,6 +11,7 @@ from train.config.load import LoadedConfig, load
 from train.eval import no_such_run, run_or_config
 from train.process.console import make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
+from train.process.xla_flags import set_flags
 
 EXAMPLES = """\
 examples:
@@ -124,6 +125,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     assert start is not None
     if loaded is not None and options.step is not None:
         raise UserError(f"--step: got {options.step}, but {options.what} is no directory of a run")
+    set_flags(start.config.xla_flags)
     config = with_absolute_paths(with_local_copies(with_local_model(fitting(start.config))))
     config = fill_mesh(config, device_count())
     start_compile_cache(config.compile_cache)

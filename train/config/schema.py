@@ -33,6 +33,7 @@ from train.config.types import (
     TaskName,
     Text,
     TracedSteps,
+    XlaFlags,
     tag_defaults_to,
 )
 
@@ -237,6 +238,8 @@ class Config(Section):
     """Train a LoRA adapter only; null: train all weights."""
     compile_cache: CacheDirectory = True
     """Directory of compiled programs, for later starts; true: that of the user; false: none is kept."""
+    xla_flags: XlaFlags = "auto"
+    """Flags of the compiler of GPUs: auto adds those that change no result, and 90 % of the memory; none adds none."""
     mesh: Mesh = Mesh()
     """Devices along each mesh axis."""
     log_probs: LogProbs = LogProbs()

@@ -157,6 +157,7 @@ TaskName = Annotated[
     f"one of {', '.join(TASKS)}, or module:function",
     TASKS,
 ]
+XlaFlags = Literal["auto", "none"]
 SYNCS = ("lora", "weights", "none")
 SyncName = Annotated[
     str,

@@ -4,8 +4,12 @@ import dataclasses
 import os
 from typing import Literal
 
+from train.process.xla_flags import MEMORY_FRACTION, NEW_MEMORY_FRACTION
+
 Platform = Literal["tpu", "cuda"]
 GIB = 2**30
+JAX_FRACTION = 0.75
+"""Part of a GPU's memory that JAX allocates without a variable; runs have `xla_flags`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +62,9 @@ DEVICES = {
 
 
 def gpu_fraction() -> float:
-    """Returns the part of a GPU's memory that JAX allocates, which `XLA_PYTHON_CLIENT_MEM_FRACTION` sets."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+    """Returns the part of a GPU's memory that JAX allocates, which a variable of the environment sets."""
+    values = [os.environ[name] for name in (NEW_MEMORY_FRACTION, MEMORY_FRACTION) if os.environ.get(name)]
+    return float(values[0]) if values else JAX_FRACTION
 
 
 def find_device(kind: str) -> Device | None:

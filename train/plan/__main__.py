@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from train.process.console import (
     write_file,
 )
 from train.process.interrupt import exit_with
+from train.process.xla_flags import PLATFORM_EXTRAS, add_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,6 +85,8 @@ def show(options: argparse.Namespace) -> int:
     loaded = config_on_slices(options.config, options.overrides, topology, any_mesh=options.search)
     show_warnings(loaded)
     check_compiler(topology)
+    if loaded.config.xla_flags == "auto":
+        add_flags(os.environ, PLATFORM_EXTRAS[topology.device.platform])
     load_compilers()
     # Imported late, so that an error on the command line shows before JAX starts.
     from train.plan.compiler.lowering import LEAST_EFFORT

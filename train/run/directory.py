@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "report",
     "mesh",
     "compile_cache",
+    "xla_flags",
     "profile",
     "log",
     "optim.host_memory",

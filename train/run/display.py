@@ -21,7 +21,9 @@ from rich.text import Text
 from train.config.accelerator import idle_accelerator
 from train.config.errors import warn
 from train.config.installation import shell_command
+from train.config.types import XlaFlags
 from train.distributed.peers import is_leader
+from train.process.xla_flags import flags_line
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 
 # Without a bar, a line follows the last one after this time at the latest, and names a phase that takes as long.
@@ -55,11 +57,16 @@ ROWS = (
 )
 
 
-def print_devices(console: Console) -> None:
-    """Prints the devices of all processes and the release of JAX; warns if an accelerator of this machine is idle."""
+def print_devices(console: Console, xla_flags: XlaFlags) -> None:
+    """Prints the devices of all processes, the release of JAX and the flags of an accelerator's compiler.
+
+    Warns if an accelerator of this machine is idle.
+    """
     kinds = Counter(device.device_kind for device in jax.devices())
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     console.print(f"devices: {listed}; JAX {jax.__version__}", markup=False, highlight=False)
+    if (line := flags_line(xla_flags)) is not None:
+        console.print(line, markup=False, highlight=False)
     if jax.default_backend() == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         warning = idle_accelerator()
         if warning is not None:

@@ -88,7 +88,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     if resume is None:
         resume = on_leader("run directory", RunDirectory.of(loaded.config).config.is_file)
     config = loaded.config
-    print_devices(console)
+    print_devices(console, config.xla_flags)
     agree("compile_cache", config.compile_cache)
     console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
     config = with_local_model(config)
