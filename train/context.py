@@ -14,7 +14,8 @@ from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.rl.host_memory import make_run_optimizer
 from train.rollouts.layout import SamplingLayout
-from train.rollouts.make_layout import device_memory, make_layout
+from train.rollouts.make_layout import device_memory, make_layout, resident_bytes
+from train.rollouts.remat import RematChoice, choose_remat, with_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RunContext:
       layout: the layout of the weights for sampling, which rollouts and evaluations share.
       prompts: the training prompts, by step.
       held_out: the held-out examples of an evaluation.
+      remat: how `model.remat: auto` was resolved; None: the config names it.
     """
 
     plan: Plan
@@ -37,6 +39,7 @@ class RunContext:
     task: Task
     prompts: Prompts
     held_out: list[Example]
+    remat: RematChoice | None = None
 
     @property
     def config(self) -> Config:
@@ -49,5 +52,14 @@ def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tok
     plan = Plan.of(config)
     optimizer = make_run_optimizer(config.optim)
     none = cast(Any, None)
-    layout = make_layout(plan, model, mesh, optimizer, memory=device_memory(mesh))
-    return RunContext(plan, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])
+    memory = device_memory(mesh)
+    remat = None
+    if config.model.remat == "auto":
+        resident = resident_bytes(plan, model, mesh, optimizer)
+        remat = choose_remat(plan, model, mesh, resident=resident, memory=memory)
+        plan = Plan.of(with_remat(config, remat.remat))
+        model = Decoder(dataclasses.replace(model.config, remat=remat.remat))
+    layout = make_layout(plan, model, mesh, optimizer, memory=memory)
+    return RunContext(
+        plan, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[], remat=remat
+    )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from train.config.types import CommitHash, EvenSize, LoraTargets, Positive, Section, Size, StoredPath
+from train.config.types import CommitHash, EvenSize, LoraTargets, Positive, RematSetting, Section, Size, StoredPath
 
 DType = Literal["float32", "bfloat16"]
 Quantization = Annotated[
@@ -61,8 +61,8 @@ class Model(Section):
     """Store the layers' kernels in int8 with a scale per output channel, only with lora; null: in param_dtype."""
     attention: Literal["auto", "xla"] = "auto"
     """auto: kernels for attention on TPUs, and on NVIDIA GPUs in bfloat16 for norms and MLPs too; xla: always XLA."""
-    remat: Literal["full", "dots"] = "full"
-    """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
+    remat: RematSetting = "auto"
+    """Recomputed in the backward pass: full: all of a layer; dots: all but projections; auto: what memory asks for."""
     allow_nonfinite: bool = False
     """Load weights of folders that have NaN or infinity; false: refuse them."""
     freeze_pad_embedding: bool = False

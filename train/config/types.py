@@ -158,6 +158,7 @@ TaskName = Annotated[
     TASKS,
 ]
 XlaFlags = Literal["auto", "none"]
+RematSetting = Literal["auto", "full", "dots"]
 SYNCS = ("lora", "weights", "none")
 SyncName = Annotated[
     str,

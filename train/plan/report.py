@@ -81,6 +81,7 @@ class HardwareReport:
       topology: the hardware.
       mesh: sizes of its axes, with slices.
       sampling: the layout for sampling, in words.
+      remat: how `model.remat: auto` was resolved, in words; "" if the config names it.
       usable: bytes that a run can use on a device.
       resident: bytes on a device of the arrays that stay from step to step, by name.
       host: bytes of such arrays in the memory of the host, for one device, by name.
@@ -90,6 +91,7 @@ class HardwareReport:
     topology: Topology
     mesh: Mapping[str, int]
     sampling: str
+    remat: str
     usable: int
     resident: Mapping[str, int]
     host: Mapping[str, int]
@@ -124,6 +126,7 @@ class HardwareReport:
             "device": dataclasses.asdict(device),
             "mesh": dict(self.mesh),
             "sampling": self.sampling,
+            "remat": self.remat,
             "fits": self.fits,
             "usable": self.usable,
             "peak": {"program": peak.name, "bytes": peak.total},
@@ -163,7 +166,9 @@ def report(
         {name: count(tree) for name, tree in run.resident().items()} for count in (device_bytes, host_bytes)
     )
     host = {name: size for name, size in host.items() if size}
-    return HardwareReport(topology, mesh, run.context.layout.line, topology.device.usable, resident, host, programs)
+    remat = "" if run.context.remat is None else run.context.remat.line
+    usable = topology.device.usable
+    return HardwareReport(topology, mesh, run.context.layout.line, remat, usable, resident, host, programs)
 
 
 def _island(device: Any, topology: Topology) -> int:
@@ -244,6 +249,7 @@ def summary(hardware: HardwareReport) -> list[str]:
     lines = [
         f"{hardware.topology}, {hardware.topology.size} devices, mesh {describe_mesh(hardware.mesh)}",
         hardware.sampling,
+        *([hardware.remat] if hardware.remat else []),
         verdict,
     ]
     lines.append(f"from step to step a device holds, in GiB: {resident}")

@@ -58,7 +58,7 @@ def make_layout(
         cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)
         return Option(tensor, layout_of(tensor).bytes, cache)
 
-    resident = _resident_bytes(plan, model, mesh, optimizer)
+    resident = resident_bytes(plan, model, mesh, optimizer)
     if section.in_place:
         choice = Choice(None, "rollout.in_place")
     elif section.mesh is not None:
@@ -108,7 +108,7 @@ def device_memory(mesh: Mesh) -> int | None:
     return None if None in sizes else min(sizes)
 
 
-def _resident_bytes(plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
+def resident_bytes(plan: Plan, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
     """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries."""
     config = plan.config
     params = abstract_params(model, mesh)

@@ -10,6 +10,7 @@ from typing import Any
 from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
+from train.config.types import RematSetting
 from train.distributed.exchange import on_leader, run_together
 from train.run.inputs import check_inputs, write_inputs
 from train.run.lock import claim, locked
@@ -50,6 +51,7 @@ MAY_CHANGE = (
     "report",
     "mesh",
     "compile_cache",
+    "model.remat",
     "xla_flags",
     "profile",
     "log",
@@ -221,6 +223,16 @@ def resume_run(config: Config) -> RunDirectory:
     check_inputs(run.inputs, config, differing=differing)
     run.write_config(config, run.run_id)
     return run
+
+
+def recorded_remat(run: RunDirectory) -> RematSetting:
+    """Returns `model.remat` of a run, as it was resolved when the run began.
+
+    Raises:
+      UserError: the config is not the one that the run wrote.
+    """
+    run.check_config()
+    return load(run.config).config.model.remat
 
 
 def flat_fields(config: Config) -> dict[str, object]:

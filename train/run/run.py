@@ -28,9 +28,10 @@ from train.references.record import assert_unchanged, restore_record, saved_entr
 from train.rl.kl_metrics import KL_METRICS
 from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_evaluation, open_stream
+from train.rollouts.remat import with_remat
 from train.rollouts.stream import Stream
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
-from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
+from train.run.directory import RunDirectory, existing_run, flat_fields, open_run, recorded_remat
 from train.run.display import (
     Start,
     default_console,
@@ -97,7 +98,15 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     continued = run_together("output", lambda: _check_directory(config, resume=resume))
+    if continued is not None and config.model.remat == "auto":
+        # The programs of the run stay as they were, whatever memory there is now.
+        remat = run_together("model.remat", lambda: recorded_remat(continued))
+        config, copied = with_remat(config, remat), with_remat(copied, remat)
     context = make_context(copied)
+    if context.remat is not None and context.remat.peaks:
+        console.print(context.remat.line, markup=False, highlight=False)
+    if context.remat is not None:
+        config = with_remat(config, context.remat.remat)
     if context.config.mesh != config.mesh:
         console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
     stream, expected, saved = run_together("start", lambda: _prepare(context, continued))

@@ -27,6 +27,9 @@ def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[s
     section = config.model
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
     options = section.model_dump(include={"dtype", "param_dtype", "attention", "remat", "quantization"})
+    if options["remat"] == "auto":
+        # Chosen by the run context, which knows the memory.
+        options["remat"] = "full"
     if section.path is None:
         if section.freeze_pad_embedding:
             raise UserError(

@@ -106,13 +106,21 @@ def make(*programs: ProgramReport) -> HardwareReport:
     mesh = {"data": 2, "fsdp": 16, "tensor": 1, "slices": 2}
     usable = topology.device.usable
     return HardwareReport(
-        topology, mesh, "sampling: in place", usable, {"parameters": GIB}, {"optimizer": 3 * GIB}, programs
+        topology,
+        mesh,
+        "sampling: in place",
+        "model.remat auto: full",
+        usable,
+        {"parameters": GIB},
+        {"optimizer": 3 * GIB},
+        programs,
     )
 
 
 def test_programs_within_and_beyond_memory_are_reported():
     small, large = program("score", needed=GIB), program(needed=15 * GIB)
     assert make(small).fits
+    assert "model.remat auto: full" in summary(make(small))
     assert not make(small, large).fits
     assert make(small, large).peak is large
     refused = make(small, program(needed=GIB, refused=True))
