@@ -37,7 +37,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-agents test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-figures test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-agents test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -104,6 +104,9 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "$(MARKS)" $(call tests,$(AOT)) $(ARGS)
+
+test-figures: $(VENV)/.ready $(AOT_VENV)/.ready ## figures of pages that compilers plan: fails if a page has others; half an hour
+	$(BIN)/python -m tests.train.plan.table --check $(ARGS)
 
 # On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.
 test-accelerator: ## the recorded results, the attention kernel and a run of the trainer, on the device of this machine
@@ -209,6 +212,7 @@ LONG := MARKS="not thorough"
 nightly: ## what CI runs at night: the long forms of its tests, and those with packages of others; for hours
 	$(MAKE) lint types test-all test-thorough test-wheel test-report real
 	$(MAKE) test-aot $(LONG)
+	$(MAKE) test-figures
 	$(MAKE) test-isa $(LONG) ISA=SSE4_2
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen

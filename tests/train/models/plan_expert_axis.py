@@ -1,7 +1,7 @@
 """Plans of the compilers of TPUs and GPUs for the experts of a layer of Qwen3-30B-A3B over devices.
 
 `compile_in` asks `ExpertCompiler` in a process of an environment with the compilers, which `make test-aot` makes.
-`python -m tests.train.models.plan_expert_axis` prints a table of gathered and of exchanged tokens for docs/moe.md.
+`table` compares gathered with exchanged tokens for docs/moe.md.
 """
 
 import dataclasses
@@ -131,16 +131,13 @@ class ExpertCompiler:
 load = ExpertCompiler
 
 
-def main() -> None:
-    """Prints the table."""
-    print("| ways | tokens are | temporaries | memory traffic | collectives |\n|--:|---|--:|--:|--:|")
+def table() -> str:
+    """Returns the table of docs/moe.md, which `python -m tests.train.plan.table experts --write` writes."""
+    lines = ["| ways | tokens are | temporaries | memory traffic | collectives |", "|--:|---|--:|--:|--:|"]
     for ways, (name, most_sent) in itertools.product((16, 64), {"gathered": 0, "exchanged": MOST_SENT}.items()):
         plan = compile_in(compiler.DEFAULT, "v5p", ways, most_sent=most_sent, effort=LEAST_EFFORT)
         moved = sum(plan.collectives.values()) / 1e9
-        print(
+        lines.append(
             f"| {ways} | {name} | {plan.temp_bytes / 2**20:,.0f} MiB | {plan.traffic / 1e9:.1f} GB | {moved:.1f} GB |"
         )
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)
