@@ -69,7 +69,8 @@ def read_trace(directory: pathlib.Path) -> dict[str, Any]:
             for event in line.events:
                 busy[event.name] += event.duration_ns
                 spans.append((event.start_ns, event.start_ns + event.duration_ns))
-    covered, end = 0.0, 0.0
+    covered = 0.0
+    end = 0.0
     for first, last in sorted(spans):
         covered += max(0.0, last - max(first, end))
         end = max(end, last)

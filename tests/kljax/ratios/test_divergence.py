@@ -39,6 +39,13 @@ def test_kl_rejection(estimator: str, reduction: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+def test_row_of_negative_estimates_has_a_negative_maximum() -> None:
+    lp, old, mask = jnp.array([[-1.0, -1.0, -9.0]]), jnp.full((1, 3), -2.0), jnp.array([[True, True, False]])
+    assert not kljax.kl_rejection_mask(lp, old, mask, estimator="k1", reduction="max", lower=-0.5).any()
+    kept = kljax.kl_rejection_mask(lp, old, mask, estimator="k1", reduction="max", lower=-1.5)
+    np.testing.assert_array_equal(kept, mask)
+
+
 def test_clip_applies_to_each_log_ratio() -> None:
     lp, old, mask = jnp.array([[-30.0, 25.0]]), jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     options = {"reduction": "sum", "lower": -1.0, "upper": 1.0}

@@ -45,7 +45,8 @@ TASKS = [
 def split(example):
     """Splits a demonstration into its turns and the observations after them."""
     tokenizer = tiny.ByteTokenizer()
-    said, observed = [[]], [[]]
+    said = [[]]
+    observed = [[]]
     for id_, is_sampled in zip(example.solution_ids.tolist(), example.solution_mask.tolist(), strict=True):
         if is_sampled and (observed[-1] or (said[-1] and said[-1][-1] == tokenizer.eos_id)):
             said.append([])
