@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import kljax
 from tests import oracles
@@ -18,6 +20,17 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 def draw(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(3.0, 2.0, (ROWS, LENGTH))
+
+
+def test_variance_over_devices_is_that_of_the_whole_batch() -> None:
+    """Measured from one mean: the rows of the two devices are far apart."""
+    values = jnp.asarray(draw(0) + 100 * (np.arange(ROWS) >= 2)[:, None])
+    mask = jnp.asarray(draw(1) > 2)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    of_parts = jax.shard_map(
+        lambda *arrays: kljax.masked_var(*arrays, axis_name="data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    chex.assert_trees_all_close(of_parts(values, mask), kljax.masked_var(values, mask), **CLOSE)
 
 
 @given(seed=st.integers(0, 1000), mask=oracles.masks(ROWS, LENGTH), axis=AXES, ddof=st.sampled_from([0, 1]))

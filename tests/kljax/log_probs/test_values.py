@@ -67,6 +67,22 @@ def test_gradients_by_central_differences() -> None:
         chex.assert_trees_all_close(grads[index][at], slope, rtol=1e-7, atol=1e-8)
 
 
+def test_gradient_to_a_reference_with_a_softcap() -> None:
+    hidden, head, targets = draw()
+    ref_hidden = hidden[::-1]
+
+    def total(ref_hidden: jax.Array) -> jax.Array:
+        reference = kljax.ReferenceStates(ref_hidden, Head(head, softcap=2.0), "reverse")
+        return kljax.log_probs_from_hidden(hidden, head, targets, reference=reference).kl.sum()
+
+    def dense(ref_hidden: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(hidden @ head)
+        log_q = jax.nn.log_softmax(2.0 * jnp.tanh(ref_hidden @ head / 2.0))
+        return (jnp.exp(log_p) * (log_p - log_q)).sum()
+
+    chex.assert_trees_all_close(compiled(jax.grad(total), ref_hidden), jax.grad(dense)(ref_hidden), rtol=1e-10)
+
+
 def test_log_prob_gradient_is_one_hot_minus_softmax() -> None:
     logits = jnp.asarray([[0.3, -1.0, 2.0]])
     grad = compiled(

@@ -257,6 +257,18 @@ def test_recorded_log_probs_can_be_the_old_policy():
     np.testing.assert_array_equal(masked.old_log_probs, batch.rollout_log_probs)
 
 
+def test_tokens_left_out_before_stay_out():
+    """Rows that a limit ended, say, although the correction keeps them."""
+    config = tiny.config_of(f"correction=[{ENTRIES['rejected']}]")
+    mask = np.asarray(batch_of().completion_mask)
+    before = mask & (np.arange(len(mask)) % 2 == 0)[:, None]
+    batch = dataclasses.replace(batch_of(), returns=None, kept_mask=jnp.asarray(before))
+    prepared, _, _ = make_preparation(Plan.of(config))(batch, controllers_of(config))
+    expected = before & expected_of("rejected", mask)
+    assert 0 < expected.sum() < before.sum()
+    np.testing.assert_array_equal(prepared.kept_mask, expected)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_old_tokens_are_rejected_and_counted(level):
     """By loops over the lags of a batch, of which some are unknown, beside another mask that sees what is left."""
