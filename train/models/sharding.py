@@ -11,6 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from train.config.mesh import AXES, ROW_AXES, WIDTH_AXES, Parts, describe_mesh, usual_sizes
 
+Tree: TypeAlias = Any
+HOST = "pinned_host"
+"""The memory of the host that devices read and write by themselves; moments may lie there."""
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 RULES: Rules = {
     "rows": ROW_AXES,
@@ -269,3 +272,17 @@ def device_kind() -> str:
 def is_nvidia_bfloat16(dtype: Any) -> bool:
     """Whether the devices of the mesh are NVIDIA GPUs, for which a layer in bfloat16 has kernels of its own."""
     return dtype == jnp.bfloat16 and device_kind().startswith("NVIDIA")
+
+
+def device_bytes(tree: Tree) -> int:
+    """Counts the bytes on a device of arrays, or of shapes with shardings; the memory of the host does not count."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST)
+
+
+def host_bytes(tree: Tree) -> int:
+    """Counts the bytes of arrays in the memory of the host, for one device."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST)
+
+
+def _shard_bytes(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)

@@ -18,14 +18,14 @@ from train.models.attention.blocks import expected_visits
 from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import choose_implementation, expected_trips
-from train.models.sharding import batch_sharding, replicated
+from train.models.sharding import HOST, batch_sharding, device_bytes, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
 from train.rl.host_memory import has_host_memory
 from train.rl.objective import coefficients, tile
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
-from train.rl.state import HOST, TrainState, policy_of
+from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
 from train.rollouts.jax_source import (
     evaluation_programs,
@@ -34,7 +34,6 @@ from train.rollouts.jax_source import (
     rollout_sampling,
 )
 from train.rollouts.lag import reads_lags
-from train.rollouts.layout import device_bytes
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler.draw import describe_draws
 from train.sequences.batch import Batch

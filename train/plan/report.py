@@ -8,6 +8,7 @@ from typing import Any
 
 from train.config.mesh import describe_mesh
 from train.models.devices import GIB, Device
+from train.models.sharding import device_bytes, host_bytes
 from train.plan.compiler import hlo
 from train.plan.compiler.buffers import Buffer, largest_buffers
 from train.plan.compiler.collectives import bytes_by_kind, collectives, sent
@@ -18,7 +19,6 @@ from train.plan.compiler.topology import Topology
 from train.plan.compiler.traffic import count_traffic
 from train.plan.compiler.work import Work
 from train.plan.programs import AbstractRun, LoweredProgram
-from train.rollouts.layout import device_bytes, host_bytes
 
 BUFFERS = 5
 PROSE = 98

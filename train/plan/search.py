@@ -10,12 +10,11 @@ from train.config.load import fill_mesh, load
 from train.config.mesh import REMAINING
 from train.config.schema import Config
 from train.models.devices import GIB
-from train.models.sharding import make_mesh
+from train.models.sharding import device_bytes, make_mesh
 from train.plan.compiler.lowering import LEAST_EFFORT
 from train.plan.compiler.topology import Topology, topology_devices
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, report
-from train.rollouts.layout import device_bytes
 
 BEST = 3
 REMAT = ("dots", "full")

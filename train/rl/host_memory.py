@@ -12,8 +12,8 @@ from jax import lax
 from jax.tree_util import DictKey
 
 from train.config.optim import Optim
+from train.models.sharding import HOST
 from train.rl.algorithms import make_optimizer
-from train.rl.state import HOST
 
 Tree = Any
 

@@ -10,10 +10,9 @@ import optax
 from jax.sharding import NamedSharding
 
 import kljax
+from train.models.sharding import HOST
 
 Tree = Any
-HOST = "pinned_host"
-"""The memory of the host that devices read and write by themselves; moments may lie there."""
 
 
 @jax.tree_util.register_dataclass

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import kljax
 from train.models import Decoder
 from train.models.parameters import abstract_adapter, abstract_params
-from train.models.sharding import AXES, RULES, Rules, axis_size
-from train.rl.state import HOST
+from train.models.sharding import AXES, RULES, Rules, axis_size, device_bytes
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -198,20 +197,6 @@ def _move(stages: Sequence[Tree], target: Tree, tree: Tree) -> Tree:
     parts = (tree, target, *stages)
     rest = {name: jax.tree.map(move, *(part[name] for part in parts)) for name in tree if name != "layers"}
     return rest | {"layers": move_stacks(tree["layers"])}
-
-
-def device_bytes(tree: Tree) -> int:
-    """Counts the bytes on a device of arrays, or of shapes with shardings; the memory of the host does not count."""
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST)
-
-
-def host_bytes(tree: Tree) -> int:
-    """Counts the bytes of arrays in the memory of the host, for one device."""
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST)
-
-
-def _shard_bytes(x: Any) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
 
 
 def _dtypes(tree: Tree) -> list[jnp.dtype]:

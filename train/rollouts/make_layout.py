@@ -17,10 +17,10 @@ from train.models.blocks import state_bytes
 from train.models.devices import find_device
 from train.models.layers import copies_layers
 from train.models.parameters import abstract_adapter, abstract_params
-from train.models.sharding import axis_size, replicated, reshape_mesh
+from train.models.sharding import axis_size, device_bytes, replicated, reshape_mesh
 from train.rl.state import abstract_optimizer_state
 from train.rollouts.choose_layout import USABLE, Choice, Option, choose, describe, tensor_sizes
-from train.rollouts.layout import SAMPLING_RULES, SamplingLayout, device_bytes
+from train.rollouts.layout import SAMPLING_RULES, SamplingLayout
 
 Tree = Any
 LOGITS = 4

@@ -26,9 +26,9 @@ from train.references.follow import with_abstract_reference
 from train.references.load import check_reference, pinned_steps, start_reference
 from train.references.record import assert_unchanged, restore_record, saved_entries
 from train.rl.kl_metrics import KL_METRICS
+from train.rl.remat import with_remat
 from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_evaluation, open_stream
-from train.rollouts.remat import with_remat
 from train.rollouts.stream import Stream
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run, recorded_remat

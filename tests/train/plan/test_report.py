@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.tiny import config_of, mesh_of
+from train.models.sharding import device_bytes, host_bytes
 from train.plan.__main__ import main
 from train.plan.compiler.buffers import Buffer
 from train.plan.compiler.lowering import compile_program
@@ -18,7 +19,6 @@ from train.plan.compiler.schedule import ProgramSeconds
 from train.plan.compiler.topology import parse_topology
 from train.plan.programs import AbstractRun, LoweredProgram
 from train.plan.report import HardwareReport, ProgramReport, _read, markdown, report, summary, tables
-from train.rollouts.layout import device_bytes, host_bytes
 
 GIB = 2**30
 KL = "kl.loss.coef=0.1"

@@ -26,11 +26,10 @@ from train.context import RunContext, make_bare_context
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder, DecoderConfig
 from train.models.parameters import abstract_params
-from train.models.sharding import batch_sharding, make_mesh
+from train.models.sharding import batch_sharding, device_bytes, make_mesh
 from train.plan.compiler import hlo
 from train.plan.compiler.lowering import LEAST_EFFORT, CompiledProgram, compile_program
 from train.rollouts.jax_source import sampling_program
-from train.rollouts.layout import device_bytes
 from train.rollouts.sampler import Sampling
 
 # Attention of the prefill by XLA: cuDNN is not installed where these programs are compiled.

@@ -11,10 +11,9 @@ from train.models import Decoder, DecoderConfig
 from train.models.devices import DEVICES
 from train.models.layers import copies_layers
 from train.models.parameters import abstract_params
-from train.models.sharding import make_mesh
+from train.models.sharding import device_bytes, make_mesh
 from train.rl.algorithms import make_optimizer
 from train.rollouts.choose_layout import Choice, Option, choose, tensor_sizes
-from train.rollouts.layout import device_bytes
 from train.rollouts.make_layout import device_memory, make_layout
 
 GIB = 2**30

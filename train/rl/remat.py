@@ -18,7 +18,7 @@ from train.models import Decoder, DecoderConfig
 from train.models.config import Remat
 from train.models.devices import GIB, Device, find_device
 from train.models.parameters import abstract_adapter, abstract_params
-from train.rollouts.layout import device_bytes
+from train.models.sharding import device_bytes
 
 ORDER: tuple[Remat, ...] = ("dots", "full")
 """From the least recomputation to the most."""
