@@ -13,9 +13,9 @@ from train.data.tasks import Example, Task
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.rl.host_memory import make_run_optimizer
-from train.rl.remat import RematChoice, choose_remat, with_remat
 from train.rollouts.layout import SamplingLayout
 from train.rollouts.make_layout import device_memory, make_layout, resident_bytes
+from train.weights.remat import RematChoice, choose_remat, with_remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,6 @@ from train.references.follow import with_abstract_reference
 from train.references.load import check_reference, pinned_steps, start_reference
 from train.references.record import assert_unchanged, restore_record, saved_entries
 from train.rl.kl_metrics import KL_METRICS
-from train.rl.remat import with_remat
 from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_evaluation, open_stream
 from train.rollouts.stream import Stream
@@ -65,6 +64,7 @@ from train.storage.paths import as_path
 from train.weights.emergency import check_process
 from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
+from train.weights.remat import with_remat
 
 Tree = Any
 ACCURACIES = ("accuracy", "accuracy_greedy")

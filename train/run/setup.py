@@ -28,12 +28,12 @@ from train.distributed.peer_watch import enter
 from train.distributed.peers import processes
 from train.models import Decoder
 from train.models.parameters import init_adapter, init_params, init_value_head
-from train.models.sharding import make_mesh, replicated
+from train.models.sharding import HOST, make_mesh, replicated
 from train.references.find import warn_of_other_base
 from train.rl.algorithms import make_controllers
 from train.rl.host_memory import has_host_memory
 from train.rl.keys import purpose_key
-from train.rl.state import HOST, TrainState, initial_state
+from train.rl.state import TrainState, initial_state
 from train.rollouts.lag import initial_past
 from train.run.base_weights import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.harness import environments
 from benchmarks.harness.process import ROOT
 from benchmarks.suites import compiler
-from tests.train.rl.test_remat import CONFIGS
+from tests.train.weights.test_remat import CONFIGS
 from train.config.load import dump_yaml
 
 PROGRAM = """
@@ -19,7 +19,7 @@ from train.config.load import load
 from train.plan.compiler.lowering import compile_program
 from train.plan.search import abstract_run
 from train.rollouts.make_layout import resident_bytes
-from train.rl.remat import update_bytes
+from train.weights.remat import update_bytes
 run = abstract_run(load(sys.argv[1], [f"model.remat={sys.argv[3]}"]).config, parse_topology(sys.argv[2]))
 context = run.context
 resident = resident_bytes(context.plan, context.model, context.mesh, context.optimizer)

@@ -12,10 +12,9 @@ import pytest
 from tests import tiny
 from train.config.errors import ConfigError
 from train.config.plan import Plan
-from train.models.sharding import make_mesh
+from train.models.sharding import HOST, make_mesh
 from train.rl.host_memory import make_run_optimizer
 from train.rl.objective import coefficients
-from train.rl.state import HOST
 from train.rl.step import make_prepare, make_score, make_update
 from train.sequences.batch import row_count
 from train.weights.orbax import RunCheckpoints

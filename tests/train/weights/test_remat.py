@@ -6,10 +6,10 @@ from train.config.load import load, parse
 from train.models.devices import DEVICES, GIB
 from train.models.sharding import make_mesh
 from train.plan.programs import AbstractRun
-from train.rl.remat import MARGIN, choose_remat, update_bytes, with_remat
-from train.rollouts import remat
 from train.rollouts.make_layout import resident_bytes
 from train.run.directory import recorded_remat, resume_run, start_run
+from train.weights import remat
+from train.weights.remat import MARGIN, choose_remat, update_bytes, with_remat
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL = {
