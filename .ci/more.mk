@@ -220,4 +220,4 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-launch test-storage test-agents test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(GYM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(AGENTS_VENV) $(GYM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

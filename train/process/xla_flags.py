@@ -12,7 +12,8 @@ from typing import NamedTuple
 from train.config.accelerator import CPU, find_accelerator
 from train.config.types import XlaFlags
 
-XLA, LIBTPU = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
+XLA = "XLA_FLAGS"
+LIBTPU = "LIBTPU_INIT_ARGS"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 NEW_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 """The name that later releases of JAX prefer; JAX refuses both at once."""
@@ -21,7 +22,7 @@ RELEASES = ((0, 10), (0, 12))
 
 
 class AcceleratorFlags(NamedTuple):
-    """What an accelerator gets.
+    """The flags of an accelerator, and how JAX is known to use it.
 
     Attributes:
       modules: of which JAX needs one for this accelerator.

@@ -87,52 +87,47 @@ class FakeCheckpoints:
         pass
 
 
+def run_alone(config, checkpoints, directory, interrupt=None):
+    """Runs the loop without programs, for tests that replace its step."""
+    context = tiny.context_of(config)
+    train(
+        context,
+        None,
+        None,
+        None,
+        tiny.state_of(config, context.optimizer),
+        writer=SimpleNamespace(write=lambda *values: None, timing=lambda *values: None),
+        watch=StepGuard(config, checkpoints, directory / "nonfinite"),
+        interrupt=interrupt or Interrupt(),
+        advance=lambda note: None,
+    )
+
+
 def test_failing_reward_function_leaves_a_saved_run(monkeypatch, tmp_path):
-    context = tiny.context_of(CONFIG)
-    state, checkpoints = tiny.state_of(CONFIG, context.optimizer), FakeCheckpoints()
+    checkpoints = FakeCheckpoints()
 
     def fail(*_, **__):
         raise RewardError("data.reward: no answer")
 
     monkeypatch.setattr("train.run.loop.rl_step", fail)
     with pytest.raises(RewardError) as caught:
-        train(
-            context,
-            None,
-            None,
-            None,
-            state,
-            writer=None,
-            watch=StepGuard(CONFIG, checkpoints, tmp_path / "nonfinite"),
-            interrupt=Interrupt(),
-            advance=lambda note: None,
-        )
+        run_alone(CONFIG, checkpoints, tmp_path)
     assert str(caught.value) == ("data.reward: no answer\nThe run is saved after step 0; continue it with --resume")
     assert checkpoints.saved == [0]
 
 
 def test_interrupted_run_saves_its_last_step(monkeypatch, tmp_path):
     config = tiny.config_of("steps=9", "checkpoint.every=100", "eval.prompts=0")
-    context = tiny.context_of(config)
-    state, checkpoints, interrupt = tiny.state_of(config, context.optimizer), FakeCheckpoints(), Interrupt()
+    checkpoints = FakeCheckpoints()
+    interrupt = Interrupt()
 
-    def step(*arguments, step, **options):
+    def step(context, programs, stream, frozen, state, *, step, **options):
         interrupt.requested = step == 1
         return state, {"loss": 0.0, "skipped_updates": 0.0}, {}
 
     monkeypatch.setattr("train.run.loop.rl_step", step)
     monkeypatch.setattr("train.run.loop._parts", lambda seconds, compiled: "")
-    train(
-        context,
-        None,
-        None,
-        None,
-        state,
-        writer=SimpleNamespace(write=lambda *values: None, timing=lambda *values: None),
-        watch=StepGuard(config, checkpoints, tmp_path / "nonfinite"),
-        interrupt=interrupt,
-        advance=lambda note: None,
-    )
+    run_alone(config, checkpoints, tmp_path, interrupt)
     assert checkpoints.saved == [2]
 
 

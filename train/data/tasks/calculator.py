@@ -3,7 +3,8 @@
 import random
 
 from train.data.environments.calculator import compute
-from train.data.tasks.demonstrations import demonstrate
+from train.data.tasks.arithmetic import score
+from train.data.tasks.demonstrations import demonstrate, miscopy
 from train.data.tasks.task import Example, Task
 
 LEAST = 2
@@ -23,14 +24,13 @@ def task(problems: int, held_out: int, wrong: float) -> Task:
     every = [(a, b, c) for a in range(LEAST, MOST + 1) for b in range(LEAST, MOST + 1) for c in range(LEAST, MOST + 1)]
     chosen = rng.sample(every, problems + held_out)
     examples = [_example(numbers, rng, wrong) for numbers in chosen]
-    return Task("calculator", train=examples[held_out:], eval=examples[:held_out], score=_score)
+    return Task("calculator", train=examples[held_out:], eval=examples[:held_out], score=score)
 
 
 def _example(numbers: tuple[int, int, int], rng: random.Random, wrong: float) -> Example:
     first, second, third = numbers
     answer = str(first * second + third)
     turns = list[tuple[str, str]]()
-    last = answer
     if rng.random() < wrong:
         last = "".join(rng.choice("0123456789") for _ in answer)
     else:
@@ -38,11 +38,5 @@ def _example(numbers: tuple[int, int, int], rng: random.Random, wrong: float) ->
         last = compute(expression)
         turns.append((f"calc {expression}", f"{last}\n"))
         if rng.random() < wrong / 2:
-            place = rng.randrange(len(last))
-            last = last[:place] + rng.choice("0123456789") + last[place + 1 :]
+            last = miscopy(last, rng)
     return demonstrate(f"{first} times {second} plus {third}?\n", answer, [*turns, (last, "")])
-
-
-def _score(example: Example, text: str, finished: bool) -> dict[str, float]:
-    correct = float(finished and text == example.answer)
-    return {"reward": correct, "correct": correct}

@@ -1,5 +1,6 @@
 """Demonstrations of episodes for a model of bytes: turns are trained in the warm start, observations are not."""
 
+import random
 from collections.abc import Iterable
 
 import numpy as np
@@ -30,3 +31,9 @@ def demonstrate(prompt: str, answer: str, turns: Iterable[tuple[str, str]]) -> E
         ids += [*sampled, *observed]
         mask += [True] * len(sampled) + [False] * len(observed)
     return Example(prompt, answer, answer, solution_ids=np.array(ids, np.int32), solution_mask=np.array(mask))
+
+
+def miscopy(text: str, rng: random.Random) -> str:
+    """Writes a digit in place of one of the characters of a text, which it may equal."""
+    place = rng.randrange(len(text))
+    return text[:place] + rng.choice("0123456789") + text[place + 1 :]

@@ -3,6 +3,7 @@
 import random
 
 from train.data.environments.guessing import compare
+from train.data.tasks.arithmetic import score
 from train.data.tasks.demonstrations import demonstrate
 from train.data.tasks.task import Example, Task
 
@@ -22,7 +23,7 @@ def task(most: int, turns: int, problems: int, held_out: int, wrong: float) -> T
     rng = random.Random(0)
     train = [_example(rng.randint(0, most), most, turns, wrong, rng) for _ in range(problems)]
     held = [_example(number % (most + 1), most, turns, wrong, rng) for number in range(held_out)]
-    return Task("guessing", train=train, eval=held, score=_score)
+    return Task("guessing", train=train, eval=held, score=score)
 
 
 def _example(number: int, most: int, turns: int, wrong: float, rng: random.Random) -> Example:
@@ -40,8 +41,3 @@ def _example(number: int, most: int, turns: int, wrong: float, rng: random.Rando
             high = min(high, guess - 1)
     said[-1] = said[-1][0], ""
     return demonstrate(f"0 to {most}?\n", str(number), said)
-
-
-def _score(example: Example, text: str, finished: bool) -> dict[str, float]:
-    correct = float(finished and text == example.answer)
-    return {"reward": correct, "correct": correct}

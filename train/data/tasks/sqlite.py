@@ -4,7 +4,8 @@ import random
 from contextlib import closing
 
 from train.data.environments.sqlite import Shop, item_names
-from train.data.tasks.demonstrations import demonstrate
+from train.data.tasks.arithmetic import score
+from train.data.tasks.demonstrations import demonstrate, miscopy
 from train.data.tasks.task import Example, Task
 
 QUERIES = {
@@ -34,13 +35,12 @@ def task(seed: int, names: int, problems: int, held_out: int, wrong: float) -> T
     held = examples[:held_out]
     # The last item that is held out may have more questions.
     rest = examples[-(-held_out // len(QUERIES)) * len(QUERIES) :]
-    return Task("sqlite", train=rest[:problems], eval=held, score=_score)
+    return Task("sqlite", train=rest[:problems], eval=held, score=score)
 
 
 def _example(shop: Shop, kind: str, name: str, wrong: float, rng: random.Random) -> Example:
     answer = shop.query(QUERIES[kind].format(name))
     turns = list[tuple[str, str]]()
-    last = answer
     if rng.random() < wrong:
         last = str(rng.randint(1, 99))
     else:
@@ -49,11 +49,5 @@ def _example(shop: Shop, kind: str, name: str, wrong: float, rng: random.Random)
         last = shop.query(sql)
         turns.append((f"query {sql}", f"{last}\n"))
         if rng.random() < wrong / 2:
-            place = rng.randrange(len(last))
-            last = last[:place] + rng.choice("0123456789") + last[place + 1 :]
+            last = miscopy(last, rng)
     return demonstrate(f"{kind} of {name}?\n", answer, [*turns, (last, "")])
-
-
-def _score(example: Example, text: str, finished: bool) -> dict[str, float]:
-    correct = float(finished and text == example.answer)
-    return {"reward": correct, "correct": correct}
