@@ -13,7 +13,7 @@ import jinja2.sandbox
 
 from train.data.workers.serve import serve
 
-MEMORY = 2 << 30
+MEMORY = 512 << 20
 MAX_CHARACTERS = 10_000_000
 
 
