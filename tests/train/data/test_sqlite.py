@@ -38,8 +38,6 @@ def test_query_reads_tables_and_their_names(database):
     assert database.query("select name from sqlite_master where type = 'table' order by 1 limit 2") == "items\nodd"
     assert database.query("select a, b from odd where a is null") == "|b'\\xff'"
     assert database.query("select b from odd where a = 1.5") == "\ufffdA"
-    # SQLite makes no text that is too long here.
-    assert database.query("select printf('%.*c', 1000000000, 'x')") == ""
     assert database.query("select 1 where 0") == database.query("") == database.query("-- nothing") == ""
 
 
@@ -85,6 +83,8 @@ def test_results_are_cut(database):
         ("select LOAD_EXTENSION('/tmp/x.so', 'f')", "not authorized"),
         ("select readfile('/etc/passwd')", "no such function"),
         ("select writefile('{folder}/x', 'y')", "no such function"),
+        ("select printf('%.*c', 1000000000, 'x')", "not authorized to use function: printf"),
+        ("select format('%d', 3)", "not authorized to use function: format"),
         ("select length(zeroblob(1000000000))", "too big"),
         ("select group_concat(a.name) from orders a, orders b, orders c, orders d", "too big|took more than"),
         (ENDLESS + "select sum(i) from n", "took more than 0.05 s"),
@@ -106,7 +106,7 @@ def test_query_may_take_its_seconds_and_no_more(path):
         assert database.query("select count(*) from items") == "8"
         assert database.query(ENDLESS + "select sum(i) from n") == "error: the query took more than 3 s"
         # Each query has its own time.
-        assert database.query(ENDLESS + "select sum(i) from (select i from n limit 100)") == "5050"
+        assert database.query(ENDLESS + "select sum(i) from (select i from n limit 10)") == "55"
 
 
 def test_missing_file_is_refused_and_not_made(tmp_path):
