@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
-WORKERS ?= 2
+# One more than cores: some tests wait for a process or a limit of time.
+WORKERS ?= 3
 # Each worker starts with tests that stand side by side, which share fixtures and compiled operations.
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 # Left out by default: tests that repeat a statement in more settings (the marks of pyproject.toml).

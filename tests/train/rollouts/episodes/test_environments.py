@@ -203,7 +203,7 @@ def test_environment_is_closed_also_without_rewards(source, tmp_path):
 
 @pytest.mark.parametrize(("call", "failure"), [("hang", "step_seconds"), ("die", "ended")])
 def test_lost_process_loses_its_own_episodes(source, call, failure):
-    with opened(source, "Tools", step_seconds=5.0, processes=2) as environments:
+    with opened(source, "Tools", step_seconds=3.0, processes=2) as environments:
         ask(environments, *(("reset", number, {"row": {"answer": "1"}}) for number in range(4)))
         answers = ask(
             environments,
