@@ -1,11 +1,11 @@
 """What programs of the trainer move and compute on hardware that is not here, by the plans of its compilers.
 
-    .venv-aot/bin/python -m benchmarks.roofline [--programs update,score,sample] [--write]
+    .venv-aot/bin/python -m benchmarks.roofline [--programs update,score,sample]
 
 Compiles the update, the scoring and the sampling of Qwen3-0.6B with LoRA and with all weights: 16 prompts of 256
 tokens, each with 8 completions of 768, in 4 micro-batches. Seconds are a sum over kernels, each of which takes its
-operations or its bytes at published rates, whichever is longer. `--write` puts the table into docs/accelerators.md. A
-program takes a minute or two, sampling more.
+operations or its bytes at published rates, whichever is longer. A program takes a minute or two. `python -m
+tests.train.plan.table roofline --write` puts the table into docs/accelerators.md.
 """
 
 import argparse
@@ -17,8 +17,6 @@ from collections.abc import Sequence
 
 from train.plan.compiler.topology import load_compilers, parse_topology
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "accelerators.md"
-BEGIN, END = "<!-- roofline: begin -->", "<!-- roofline: end -->"
 MODEL = "Qwen3-0.6B"
 LAYERS, MICRO_BATCHES = 28, 4
 CONFIG = f"""
@@ -121,21 +119,14 @@ def row(program: str, weights: str, work: ProgramWork) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table as its rows are known, and writes it into the page if asked."""
+    """Prints the table as its rows are known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/accelerators.md")
     parser.add_argument("--programs", default="update,score,sample", metavar="NAMES", help="out of update,score,sample")
     options = parser.parse_args(arguments)
-    lines = [TITLE]
     print(TITLE, flush=True)
     for program in options.programs.split(","):
         for weights, overrides in WEIGHTS.items():
-            lines.append(row(program, weights, plan(program, overrides)))
-            print(lines[-1], flush=True)
-    if options.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        shown = "\n".join(lines)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{shown}\n\n{END}{rest.partition(END)[2]}")
+            print(row(program, weights, plan(program, overrides)), flush=True)
     return 0
 
 

@@ -1,8 +1,8 @@
 """`python -m tests.train.plan.table [NAMES] [--write | --check]`: the figures of pages that compilers plan.
 
 Names: `plans`, the recipes of 8B models in docs/planning.md; `experts`, an axis of experts in docs/moe.md; `roofline`,
-the programs of docs/accelerators.md. Without names all of them, in half an hour on two cores. `--check` fails if a page
-has other figures. Needs `make .venv-aot/.ready`.
+the programs of docs/accelerators.md, and `attention`, its long rows. Without names all of them, in half an hour on two
+cores. `--check` fails if a page has other figures. Needs `make .venv-aot/.ready`.
 """
 
 import argparse
@@ -79,10 +79,16 @@ def roofline() -> str:
     return run_python("benchmarks.roofline")
 
 
+def attention() -> str:
+    """Returns the table of attention over long rows."""
+    return run_python("benchmarks.attention_aot")
+
+
 FIGURES = {
     "plans": Figures("planning.md", recipes),
     "experts": Figures("moe.md", experts),
     "roofline": Figures("accelerators.md", roofline),
+    "attention": Figures("accelerators.md", attention),
 }
 
 

@@ -288,9 +288,8 @@ def decode_heads(
     rows = ("rows",)
     by_head = ("rows", "kv_heads")
     axes = ((*rows, "heads"), (), rows, rows, by_head, by_head, ())
-    wide = None if scales is None else (scales[0].astype(jnp.float32), scales[1].astype(jnp.float32))
     run = split_by_hand(local, axes, by_head)
-    by_row, by_prompt, keys, values = run(tuple(x[:, 0] for x in projected), wide, cos, sin, *cache, column)
+    by_row, by_prompt, keys, values = run(tuple(x[:, 0] for x in projected), scales, cos, sin, *cache, column)
     return by_row, by_prompt, keys, values
 
 
@@ -365,7 +364,8 @@ def _normed(blocks: _Blocks, scale: Any, first: Array, second: Array) -> tuple[A
     statics = blocks.statics
     mean = (jnp.sum(first * first, -1) + jnp.sum(second * second, -1)) / statics.width
     inverse = lax.rsqrt(mean + statics.eps)[:, None]
-    scales = (scale[part][None] + (1 if statics.offset else 0) for part in _halves(statics.width))
+    wide = (scale[part][None].astype(jnp.float32) for part in _halves(statics.width))
+    scales = (half + (1 if statics.offset else 0) for half in wide)
     return first * inverse, second * inverse, *scales, inverse
 
 
