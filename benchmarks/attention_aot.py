@@ -38,7 +38,7 @@ TOPOLOGIES = {"H100": "h100:1", "v5p": "v5p:2x2x1"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class LongRow:
     """A row of sequences of one length.
 
     Attributes:
@@ -70,7 +70,13 @@ class Row:
         return f"{self.sequences} x {self.width // self.sequences:,}{window}"
 
 
-ROWS = (Row(32_768), Row(32_768, sequences=4), Row(16_384), Row(16_384, window=1024), Row(16_384, 4, window=1024))
+ROWS = (
+    LongRow(32_768),
+    LongRow(32_768, sequences=4),
+    LongRow(16_384),
+    LongRow(16_384, window=1024),
+    LongRow(16_384, 4, window=1024),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +96,7 @@ class AttentionPlan:
     dense: bool
 
 
-def plan(device: str, row: Row) -> AttentionPlan:
+def plan(device: str, row: LongRow) -> AttentionPlan:
     """Compiles attention of a row for "H100" or "v5p"; `load_compilers` was called."""
     mesh = make_mesh(devices=topology_devices(parse_topology(TOPOLOGIES[device]))[:1])
     spans = row.spans()

@@ -176,6 +176,23 @@ def test_greedy_turns_take_the_most_probable_tokens(engine):
     assert drawn.tokens[0, 9 : 9 + len(turn.tokens)].tolist() == turn.tokens
 
 
+def test_stop_string_may_begin_with_the_first_token(engine):
+    """Layers that add nothing, and a head that continues 6 with "bcc"."""
+    params = policy_of().params
+    for output in (params["layers"]["self_attn"]["o_proj"], params["layers"]["mlp"]["down_proj"]):
+        output["kernel"] *= 0
+    embedding = np.zeros((24, 16), np.float32)
+    embedding[6, 0] = 1
+    embedding[1, :2] = 2, 3
+    embedding[2, 1] = 9
+    params["embed_tokens"]["embedding"] = jnp.asarray(embedding)
+    params["lm_head"]["kernel"] = jnp.asarray(embedding.T)
+    engine.greedy = True
+    engine.update(kljax.Policy(params), 0)
+    (turn,) = run(engine, [Turn([6], 7, session_keys(KEY, 1)[0])])
+    assert (turn.tokens, turn.finish) == ([1, 2], "stop")
+
+
 def test_cancelled_turn_leaves_its_row(engine):
     keys = session_keys(KEY, 5)
     turns = [Turn(prompt, 20, keys[row], session=row) for row, prompt in enumerate(prompts_of([9] * 5))]

@@ -40,6 +40,14 @@ def test_cases_are_those_of_five_templates():
     assert sum(not case["tokens_kept"] for case in CASES) == 63
 
 
+def test_turn_continues_the_longest_sequence_that_it_extends():
+    drawn = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
+    assert [(s.ids, s.sampled) for s in make_sequences(drawn)] == [
+        ([1, 2], [False, True]),
+        ([1, 2, 3, 4, 5], [False, True, True, False, True]),
+    ]
+
+
 small = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
