@@ -125,31 +125,36 @@ def policy_of(sizes, context):
 
 
 def adapter_gradients(dtype, mesh):
-    """Gradients of a sum of all hidden states to an adapter; half of the rows have padding on the left."""
+    """Gradients of sums of all hidden states to an adapter, a draw each; half of the rows have padding on the left."""
     mesh, params, adapter = policy_of(*MESHES[mesh])
     model = Decoder(dataclasses.replace(CONFIG, dtype=dtype))
-    tokens = jax.random.randint(jax.random.key(3), (8, 24), 0, 24)
     mask = jnp.arange(24) >= jnp.array([[0], [5]] * 4)
-    weights = jax.random.normal(jax.random.key(4), (8, 24, 64)) * mask[..., None]
 
-    def loss(adapter, params):
+    def loss(adapter, params, key):
+        of_tokens, of_weights = jax.random.split(key)
+        tokens = jax.random.randint(of_tokens, (8, 24), 0, 24)
+        weights = jax.random.normal(of_weights, (8, 24, 64)) * mask[..., None]
         hidden = bind(model, kljax.Policy(params, adapter))(tokens, mask)
         return jnp.sum(jnp.where(mask[..., None], hidden.astype(jnp.float32), 0) * weights)
 
     with jax.set_mesh(mesh):
-        return jax.device_get(jax.jit(jax.grad(loss))(adapter, params))
+        # Without the roundings that the compiler of CPUs leaves out in some of the sums over devices.
+        gradient = jax.jit(jax.grad(loss), compiler_options={"xla_allow_excess_precision": False})
+        return [jax.tree.leaves(jax.device_get(gradient(adapter, params, jax.random.key(draw)))) for draw in range(32)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_joined_gradients_are_no_farther_from_float32(joined, monkeypatch, mesh):
-    def error(gradients):
-        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True)
+    """In the mean over draws, whose standard error is 1 %; in one draw either form may be 10 % closer."""
+
+    def error(draws):
+        pairs = [pair for both in zip(draws, exact, strict=True) for pair in zip(*both, strict=True)]
         return np.mean([np.linalg.norm(got - expected) / np.linalg.norm(expected) for got, expected in pairs])
 
     close = adapter_gradients("bfloat16", mesh)
     monkeypatch.undo()
     exact = adapter_gradients("float32", mesh)
-    assert 0 < error(close) <= error(adapter_gradients("bfloat16", mesh))
+    assert 0 < error(close) <= 1.02 * error(adapter_gradients("bfloat16", mesh))
 
 
 def test_accelerators_join_in_bfloat16_and_cpus_never(monkeypatch):
