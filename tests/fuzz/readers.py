@@ -113,7 +113,7 @@ def _read_answer(content: bytes) -> None:
     assert all(type(token) is int and 0 <= token < VOCABULARY for token in ids)
     assert EOS not in ids[:-1]
     assert answer.finished == (ids[-1] == EOS) == (choice["finish_reason"] == "stop")
-    values = answer.fields["log_probs"]
+    values = answer.fields["rollout_log_probs"]
     assert len(values) == len(ids)
     assert all(value == -math.inf or LEAST_LOG_PROB <= value <= 1e-3 for value in values)
 

@@ -44,7 +44,7 @@ def episodes_of(request):
         tokens=tokens,
         token_mask=token_mask,
         completion_mask=completion_mask,
-        fields={"log_probs": np.where(completion_mask, log_probs, 0)},
+        fields={"rollout_log_probs": np.where(completion_mask, log_probs, 0)},
         texts=["x"] * 8,
         finished=np.ones(8, bool),
         rewards={"reward": np.arange(8, dtype=np.float32), "correct": np.zeros(8, np.float32)},

@@ -9,7 +9,7 @@ from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
-from train.sequences.token_fields import TOKEN_FIELDS, shorten
+from train.sequences.token_fields import TOKEN_FIELDS, recorded_names, shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,26 +147,30 @@ def _fields(
     record: Mapping[str, Any], prompt_ids: list[int], completion_ids: list[int], context: RunContext
 ) -> dict[str, list[Any]]:
     """Returns the per-token fields of a row, checked."""
-    known = [name for name, field in TOKEN_FIELDS.items() if field.recorded]
-    fields = {name: record[name] for name in known if record.get(name) is not None}
-    for name in record.keys() - set(known):
+    known = recorded_names()
+    fields = {}
+    for name in record.keys() - known.keys():
         # Fields of the user's own are for the verifier; a slip of the pen would leave out what the run is to use.
         if near := [other for other in difflib.get_close_matches(name, known, 1, 0.85) if other not in record]:
             raise ValueError(f"{name}: unknown field; did you mean {near[0]!r}? Otherwise rename it")
-    for name, values in fields.items():
+    for key, name in known.items():
+        values = record.get(key)
+        if values is None:
+            continue
         field = TOKEN_FIELDS[name]
         ids = prompt_ids + completion_ids if field.prompts else completion_ids
         if "completion_ids" not in record:
-            raise ValueError(f"{name}: given without completion_ids; add completion_ids")
+            raise ValueError(f"{key}: given without completion_ids; add completion_ids")
         if field.sizes(values) is None:
-            raise ValueError(f"{name}: got {shorten(values)}, expected {field.form}")
+            raise ValueError(f"{key}: got {shorten(values)}, expected {field.form}")
         if len(values) != len(ids):
             kind = "lists" if field.axes else "numbers"
-            raise ValueError(f"{name}: got {len(values)} {kind}, expected {len(ids)}, one for each id")
+            raise ValueError(f"{key}: got {len(values)} {kind}, expected {len(ids)}, one for each id")
         try:
             field.check(values, ids, context.model.config.vocab_size)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{key}: {error}") from error
+        fields[name] = values
     return fields
 
 

@@ -23,7 +23,7 @@ from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
 from train.rollouts.source import Completions, InTurn, Request, SourceError
 from train.sequences.padding import pad_rows
-from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, recorded_names
 from train.weights.model import trained_pad, warn_of_pad
 
 _LOG = logging.getLogger(__name__)
@@ -70,14 +70,15 @@ def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str,
     sizes = {name: cast(tuple[int, ...], TOKEN_FIELDS[name].sizes(values)) for name, values in fields.items()}
     if before is None:
         return sizes
-    if differing := [name for name in TOKEN_FIELDS if (name in sizes) != (name in before)]:
-        name = differing[0]
-        raise ValueError(f"{name}: {'given' if name in sizes else 'missing'}, but not in the rows before")
-    for name, size in before.items():
+    for key, name in recorded_names().items():
+        if (name in sizes) != (name in before):
+            raise ValueError(f"{key}: {'given' if name in sizes else 'missing'}, but not in the rows before")
+        size = before.get(name, ())
         # An empty completion has no sizes.
-        if fields[name] and any(size) and size != sizes[name] and not TOKEN_FIELDS[name].ragged:
-            raise ValueError(f"{name}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
-        sizes[name] = tuple(map(max, size, sizes[name]))
+        if fields.get(name) and any(size) and size != sizes[name] and not TOKEN_FIELDS[name].ragged:
+            raise ValueError(f"{key}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
+        if name in before:
+            sizes[name] = tuple(map(max, size, sizes[name]))
     return sizes
 
 
@@ -273,7 +274,7 @@ class FileSource(InTurn):
             warn_of_unweighted(config.rewards.weights, tuple(scan.rewards - {"reward"}))
         elif config.task == RECORDING:
             raise UserError(f"rollout.source.path: the rows of {self._path} have no rewards; add them, or set a task")
-        if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
+        if "rollout_log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
                 "correction, or a ratio to the policy that sampled)"

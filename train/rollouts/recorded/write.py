@@ -15,7 +15,7 @@ from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS
+from train.sequences.token_fields import TOKEN_FIELDS, recorded_names
 from train.storage.paths import as_path
 from train.weights.files import usable_directory
 
@@ -66,8 +66,8 @@ def record_rows(
             f"rollout.record: row {row} has tokens between its completions, as the observations of an episode, which "
             "have no kept_ids; set rollout.record=null"
         )
-    recorded = [name for name, field in TOKEN_FIELDS.items() if field.recorded and name in completions.fields]
-    fields = {name: split.select_own(completions.fields[name]) for name in recorded}
+    recorded = [(key, name) for key, name in recorded_names().items() if name in completions.fields]
+    fields = {key: (TOKEN_FIELDS[name], split.select_own(completions.fields[name])) for key, name in recorded}
     after_prompt = np.arange(tokens.shape[1]) >= prompt_length
     episodes = split.own if completions.episode_rows is None else split.select_own(completions.episode_rows)
     rows = []
@@ -90,12 +90,11 @@ def record_rows(
         if episodes[row] != number:
             place = int(episodes[row]) - number // samples * samples
             record["episode"] = {"row": place if episodes[row] >= 0 else None, "of": samples}
-        for name, values in fields.items():
-            field = TOKEN_FIELDS[name]
+        for key, (field, values) in fields.items():
             of_row = values[row][token_mask[row] if field.prompts else is_completion]
             if field.null is not None and not field.prompts:
                 of_row = np.where(is_sampled, of_row, field.null)
-            record[name] = field.lists(of_row)
+            record[key] = field.lists(of_row)
         rows.append(record)
     return rows
 
