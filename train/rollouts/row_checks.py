@@ -9,15 +9,6 @@ from train.rollouts.source import SourceError
 from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
 
 
-def has_holes(token_mask: np.ndarray, completion_mask: np.ndarray) -> np.ndarray:
-    """Tells which rows of masks `[B, T]` have real tokens after their first sampled one that were not sampled.
-
-    An episode has them, as observations between its turns. A recording has one prompt and one completion.
-    """
-    begun = np.logical_or.accumulate(completion_mask, axis=1)
-    return np.asarray((token_mask & ~completion_mask & begun).any(1))
-
-
 def check_fields(fields: TokenFields, shape: tuple[int, ...]) -> None:
     """Checks the names and shapes of the per-token fields of rows `[B, T]`.
 

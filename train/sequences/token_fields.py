@@ -95,6 +95,10 @@ class TokenField:
             return type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
         return isinstance(value, bool) if dtype.kind == "b" else fits_float32(value)
 
+    def empty(self, sizes: tuple[int, ...]) -> Any:
+        """Returns the value of a token that has none, for trailing axes of these sizes, as recordings have it."""
+        return np.full((*sizes[:-1], 0) if self.ragged else sizes, self.fill, self.dtype).tolist()
+
     def write(self, values: Sequence[Any], out: np.ndarray) -> None:
         """Writes the values of a row into `out`, `[len(values), ...]`, which holds `fill`."""
         if self.ragged:
