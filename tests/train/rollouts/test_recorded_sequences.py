@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import chex
 import jax
@@ -137,10 +138,6 @@ def test_parquet_of_episodes_trains_bit_for_bit(recorded, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     expected, path, options = recorded
     rows = [json.loads(line) for line in 3 * path.read_text().splitlines()]
-    for row in rows:
-        del row["kljax_check"]
-        if not isinstance(row["version"], list):  # a column has one type
-            row["version"] = [row["version"]] * len(row["ids"])
     parquet.write_table(pyarrow.Table.from_struct_array(pyarrow.array(rows)), tmp_path / "a.parquet")
     assert_read(read(tmp_path / "a.parquet", *options, step=2), expected)
 
@@ -251,11 +248,23 @@ def test_sequence_equals_a_prompt_and_its_completion(tmp_path):
     ]  # fmt: skip
     shape = ("rollout={prompts_per_step: 1, samples_per_prompt: 2}",)
     expected = read(write(tmp_path / "a.jsonl", rows), shape=shape)
-    for name, lines in (("b", sequences), ("c", [rows[0], sequences[1]])):
+    # As a table has them, whose columns are those of all rows.
+    columns = dict.fromkeys([*rows[0], *sequences[0], "parent", "version", "prompt_length", "episode"])
+    nulls = [columns | rows[0], columns | sequences[1]]
+    for name, lines in (("b", sequences), ("c", [rows[0], sequences[1]]), ("d", nulls)):
         rollout = read(write(tmp_path / f"{name}.jsonl", lines), shape=shape)
         assert_equal(rollout.batch, expected.batch)
         assert rollout.completions.texts == expected.completions.texts
         assert rollout.completions.finished.tolist() == [True, False]
+
+
+def test_example_of_the_docs_is_read(tmp_path):
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "rollouts.md").read_text()
+    (tmp_path / "a.jsonl").write_text(text.split("```json\n")[1].split("```")[0])
+    batch = read(tmp_path / "a.jsonl", shape=SMALL).batch
+    assert np.asarray(batch.rewards).tolist() == [1.0, 0.5, 1.0, 0.0]
+    assert np.asarray(batch.completion_mask).sum(-1).tolist() == [3, 2, 2, 0]
+    assert np.asarray(batch.tokens)[1, 3:9].tolist() == [256, 49, 51, 67, 53, 257]
 
 
 def test_list_of_rewards_gives_tokens_their_parts(tmp_path):
@@ -296,6 +305,7 @@ BAD = {
     "trained: got 2 values, expected one for each of ids": trunk(trained=[False, True]),
     "trained: got no true, expected a trained id": trunk(trained=[False] * 8),
     "trained: got true for the first id, expected false": trunk(trained=[True] * 8),
+    "episode.row: got null, expected a row of the group": trunk(episode={"row": None, "of": 4}),
     "log_probs: got 2 numbers, expected 8, one for each id": trunk(log_probs=[-1.0, -1.0]),
     "log_probs: got 0.5, expected a list": trunk(log_probs=0.5),
     "log_probs: got [0, 0, 0, 0, 0, 0, 0, 0.5], expected finite numbers that are not": trunk(log_probs=[0] * 7 + [0.5]),

@@ -77,7 +77,7 @@ def find_parent(record: Mapping[str, Any], earlier: int) -> int | None:
       ValueError: `parent` has another form, or there is no such row before it.
     """
     parent = record.get("parent")
-    if parent is None or "ids" not in record:
+    if parent is None or not _is_sequence(record):
         return None
     kinds = {name: type(value) for name, value in parent.items()} if isinstance(parent, dict) else {}
     if kinds not in ({"row": int, "tokens": int}, {"row": int, "tokens": int, "trained": bool}):
@@ -115,10 +115,12 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
     finished = _read_field(record, "finished", bool, "true or false")
     text = record.get("completion")
     episode, group_size = _episode(record)
-    if "ids" in record:
+    if _is_sequence(record):
         tokens = _sequence(record, parent, context)
         if not any(tokens.trained) and episode is None:
             raise ValueError("trained: got no true, expected a trained id; a row without one says so in `episode`")
+        if any(tokens.trained) and episode == -1:
+            raise ValueError("episode.row: got null, expected a row of the group for a row with trained ids")
         group = tokens.ids[: tokens.prompt_length] if parent is None else parent.group
     else:
         tokens = _completion(record, example, context, finished=finished is not False)
@@ -126,7 +128,8 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
     ids, trained, prompt_length, _ = tokens
     fields = _fields(record, tokens, parent, context)
     if finished is None:
-        finished = ("ids" not in record and "completion_ids" not in record) or _ended(ids[prompt_length:], context)
+        is_text = not _is_sequence(record) and record.get("completion_ids") is None
+        finished = is_text or _ended(ids[prompt_length:], context)
     if not isinstance(text, str):
         text = decode_continuation(context.tokenizer, ids[:prompt_length], ids[prompt_length:])
     return RecordedRow(
@@ -144,10 +147,15 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
     )
 
 
+def _is_sequence(record: Mapping[str, Any]) -> bool:
+    return record.get("ids") is not None
+
+
 def _sequence(record: Mapping[str, Any], parent: RecordedRow | None, context: RunContext) -> _Tokens:
     """Returns the tokens of a row with `ids`, behind those that it shares with its parent."""
-    if other := next((name for name in ("prompt_ids", "completion_ids", "completion_mask") if name in record), None):
-        raise ValueError(f"ids: given beside {other}; set only one of them")
+    for name in ("prompt_ids", "completion_ids", "completion_mask"):
+        if record.get(name) is not None:
+            raise ValueError(f"ids: given beside {name}; set only one of them")
     own = _ids(record, "ids", context) or []
     trained = _flags(record, "trained", len(own), "ids")
     # Ids that do not fit before the completion are observations in it, as what a fork shares with its parent is.
@@ -164,7 +172,7 @@ def _sequence(record: Mapping[str, Any], parent: RecordedRow | None, context: Ru
     if not before:
         problem = "trained: got true for the first id, expected false: it has no log-prob"
         raise ValueError(problem if own else "ids: got an empty list, expected at least one id")
-    length = record.get("prompt_length", min(before, most))
+    length = min(before, most) if record.get("prompt_length") is None else record["prompt_length"]
     if type(length) is not int or not 1 <= length <= before:
         raise ValueError(
             f"prompt_length: got {shorten(length)}, expected 1 to {before}, the ids before the first trained one"
@@ -237,7 +245,7 @@ def _fields(
     record: Mapping[str, Any], tokens: _Tokens, parent: RecordedRow | None, context: RunContext
 ) -> dict[str, list[Any]]:
     """Returns the per-token fields of a row, checked, with a value for each id."""
-    is_sequence = "ids" in record
+    is_sequence = _is_sequence(record)
     known = {*recorded_names(), *(SEQUENCE if is_sequence else ())}
     for name in record.keys() - known:
         # Fields of the user's own are for the verifier; a slip of the pen would leave out what the run is to use.
@@ -275,7 +283,7 @@ def _fields(
 def _given(record: Mapping[str, Any], count: int) -> dict[str, tuple[str, Any]]:
     """Returns the values of per-token fields by their names, each with its key, for `count` ids."""
     given = {name: (key, record[key]) for key, name in recorded_names().items() if record.get(key) is not None}
-    if "ids" not in record:
+    if not _is_sequence(record):
         return given
     short = {"version": VERSIONS, **({"rewards": TOKEN_REWARDS} if isinstance(record.get("rewards"), list) else {})}
     for key, name in short.items():
@@ -288,16 +296,16 @@ def _given(record: Mapping[str, Any], count: int) -> dict[str, tuple[str, Any]]:
 
 
 def _rewards(record: Mapping[str, Any], fields: Mapping[str, list[Any]]) -> dict[str, float] | None:
-    rewards = record.get("rewards", {})
-    if "ids" in record and isinstance(rewards, list):
+    rewards = {} if record.get("rewards") is None else record["rewards"]
+    if _is_sequence(record) and isinstance(rewards, list):
         if any(value for value, trained in zip(rewards, record["trained"], strict=True) if not trained):
             raise ValueError(f"rewards: got {shorten(rewards)}, expected 0 or null for ids that are not trained")
         rewards = {"reward": math.fsum(fields[TOKEN_REWARDS])}
-    elif "ids" in record and not isinstance(rewards, dict):
+    elif _is_sequence(record) and not isinstance(rewards, dict):
         rewards = {"reward": rewards}
     if not isinstance(rewards, dict):
         raise ValueError(f"rewards: got {shorten(rewards)}, expected an object of numbers by name")
-    named = dict(rewards) | ({"reward": record["reward"]} if "reward" in record else {})
+    named = dict(rewards) | ({} if record.get("reward") is None else {"reward": record["reward"]})
     if not named:
         return None
     for name, value in named.items():

@@ -56,7 +56,7 @@ def record_rows(
     masks = completions.token_mask, completions.completion_mask
     tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
     recorded = [(key, name) for key, name in recorded_names().items() if name in completions.fields]
-    fields = {key: (TOKEN_FIELDS[name], split.select_own(completions.fields[name])) for key, name in recorded}
+    fields = {name: split.select_own(completions.fields[name]) for _, name in recorded}
     episodes = split.own if completions.episode_rows is None else split.select_own(completions.episode_rows)
     is_sequence = completions.episode_rows is not None or (token_mask & ~completion_mask)[:, prompt_length:].any()
     rows = []
@@ -81,22 +81,14 @@ def record_rows(
         if episodes[row] != number or (is_sequence and not trained.any()):
             place = int(episodes[row]) - number // samples * samples
             record["episode"] = {"row": place if episodes[row] >= 0 else None, "of": samples}
-        for key, (field, values) in fields.items():
-            of_row = field.lists(values[row][is_real])
-            if not field.prompts:
+        for key, name in recorded:
+            of_row = TOKEN_FIELDS[name].lists(fields[name][row][is_real])
+            if not TOKEN_FIELDS[name].prompts:
                 drawn = [value if is_drawn else None for value, is_drawn in zip(of_row, trained, strict=True)]
                 of_row = drawn if is_sequence else of_row[prompt:]
-            record[key] = of_row
-        if is_sequence and VERSIONS in record:
-            record["version"] = _one_if_equal(record.pop(VERSIONS), trained)
+            record["version" if is_sequence and name == VERSIONS else key] = of_row
         rows.append(record)
     return rows
-
-
-def _one_if_equal(values: list[Any], trained: np.ndarray) -> Any:
-    """Returns the value that all trained tokens have, or the list if they have several, or none."""
-    known = {value for value, is_trained in zip(values, trained, strict=True) if is_trained}
-    return known.pop() if len(known) == 1 and None not in known else values
 
 
 def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
