@@ -66,7 +66,9 @@ def assert_same_samples(
     for name in ("tokens", "completion_mask"):
         left, other = (np.where(before, np.asarray(getattr(samples, name)), 0) for samples in (actual, expected))
         np.testing.assert_array_equal(left, other, err_msg=name)
-    left, other = (np.where(before, np.asarray(samples.fields["log_probs"]), 0) for samples in (actual, expected))
+    left, other = (
+        np.where(before, np.asarray(samples.fields["rollout_log_probs"]), 0) for samples in (actual, expected)
+    )
     rounding.assert_close_by_norm(left, other, roundings=roundings)
     for row in np.flatnonzero(first < actual.tokens.shape[1]):
         column = int(first[row])

@@ -101,7 +101,7 @@ def recovered(reply: Reply) -> Callable[[pathlib.Path], str]:
             actual, right = _sample(reply), _sample(None)
         except Exception:
             return "traceback"
-        pairs = (actual.tokens, right.tokens), (actual.fields["log_probs"], right.fields["log_probs"])
+        pairs = (actual.tokens, right.tokens), (actual.fields["rollout_log_probs"], right.fields["rollout_log_probs"])
         same = all(np.array_equal(*pair) for pair in pairs)
         return "identical" if same else "silent"
 

@@ -33,7 +33,7 @@ from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
 from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile, ParquetFile
-from train.rollouts.recorded.record import parse_row
+from train.rollouts.recorded.record import RecordedRow, find_parent, parse_row
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.sequences.token_fields import LEAST_LOG_PROB
@@ -113,7 +113,7 @@ def _read_answer(content: bytes) -> None:
     assert all(type(token) is int and 0 <= token < VOCABULARY for token in ids)
     assert EOS not in ids[:-1]
     assert answer.finished == (ids[-1] == EOS) == (choice["finish_reason"] == "stop")
-    values = answer.fields["log_probs"]
+    values = answer.fields["rollout_log_probs"]
     assert len(values) == len(ids)
     assert all(value == -math.inf or LEAST_LOG_PROB <= value <= 1e-3 for value in values)
 
@@ -127,14 +127,22 @@ def _context() -> Any:
 
 
 def _rows() -> list[dict[str, Any]]:
-    return [
+    rewards = {"rewards": {"reward": 0.5, "form": 0.5}}
+    completions = [
         {
             **{"group": number // 2, "prompt": "1+2=", "prompt_ids": [256, 49], "completion": "3 é"},
             **{"completion_ids": [51, number, EOS], "log_probs": [-1.0, -0.25, -2.5], "finished": True, "answer": "3"},
             "rewards": {"reward": float(number), "form": 0.5},
         }
-        for number in range(4)
+        for number in range(2)
     ]
+    trunk = {"ids": [256, 49, 51, 52, EOS], "trained": [False, False, True, False, True], "version": [0, 0, 1, None, 0]}
+    sequences = [
+        {"group": 1, **trunk, "log_probs": [None, None, -0.25, None, -2.5], **rewards},
+        {"group": 1, "ids": [53], "trained": [True], "version": [3], "log_probs": [-0.5], **rewards}
+        | {"parent": {"row": 0, "tokens": 4, "trained": True}},
+    ]
+    return [*completions, *sequences]
 
 
 def _recorded() -> bytes:
@@ -143,8 +151,11 @@ def _recorded() -> bytes:
 
 
 def _check_rows(records: list[dict[str, Any]], checks: int) -> None:
+    groups: dict[str, list[RecordedRow]] = {}
     for record in records:
-        parse_row(record, _context())
+        earlier = groups.setdefault(repr(record.get("group")), [])
+        parent = find_parent(record, len(earlier))
+        earlier.append(parse_row(record, _context(), None if parent is None else earlier[parent]))
     # A row whose check lost its name is a row of others.
     if checks == 4:
         assert records == _rows()
@@ -157,7 +168,9 @@ def _read_recorded(content: bytes) -> None:
 
 def _as_parquet(compression: str) -> bytes:
     buffer = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(list(with_checks(_rows()))), buffer, compression=compression)
+    parquet.write_table(
+        pyarrow.Table.from_struct_array(pyarrow.array(list(with_checks(_rows())))), buffer, compression=compression
+    )
     return buffer.getvalue()
 
 

@@ -95,7 +95,7 @@ def compare(sampler: Side, trainer: Side, ids: jax.Array, mask: jax.Array, eos_i
     sequences = Sequences.rows(drawn.tokens, drawn.token_mask, drawn.completion_mask)
     scored = score(trainer.model, trainer.policy, sequences, temperature=TEMPERATURE)
     where = np.asarray(drawn.completion_mask)
-    ratio = (scored.astype(np.float64) - np.asarray(drawn.fields["log_probs"], np.float64))[where]
+    ratio = (scored.astype(np.float64) - np.asarray(drawn.fields["rollout_log_probs"], np.float64))[where]
     weights = np.exp(ratio)
     k3 = np.mean(np.expm1(ratio) - ratio)
     differing = np.mean(np.abs(ratio) > 1e-3)

@@ -78,7 +78,7 @@ class OpenAISourceSection(Section):
 class FileSourceSection(Section):
     type: Literal["file"]
     path: StoredPath
-    """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
+    """file: JSON lines or Parquet, of sequences or completions, or a directory of files, as `rollout.record` writes."""
     shuffle: bool = True
     """file: shuffle the prompts anew in every epoch; false: keep the order of the file."""
     max_reference_mib: CountOrZero = 1024

@@ -222,7 +222,7 @@ class AbstractRun:
 
         draws = describe_draws(rollout_sampling(config), self.context.model.config.vocab_size)
         fields = {name: x for name, x in draws.items() if name in TOKEN_FIELDS and TOKEN_FIELDS[name].recorded}
-        log_probs = fields.pop("log_probs")
+        log_probs = fields.pop("rollout_log_probs")
         if records_routes(self.context):
             fields[ROUTES] = jax.ShapeDtypeStruct((1, *self.context.model.config.route_shape), jnp.int16)
         if reads_lags(self.context.plan):

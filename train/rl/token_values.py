@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import kljax
 from train.models.sharding import replicated
 from train.sequences.batch import Batch, per_token_fields, present_arrays, required
+from train.sequences.token_fields import recorded_names
 
 Array = jax.Array
 PER_TOKEN = ("policy_log_probs", "entropy", "loss_weights", "exact_kl")
@@ -29,10 +30,10 @@ class TokenValues(NamedTuple):
 
 
 def recorded_arrays(batch: Batch) -> dict[str, Array]:
-    """Returns rewards `[B]`, arrays `[B, T]` and fields `[B, T, ...]` of a batch, by the names of recordings."""
+    """Returns rewards `[B]`, arrays `[B, T]` and fields `[B, T, ...]` of a batch, by the keys of recordings."""
     arrays = present_arrays(per_token_fields(batch)) | batch.fields
-    names = {"rollout_log_probs": "log_probs"}
-    return {names.get(name, name): x for name, x in arrays.items() if x.ndim > 1} | {"rewards": required(batch.rewards)}
+    keys = {name: key for key, name in recorded_names().items()}
+    return {keys.get(name, name): x for name, x in arrays.items() if x.ndim > 1} | {"rewards": required(batch.rewards)}
 
 
 def make_select(mesh: Mesh) -> Callable[[Mapping[str, Array], Sequence[TokenValues], Array], dict[str, Array]]:

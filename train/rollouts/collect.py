@@ -124,7 +124,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     lags = None if versions is None else token_lags(versions, completions.completion_mask, step)
     if lags is not None and reads_lags(context.plan):
         fields[LAGS] = lags
-    log_probs = fields.pop("log_probs", None)
+    log_probs = fields.pop("rollout_log_probs", None)
     recorded = section.record_log_probs and log_probs is not None
     if recorded:
         mask, log_probs = without_floors(mask, log_probs)
@@ -253,7 +253,7 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
             if ids[:end].tolist() != [*turn.prompt_ids, *turn.ids]:
                 problem = "other ids than its turns"
             elif recorded is not None and not np.array_equal(
-                recorded[start:end], np.asarray(turn.log_probs, recorded.dtype)
+                recorded[start:end], np.asarray(turn.rollout_log_probs, recorded.dtype)
             ):
                 problem = "other log-probs than its turns"
         if not np.array_equal(trained, expected):

@@ -268,7 +268,7 @@ class JaxSource(InTurn):
         if "log_kept_mass" in fields:
             # The log-probs of the distribution that the tokens were drawn from.
             log_kept_mass = fields.pop("log_kept_mass")
-            fields["log_probs"] = fields["log_probs"] - log_kept_mass
+            fields["rollout_log_probs"] = fields["rollout_log_probs"] - log_kept_mass
             measured["rollout_kept_mass"] = kljax.masked_mean(jnp.exp(log_kept_mass), samples.completion_mask)
         token_count = samples.completion_mask.sum()
 

@@ -6,8 +6,8 @@ from typing import Any
 
 FORMAT = 1
 """Version of the meaning of fields and columns; rows without one have the first."""
-EPISODES = 2
-"""The format of rows with observations in their completions (`completion_mask`), or without an episode of their own."""
+SEQUENCES = 2
+"""The format of sequences (`ids`), and of rows with observations (`completion_mask`) or an episode of another row."""
 FORMAT_FIELD = "kljax_format"
 """Field of a row."""
 METADATA = "kljax"
@@ -16,14 +16,14 @@ METADATA = "kljax"
 
 def format_of(names: Collection[str]) -> int:
     """Returns the format of rows with these fields."""
-    return EPISODES if {"completion_mask", "episode"} & {*names} else FORMAT
+    return SEQUENCES if {"ids", "completion_mask", "episode"} & {*names} else FORMAT
 
 
 def check_format(name: str, version: Any) -> None:
     """Raises ValueError, naming the field, unless this release knows a format."""
-    if not isinstance(version, int | float) or not version <= EPISODES:
+    if not isinstance(version, int | float) or not version <= SEQUENCES:
         raise ValueError(
-            f"{name}: got {version!r}, expected at most {EPISODES}: a later release of kljax recorded it; update kljax"
+            f"{name}: got {version!r}, expected at most {SEQUENCES}: a later release of kljax recorded it; update kljax"
         )
 
 

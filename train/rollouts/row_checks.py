@@ -4,17 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from train.config.messages import did_you_mean
 from train.rollouts.source import SourceError
 from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
-
-
-def has_holes(token_mask: np.ndarray, completion_mask: np.ndarray) -> np.ndarray:
-    """Tells which rows of masks `[B, T]` have real tokens after their first sampled one that were not sampled.
-
-    An episode has them, as observations between its turns. A recording has one prompt and one completion.
-    """
-    begun = np.logical_or.accumulate(completion_mask, axis=1)
-    return np.asarray((token_mask & ~completion_mask & begun).any(1))
 
 
 def check_fields(fields: TokenFields, shape: tuple[int, ...]) -> None:
@@ -25,7 +17,8 @@ def check_fields(fields: TokenFields, shape: tuple[int, ...]) -> None:
     """
     for name, x in fields.items():
         if name not in TOKEN_FIELDS:
-            raise SourceError(f"rollout: got the field {name!r}, expected one of {', '.join(TOKEN_FIELDS)}")
+            hint = did_you_mean(name, TOKEN_FIELDS)
+            raise SourceError(f"rollout: got the field {name!r}, expected one of {', '.join(TOKEN_FIELDS)}{hint}")
         axes = TOKEN_FIELDS[name].axes
         if x.shape[:2] != shape or x.ndim != 2 + len(axes):
             raise SourceError(f"rollout: {name}: got {x.shape}, expected {(*shape, *axes)}")
@@ -53,8 +46,8 @@ def check_values(
         f"completion tokens in the {prompt_length} columns of the prompts": completion_mask & (columns < prompt_length),
         **{f"{name} that are not finite": _not_finite(name, x[completion_mask]) for name, x in fields.items()},
     }
-    if "log_probs" in fields:
-        problems["log_probs above 0"] = fields["log_probs"][completion_mask] > MAX_LOG_PROB
+    if "rollout_log_probs" in fields:
+        problems["rollout_log_probs above 0"] = fields["rollout_log_probs"][completion_mask] > MAX_LOG_PROB
     for problem, wrong in problems.items():
         if wrong.any():
             raise SourceError(f"rollout: the completions have {int(wrong.sum())} {problem}")

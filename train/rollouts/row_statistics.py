@@ -35,7 +35,7 @@ def measure_rows(config: Config, completions: Completions, rows: RowSplit) -> Ro
     tokens = rows.select_own(completions.tokens)
     mask = rows.select_own(completions.completion_mask)
     statistics = {"ids": _digests(tokens, mask), "most_log_prob": np.zeros(len(mask))}
-    recorded = completions.fields.get("log_probs") if config.rollout.record_log_probs else None
+    recorded = completions.fields.get("rollout_log_probs") if config.rollout.record_log_probs else None
     if recorded is None:
         return statistics
     log_probs = rows.select_own(recorded)

@@ -16,7 +16,7 @@ from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.process.interrupt import StepLeftError
 from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError, batch_rows
-from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, recorded_names
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any
@@ -301,5 +301,5 @@ def _bytes(texts: Sequence[bytes], width: int) -> np.ndarray:
 def _with_lags(saved: Mapping[str, np.ndarray], step: int) -> Tree:
     """Returns a batch of an earlier release in the form of today."""
     versions = np.where(saved["completion_mask"], step - saved["lags"][:, None], UNKNOWN).astype(np.int32)
-    fields = {name: x for name, x in saved.items() if name in TOKEN_FIELDS}
+    fields = {name: saved[key] for key, name in recorded_names().items() if key in saved}
     return {**{name: saved[name] for name in (*ARRAYS, "finished")}, "fields": {**fields, VERSIONS: versions}}

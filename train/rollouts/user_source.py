@@ -212,11 +212,11 @@ class UserSource:
         length = self._context.config.data.max_prompt_length
         vocab_size = self._context.model.config.vocab_size
         check_values(tokens, token_mask, completion_mask, arrays, vocab_size=vocab_size, prompt_length=length)
-        log_probs = completions.fields.get("log_probs")
-        if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["log_probs"][completion_mask]).all():
+        log_probs = completions.fields.get("rollout_log_probs")
+        if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["rollout_log_probs"][completion_mask]).all():
             raise SourceError(
-                f"{self._label}: log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without one, in "
-                "an array on the devices; return a NumPy array, from which such tokens are left out"
+                f"{self._label}: rollout_log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without "
+                "one, in an array on the devices; return a NumPy array, from which such tokens are left out"
             )
         if not completion_mask.any():
             raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")

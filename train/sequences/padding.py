@@ -40,10 +40,11 @@ def pad_rows(
       ValueError: for a row that is longer than P or C.
 
     Example:
-      >>> rows = pad_rows([[5, 6], [7]], [[8], [9, 9]], {"log_probs": [[-1.0], [-2.0, -3.0]]}, lengths=(3, 2), pad_id=0)
+      >>> fields = {"rollout_log_probs": [[-1.0], [-2.0, -3.0]]}
+      >>> rows = pad_rows([[5, 6], [7]], [[8], [9, 9]], fields, lengths=(3, 2), pad_id=0)
       >>> rows["tokens"].tolist()
       [[0, 5, 6, 8, 0], [0, 0, 7, 9, 9]]
-      >>> rows["fields"]["log_probs"].tolist()
+      >>> rows["fields"]["rollout_log_probs"].tolist()
       [[0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, -3.0]]
     """
     count = len(prompts)

@@ -46,6 +46,7 @@ class TokenField:
       prompts: whether the tokens of prompts have values too, not only tokens of completions.
       ragged: whether the last axis has its own length at every token; `fill` pads it.
       recorded: whether recordings have the field.
+      key: its key in recordings; None: its name.
       scored: whether log-probs depend on it, so that sequences share a token only if they have the same values.
       null: the value that is null in a recording, of a token without one; None: null is wrong.
       check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and
@@ -58,6 +59,7 @@ class TokenField:
     prompts: bool = False
     ragged: bool = False
     recorded: bool = True
+    key: str | None = None
     scored: bool = False
     null: float | None = None
     check: Callable[[Sequence[Any], Sequence[int], int], None] = lambda values, ids, vocab_size: None
@@ -92,6 +94,10 @@ class TokenField:
         if dtype.kind in "iu":
             return type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
         return isinstance(value, bool) if dtype.kind == "b" else fits_float32(value)
+
+    def empty(self, sizes: tuple[int, ...]) -> Any:
+        """Returns the value of a token that has none, for trailing axes of these sizes, as recordings have it."""
+        return np.full((*sizes[:-1], 0) if self.ragged else sizes, self.fill, self.dtype).tolist()
 
     def write(self, values: Sequence[Any], out: np.ndarray) -> None:
         """Writes the values of a row into `out`, `[len(values), ...]`, which holds `fill`."""
@@ -154,7 +160,7 @@ UNKNOWN = -1
 TOKEN_FIELDS: dict[str, TokenField] = {
     # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens. Below
     # `LEAST_LOG_PROB`, as null is, nobody knows it.
-    "log_probs": TokenField(np.float32, null=-math.inf, check=_check_log_probs),
+    "rollout_log_probs": TokenField(np.float32, null=-math.inf, key="log_probs", check=_check_log_probs),
     # The tokens that top-k, top-p and min-p kept. If present, all log-probs of a batch are renormalised over them.
     "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, scored=True, check=_check_kept_ids),
     # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.
@@ -174,3 +180,8 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     ROUTES: TokenField(np.int16, axes=("layers", "experts"), fill=-1, prompts=True, scored=True, check=_check_routes),
 }
 """Every per-token field that a source may return, by name."""
+
+
+def recorded_names() -> dict[str, str]:
+    """Returns the names of the fields that recordings have, by their keys there."""
+    return {field.key or name: name for name, field in TOKEN_FIELDS.items() if field.recorded}

@@ -145,7 +145,7 @@ def draw(learner: Learner, program: Any, index: int) -> Any:
 
 def _batch(learner: Learner, samples: Any) -> Batch:
     """Returns the batch of samples."""
-    log_probs = samples.fields["log_probs"]
+    log_probs = samples.fields["rollout_log_probs"]
     return _as_batch(learner, samples.tokens, samples.token_mask, samples.completion_mask, log_probs)
 
 

@@ -88,7 +88,7 @@ class KljaxContender(ModelContender):
             samples = jax.block_until_ready(self._draw(kljax.Policy(learner.state.trainable["params"])))
             tokens = self._tokens(samples)
         with parts.part("update"):
-            learner.update(self.batch(samples.tokens, samples.fields["log_probs"], problem.rewards(tokens)))
+            learner.update(self.batch(samples.tokens, samples.fields["rollout_log_probs"], problem.rewards(tokens)))
 
     def learn(self, path: str) -> None:
         """Does the update of another contender's file, and adds the log-probs of the sequences after it as "ours"."""

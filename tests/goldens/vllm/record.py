@@ -80,7 +80,7 @@ def log_prob_error(context: RunContext, completions: Completions, policy: Any) -
         Sequences.rows(completions.tokens, completions.token_mask),
         temperature=context.config.temperature,
     )
-    difference = np.abs(np.asarray(stats.log_prob) - completions.fields["log_probs"])
+    difference = np.abs(np.asarray(stats.log_prob) - completions.fields["rollout_log_probs"])
     return float(np.where(completions.completion_mask, difference, 0).max())
 
 

@@ -279,7 +279,7 @@ def sampled(model: Decoder, unroll: bool) -> Samples:
 def test_sampler_samples_like_the_dequantised_weights(unroll):
     got, expected = sampled(INT8, unroll), sampled(FLOAT, False)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
-    np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], rtol=0, atol=5e-6)
+    np.testing.assert_allclose(got.fields["rollout_log_probs"], expected.fields["rollout_log_probs"], rtol=0, atol=5e-6)
 
 
 def test_a_pair_of_adapters_goes_over_one_base():

@@ -154,7 +154,7 @@ def test_recurrent_layers_decode_as_whole_sequences(hybrid, slots, unroll):
     expected = score(policy.params, samples.tokens, samples.token_mask)
     sampled = np.asarray(samples.completion_mask[:, 1:])
     rounding.assert_close_by_norm(
-        samples.fields["log_probs"][:, 1:][sampled], np.asarray(expected)[sampled], roundings=BOUND
+        samples.fields["rollout_log_probs"][:, 1:][sampled], np.asarray(expected)[sampled], roundings=BOUND
     )
 
 

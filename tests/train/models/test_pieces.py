@@ -35,7 +35,7 @@ def decode(params: Any, adapter: Any) -> jax.Array:
     return sample(
         MODEL, kljax.Policy(params, adapter), TOKENS, MASK, key=jax.random.key(1), max_new_tokens=3,
         sampling=Sampling(temperature=1.0), eos_ids=[0], unroll=True,
-    ).fields["log_probs"]  # fmt: skip
+    ).fields["rollout_log_probs"]  # fmt: skip
 
 
 PROGRAMS = {"hidden states": update, "gradient of an adapter": jax.grad(update, argnums=1), "decode": decode}

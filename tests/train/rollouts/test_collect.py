@@ -25,7 +25,7 @@ def completions_of(**changes) -> Completions:
         tokens=np.full(shape, 7, np.int32),
         token_mask=mask,
         completion_mask=mask,
-        fields={"log_probs": np.where(mask, -1.0, np.nan).astype(np.float32)},
+        fields={"rollout_log_probs": np.where(mask, -1.0, np.nan).astype(np.float32)},
         texts=["x"] * 4,
         finished=np.ones(4, bool),
     )
@@ -67,7 +67,7 @@ def test_lags_are_measured_over_tokens() -> None:
     versions = np.full(shape, -1, np.int32)
     versions[0, tiny.PROMPT : tiny.PROMPT + 3] = 5, 4, 2
     versions[1, tiny.PROMPT] = 9
-    fields = {"log_probs": np.where(mask, -1.0, 0).astype(np.float32), VERSIONS: versions}
+    fields = {"rollout_log_probs": np.where(mask, -1.0, 0).astype(np.float32), VERSIONS: versions}
     rollout = collected(completions_of(token_mask=mask, completion_mask=mask, fields=fields), step=5)
     assert rollout.metrics["rollout_lag"] == (0 + 1 + 3) / 3
     assert rollout.metrics["rollout_lag_max"] == 3
@@ -97,7 +97,7 @@ def test_completion_containing_padding_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite_log_probs_are_refused(value) -> None:
-    log_probs = completions_of().fields["log_probs"].copy()
+    log_probs = completions_of().fields["rollout_log_probs"].copy()
     log_probs[3, tiny.PROMPT] = value
-    with pytest.raises(SourceError, match="1 log_probs that are not finite"):
-        collected(completions_of(fields={"log_probs": log_probs}))
+    with pytest.raises(SourceError, match="1 rollout_log_probs that are not finite"):
+        collected(completions_of(fields={"rollout_log_probs": log_probs}))

@@ -7,7 +7,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import pytest
 from pyarrow import parquet
 
 from tests import tiny
@@ -16,7 +15,6 @@ from train.report.page import render
 from train.report.rollouts import read_parquet
 from train.report.runs import ShownRun
 from train.rollouts.collect import collect
-from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, InTurn, Request
 from train.rollouts.stream import Stream
 from train.run.recorder import RolloutRecorder, recorded_steps
@@ -48,22 +46,6 @@ def context_of(tmp_path, *options: str):
     source = f"rollout.source={tmp_path / 'mine.py'}:make"
     config = tiny.config_of("rollout={prompts_per_step: 2, samples_per_prompt: 2}", source, *options)
     return tiny.context_of(config)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "completion", "hole"),
-    [
-        ("00111100", "00001100", False),  # padding on both sides
-        ("11111111", "00001111", False),
-        ("11110000", "00000000", False),  # nothing was sampled
-        ("11111110", "00010110", True),
-        ("11111110", "00001100", True),  # an observation at the end
-        ("11111011", "00001011", False),  # padding, which nobody reads
-    ],
-)
-def test_hole_is_a_token_after_sampled_ones(tokens, completion, hole):
-    token_mask, completion_mask = (np.array([[letter == "1" for letter in row]]) for row in (tokens, completion))
-    assert has_holes(token_mask, completion_mask).tolist() == [hole]
 
 
 def test_rows_with_holes_are_trained_as_they_are(tmp_path):

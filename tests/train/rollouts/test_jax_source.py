@@ -42,7 +42,7 @@ def scripted(texts: list[str], finished: list[bool]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.concatenate([prompt_mask, mask], axis=1),
             completion_mask=jax.numpy.asarray(both),
-            fields={"log_probs": jax.numpy.where(both, -1.5, 0)},
+            fields={"rollout_log_probs": jax.numpy.where(both, -1.5, 0)},
             finished=jax.numpy.asarray(np.array(finished)),
         )
 
@@ -115,8 +115,8 @@ def test_sampler_and_log_probs_have_one_temperature():
         )
         return np.where(samples.completion_mask, scored.log_prob, 0)
 
-    np.testing.assert_allclose(samples.fields["log_probs"], log_probs(0.6), atol=2e-6)
-    assert np.abs(samples.fields["log_probs"] - log_probs(1.0)).max() > 1e-2
+    np.testing.assert_allclose(samples.fields["rollout_log_probs"], log_probs(0.6), atol=2e-6)
+    assert np.abs(samples.fields["rollout_log_probs"] - log_probs(1.0)).max() > 1e-2
     again = begin_samples(context, sampler, policy, examples, jax.random.key(1))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
     other = begin_samples(context, sampler, policy, examples, jax.random.key(2))
@@ -143,7 +143,7 @@ def test_short_prompts_go_through_a_narrower_program():
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow, full)
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
         np.testing.assert_array_equal(getattr(narrow, name), getattr(full, name), err_msg=name)
-    np.testing.assert_allclose(narrow.fields["log_probs"], full.fields["log_probs"], atol=2e-6)
+    np.testing.assert_allclose(narrow.fields["rollout_log_probs"], full.fields["rollout_log_probs"], atol=2e-6)
 
 
 def test_mesh_not_dividing_the_rows_is_named():

@@ -151,9 +151,9 @@ def test_sampled_token_beyond_a_near_tie_fails():
         tokens[row, prompt_length] = (tokens[row, prompt_length] + 1) % 256
         with pytest.raises(AssertionError, match=f"row {row}, token {prompt_length}: .* no near tie"):
             compare(dataclasses.replace(samples, tokens=tokens))
-    planted = rounding.planted(samples.fields["log_probs"], roundings=10 * BOUND)
+    planted = rounding.planted(samples.fields["rollout_log_probs"], roundings=10 * BOUND)
     with pytest.raises(AssertionError, match="roundings of the norm"):
-        compare(dataclasses.replace(samples, fields={"log_probs": planted}))
+        compare(dataclasses.replace(samples, fields={"rollout_log_probs": planted}))
 
 
 def test_token_at_the_bound_is_a_near_tie():
@@ -184,7 +184,7 @@ def test_rounded_copy_gives_the_bits_of_weights():
     assert wide.layout.in_place
     expected, samples = sampled(wide, policy), sampled(narrow, policy)
     np.testing.assert_array_equal(samples.tokens, expected.tokens)
-    np.testing.assert_array_equal(samples.fields["log_probs"], expected.fields["log_probs"])
+    np.testing.assert_array_equal(samples.fields["rollout_log_probs"], expected.fields["rollout_log_probs"])
 
 
 def test_sampler_dtype_rounds_the_head_too():

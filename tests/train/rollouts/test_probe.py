@@ -33,7 +33,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize(("kind", "options"), [(kind, options) for kind in ACCEPTED for options in ACCEPTED[kind]])
 def test_log_probs_of_the_policy_are_accepted(kind, options):
-    assert (sample(ToyServer(kind), *options).fields["log_probs"] <= 0).all()
+    assert (sample(ToyServer(kind), *options).fields["rollout_log_probs"] <= 0).all()
 
 
 REFUSED = [

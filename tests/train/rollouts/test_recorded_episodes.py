@@ -12,7 +12,7 @@ from train.config.errors import UserError
 from train.data.prompts import encode_prompts
 from train.rollouts.collect import collect
 from train.rollouts.open import open_source
-from train.rollouts.source import Completions, InTurn, SourceError
+from train.rollouts.source import Completions, InTurn
 from train.rollouts.stream import Stream
 
 SHAPE = "rollout={prompts_per_step: 2, samples_per_prompt: 4}"
@@ -44,7 +44,7 @@ def episodes_of(request):
         tokens=tokens,
         token_mask=token_mask,
         completion_mask=completion_mask,
-        fields={"log_probs": np.where(completion_mask, log_probs, 0)},
+        fields={"rollout_log_probs": np.where(completion_mask, log_probs, 0)},
         texts=["x"] * 8,
         finished=np.ones(8, bool),
         rewards={"reward": np.arange(8, dtype=np.float32), "correct": np.zeros(8, np.float32)},
@@ -82,12 +82,13 @@ def test_episodes_are_read_as_they_were_trained(recorded):
     assert after.metrics["completion_length"] == before.metrics["completion_length"]
 
 
-def test_rows_without_observations_have_the_format_of_before(recorded):
+def test_all_rows_of_episodes_are_sequences(recorded):
     lines = [json.loads(line) for line in next(recorded[1].glob("*.jsonl")).read_text().splitlines()]
-    assert [line["kljax_format"] for line in lines] == [1, 2, 2, 2, 1, 1, 1, 2]
-    assert lines[1]["completion_mask"] == [True, False, False, True]
-    assert lines[1]["log_probs"][1:3] == [None, None]
+    assert [line["kljax_format"] for line in lines] == [2] * 8
+    assert lines[1]["trained"] == [False] * tiny.PROMPT + [True, False, False, True]
+    assert [value is None for value in lines[1]["log_probs"]] == [not trained for trained in lines[1]["trained"]]
     assert [line.get("episode") for line in lines[1:4]] == [None, {"row": 1, "of": 4}, {"row": None, "of": 4}]
+    assert not any("prompt_length" in line or "completion_ids" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,8 @@ def test_recording_that_does_not_fit_the_config_is_refused(recorded, options, me
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"completion_mask": [True]}, "completion_mask: got 1 values, expected one for each of completion_ids"),
-        ({"completion_mask": [1, 0, 0, 1]}, r"completion_mask: got \[1, 0, 0, 1\], expected a list of true and false"),
+        ({"trained": [True]}, "trained: got 1 values, expected one for each of ids"),
+        ({"trained": [1, 0, 0, 1]}, r"trained: got \[1, 0, 0, 1\], expected a list of true and false"),
         ({"episode": 3}, "episode: got 3, expected"),
         ({"episode": {"row": 4, "of": 4}}, "episode: got .*'row': 4.*, expected"),
     ],
@@ -121,14 +122,16 @@ def test_field_of_an_episode_that_is_wrong_is_named(recorded, tmp_path, changes,
         read(tmp_path / "rows.jsonl")
 
 
-def test_observations_without_kept_ids_are_not_recorded(tmp_path):
+def test_observations_have_no_kept_ids(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "rows").mkdir()
     options = (f"rollout.source={tmp_path / 'mine.py'}:make", f"rollout.record={tmp_path / 'rows'}")
     context = tiny.context_of(tiny.config_of(SHAPE, *options))
 
     def with_kept(rows):
-        return dataclasses.replace(rows, fields=rows.fields | {"kept_ids": rows.tokens[..., None]})
+        kept = np.where(rows.completion_mask, rows.tokens, -1)[..., None]
+        return dataclasses.replace(rows, fields=rows.fields | {"kept_ids": kept})
 
-    with pytest.raises(SourceError, match=r"^rollout\.record: row 1 has tokens between .*no kept_ids; set"):
-        collect(context, Stream(context, RowsOfEpisodes(with_kept)), 0)
+    before = collect(context, Stream(context, RowsOfEpisodes(with_kept)), 0)
+    after = read(tmp_path / "rows")
+    np.testing.assert_array_equal(after.batch.fields["kept_ids"], before.batch.fields["kept_ids"])

@@ -32,7 +32,7 @@ def completions_of(rows: list[list[int]], log_probs: list[list[float]] | None, *
         completion_mask=mask,
         texts=["1"] * len(rows),
         finished=np.ones(len(rows), bool),
-        fields={"log_probs": values, **fields} if log_probs is not None else {},
+        fields={"rollout_log_probs": values, **fields} if log_probs is not None else {},
         rewards={"reward": np.arange(len(rows), dtype=np.float32)},
     )
 

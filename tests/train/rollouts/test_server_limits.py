@@ -101,7 +101,7 @@ def log_prob_of(value: object) -> float:
     """The log-prob that is read of an answer."""
     choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [value]}}
     answer = read_answer(Requested([1], 1, 2, eos_ids=(1,)), json.dumps({"choices": [choice]}).encode())
-    return answer.fields["log_probs"][0]
+    return answer.fields["rollout_log_probs"][0]
 
 
 @pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, LEAST_LOG_PROB])

@@ -232,7 +232,9 @@ def test_parts_are_joined_in_the_order_of_the_rows():
         for name in ("tokens", "token_mask", "completion_mask"):
             np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name))
         scale = np.arange(1, ROWS + 1)[:, None]
-        np.testing.assert_array_equal(completions.fields["log_probs"], expected.fields["log_probs"] * scale)
+        np.testing.assert_array_equal(
+            completions.fields["rollout_log_probs"], expected.fields["rollout_log_probs"] * scale
+        )
         assert completions.texts == [f"text {row}" for row in range(ROWS)]
         assert completions.metrics == {"turns": 1.5}
         lags = token_lags(completions.fields[VERSIONS], completions.completion_mask, step)
@@ -354,7 +356,7 @@ def test_batch_that_an_earlier_release_saved_is_trained(tmp_path):
     """One batch, with the lag of each row in place of versions."""
     rows = right_rows(Request.of(AHEAD, 3))
     arrays = {name: getattr(rows, name) for name in ("tokens", "token_mask", "completion_mask", "finished")}
-    arrays |= {"log_probs": rows.fields["log_probs"], "lags": np.array([1, 1, 0, 1], np.int32)}
+    arrays |= {"log_probs": rows.fields["rollout_log_probs"], "lags": np.array([1, 1, 0, 1], np.int32)}
     with jax.set_mesh(AHEAD.mesh), closing(RunCheckpoints(tmp_path, Checkpoint())) as checkpoints:
         checkpoints.batch_of = lambda step: shard_rows(arrays, AHEAD.mesh)
         checkpoints.save(tiny.state_of(AHEAD.config, AHEAD.optimizer), 3)
@@ -365,7 +367,7 @@ def test_batch_that_an_earlier_release_saved_is_trained(tmp_path):
         completions = stream.batch(3)
     lags = token_lags(completions.fields[VERSIONS], completions.completion_mask, 3)
     assert [set(row[mask]) for row, mask in zip(lags, rows.completion_mask, strict=True)] == [{1}, {1}, {0}, {1}]
-    np.testing.assert_array_equal(completions.fields["log_probs"], rows.fields["log_probs"])
+    np.testing.assert_array_equal(completions.fields["rollout_log_probs"], rows.fields["rollout_log_probs"])
     assert len(completions.texts) == ROWS
 
 

@@ -209,7 +209,14 @@ def test_wrong_values_of_a_recorded_field_are_named(message, recording, tmp_path
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"unknown": np.zeros((ROWS, tiny.LENGTH))}, "got the field 'unknown', expected one of log_probs, kept_ids"),
+        (
+            {"unknown": np.zeros((ROWS, tiny.LENGTH))},
+            "got the field 'unknown', expected one of rollout_log_probs, kept_ids",
+        ),
+        (
+            {"log_probs": np.zeros((ROWS, tiny.LENGTH))},
+            "got the field 'log_probs', .*; did you mean 'rollout_log_probs'",
+        ),
         ({NAME: np.zeros((ROWS, tiny.LENGTH, 2))}, r"choices: got \(16, 9, 2\), expected \(16, 9, 'layers', 'cho"),
     ],
 )

@@ -41,7 +41,7 @@ def right_rows(request: Request) -> Completions:
         tokens=ids,
         token_mask=completion | np.pad(mask[rows], ((0, 0), (0, LONGEST))),
         completion_mask=completion,
-        fields={"log_probs": np.where(completion, -1.0, 0.0).astype(np.float32)},
+        fields={"rollout_log_probs": np.where(completion, -1.0, 0.0).astype(np.float32)},
         texts=["x"] * ROWS,
         finished=np.ones(ROWS, bool),
     )
@@ -90,9 +90,9 @@ PLACES = {"host": lambda rows: rows, "devices": on_devices, "in flight": in_flig
 
 
 def without_log_prob(rows: Completions, floor: float) -> Completions:
-    log_probs = np.array(rows.fields["log_probs"])
+    log_probs = np.array(rows.fields["rollout_log_probs"])
     log_probs[0, tiny.PROMPT] = floor
-    return dataclasses.replace(rows, fields={"log_probs": log_probs})
+    return dataclasses.replace(rows, fields={"rollout_log_probs": log_probs})
 
 
 @pytest.mark.parametrize("floor", [-np.inf, -9999.0, -100.0])
@@ -105,7 +105,9 @@ def test_token_without_log_prob_is_left_out_of_the_batch(floor):
 
 @pytest.mark.parametrize("floor", [-np.inf, -9999.0])
 def test_token_without_log_prob_on_devices_is_refused(floor):
-    with pytest.raises(SourceError, match=r"mine\.py:make: log_probs: got some below -50.*return a NumPy array"):
+    with pytest.raises(
+        SourceError, match=r"mine\.py:make: rollout_log_probs: got some below -50.*return a NumPy array"
+    ):
         collected(lambda rows: on_devices(without_log_prob(rows, floor)))
 
 
@@ -113,10 +115,10 @@ def edited(name: str, at: Any, value: Any) -> Any:
     """Makes a change of one value of an array."""
 
     def change(rows: Completions) -> Completions:
-        if name == "log_probs":
-            log_probs = rows.fields["log_probs"].copy()
+        if name == "rollout_log_probs":
+            log_probs = rows.fields["rollout_log_probs"].copy()
             log_probs[at] = value
-            return dataclasses.replace(rows, fields={"log_probs": log_probs})
+            return dataclasses.replace(rows, fields={"rollout_log_probs": log_probs})
         array = getattr(rows, name).copy()
         array[at] = value
         return dataclasses.replace(rows, **{name: array})
@@ -137,8 +139,8 @@ WRONG = {
     "id": (edited("tokens", FIRST, 9999), r"1 tokens outside of the vocabulary of 264"),
     "token mask": (edited("token_mask", FIRST, False), r"1 completion tokens that the token mask leaves out"),
     "completion in the prompt": (edited("completion_mask", BEFORE, True), r"1 completion tokens in the 5 columns of"),
-    "log-prob above 0": (edited("log_probs", FIRST, 5.0), r"1 log_probs above 0"),
-    "log-prob": (edited("log_probs", FIRST, np.nan), r"1 log_probs that are not finite"),
+    "log-prob above 0": (edited("rollout_log_probs", FIRST, 5.0), r"1 rollout_log_probs above 0"),
+    "log-prob": (edited("rollout_log_probs", FIRST, np.nan), r"1 rollout_log_probs that are not finite"),
     "nothing sampled": (edited("completion_mask", ..., False), r"completion_mask: got no completion token in 4 rows"),
     "prompt": (edited("tokens", BEFORE, 8), r"tokens: row 1 has other tokens before column 5 than the prompt '\d"),
     "padding of a prompt": (edited("token_mask", BEFORE, False), r"row 1 has other tokens before column 5 than the"),
@@ -194,7 +196,7 @@ def test_right_rows_pass_as_they_are(place) -> None:
     assert all(type(value) is float for value in completions.metrics.values())
     # Equal examples need not be the same objects, and log-probs are rounded.
     copies = [Example(e.prompt, e.answer, e.solution) for e in completions.examples]
-    rounded = edited("log_probs", FIRST, 1e-4)
+    rounded = edited("rollout_log_probs", FIRST, 1e-4)
     collected(lambda rows: PLACES[place](dataclasses.replace(rounded(rows), examples=copies)))
 
 

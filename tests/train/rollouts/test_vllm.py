@@ -90,7 +90,7 @@ def test_log_probs_of_vllm_equal_the_trainer(name):
         other = played[1 - step][1]
         assert record.log_prob_error(context, completions, other) > 1
         assert not completions.finished.all()
-        assert completions.fields["log_probs"][~completions.completion_mask].max() == 0
+        assert completions.fields["rollout_log_probs"][~completions.completion_mask].max() == 0
 
 
 def test_stop_texts_end_their_completion_inclusively():
@@ -110,7 +110,7 @@ def test_ending_id_is_part_of_the_completion():
     first = EXCHANGES["others"][0]
     (choice,) = json.loads(first["response"])["choices"]
     answer = read_answer(Requested([1], 4, 264, eos_ids=choice["token_ids"]), first["response"].encode())
-    assert (len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) == (1, 1, True)
+    assert (len(answer.tokens), len(answer.fields["rollout_log_probs"]), answer.finished) == (1, 1, True)
 
 
 def opened(answers: list[dict], *overrides: str) -> ServerSource:
@@ -275,4 +275,4 @@ def test_rows_are_prompts_completions_and_log_probs():
         real, completion = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]
         assert completions.tokens[row][completion].tolist() == ids
-        np.testing.assert_allclose(completions.fields["log_probs"][row][completion], log_probs, rtol=1e-6)
+        np.testing.assert_allclose(completions.fields["rollout_log_probs"][row][completion], log_probs, rtol=1e-6)

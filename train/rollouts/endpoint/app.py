@@ -407,7 +407,7 @@ class Endpoint:
             tokenizer = self._served.tokenizer
             as_ids = asked.options.ids_as_tokens
             names = [f"token_id:{token}" if as_ids else tokenizer.decode_all([token]) for token in ids]
-        return ServedChoice(index, ids, turn.log_probs[start : draw.count], names, text, turn.finish)
+        return ServedChoice(index, ids, turn.rollout_log_probs[start : draw.count], names, text, turn.finish)
 
     def _head(self, asked: _Asked, kind: str, name: str) -> dict[str, Any]:
         head = {

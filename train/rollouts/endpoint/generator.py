@@ -65,7 +65,7 @@ class RequestedTurn:
         if self.stops and is_stopped(piece):
             end = next(n for n in range(start + 1, len(turn.tokens) + 1) if is_stopped(self.decode(start, n)))
             piece = self.decode(start, end)
-            for drawn in (turn.tokens, turn.log_probs, turn.versions):
+            for drawn in (turn.tokens, turn.rollout_log_probs, turn.versions):
                 del drawn[end:]
             turn.finish = "stop"
         if turn.finish or not piece.endswith(UNKNOWN):

@@ -150,7 +150,7 @@ class Session:
                 raise RequestError(404, self.closed, "session")
             for draw in draws:
                 turn = draw.turn
-                self.turns.append(SampledTurn(turn.ids, turn.tokens, turn.log_probs, turn.versions))
+                self.turns.append(SampledTurn(turn.ids, turn.tokens, turn.rollout_log_probs, turn.versions))
                 self.texts.append(draw.text)
                 self.finished = turn.finish == "stop"
 

@@ -96,7 +96,7 @@ class DrawnTokens(NamedTuple):
     """Tokens that were drawn: [B] of an extend, [B, chunk] of a chunk; and how many of each row, [B]."""
 
     tokens: Any
-    log_probs: Any
+    rollout_log_probs: Any
     counts: Any
     stop_states: Any
 
@@ -260,7 +260,7 @@ class EnginePrograms:
             return lambda: draw(logits, jax.vmap(uniforms_of)(rows.keys, numbers), sampling)
 
         drawn = lax.cond(greedy, draw_with(True), draw_with(False))
-        return drawn["tokens"], drawn["log_probs"]
+        return drawn["tokens"], drawn["rollout_log_probs"]
 
     def _ends(self, tokens: jax.Array, stop_states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns whether tokens [B] end their turns, and the states of the search for stop strings after them."""

@@ -36,7 +36,7 @@ class Turn:
       key: [2] uint32, data of the key: token n is drawn with `fold_in(key, n)`.
       first: n of the first token.
       session: turns of a session come one after another, and use one row.
-      tokens, log_probs, versions: of the drawn tokens, and the number of the weights that drew each.
+      tokens, rollout_log_probs, versions: of the drawn tokens, and the number of the weights that drew each.
       finish: `stop` for EOS or a stop string, `length` for the limit; empty until the turn ends.
     """
 
@@ -46,7 +46,7 @@ class Turn:
     first: int = 0
     session: Hashable = None
     tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
+    rollout_log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: Literal["", "stop", "length"] = ""
     row: int = -1
@@ -364,7 +364,7 @@ class TurnEngine:
     def _append(self, turn: Turn, tokens: list[int], log_probs: list[float]) -> list[Turn]:
         """Adds tokens to a turn; returns it if they end it."""
         turn.tokens += tokens
-        turn.log_probs += log_probs
+        turn.rollout_log_probs += log_probs
         turn.versions += [self._version] * len(tokens)
         self.count["sampled"] += len(tokens)
         is_stopped = turn.tokens[-1] in self._eos or turn.stop_state == self._matched

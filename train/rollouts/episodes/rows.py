@@ -142,7 +142,7 @@ def make_rows(
     size = len(rows), shape.prompt_length + shape.completion_length
     tokens = np.full(size, shape.pad_id, np.int32)
     token_mask, completion_mask = np.zeros((2, *size), bool)
-    log_probs = np.zeros(size, TOKEN_FIELDS["log_probs"].dtype)
+    log_probs = np.zeros(size, TOKEN_FIELDS["rollout_log_probs"].dtype)
     versions = np.full(size, UNKNOWN, np.int32)
     token_rewards = np.zeros(size, np.float32)
     turns = {name: np.full(size, TOKEN_FIELDS[name].fill, TOKEN_FIELDS[name].dtype) for name in (TURN_IDS, TURN_SCORES)}
@@ -169,7 +169,7 @@ def make_rows(
         tokens[row, columns] = sequence.ids
         token_mask[row, columns] = True
         completion_mask[row, columns] = sequence.sampled
-        log_probs[row, columns] = sequence.log_probs
+        log_probs[row, columns] = sequence.rollout_log_probs
         versions[row, columns] = sequence.versions
         token_rewards[row, columns] = sequence.rewards
         turns[TURN_IDS][row, columns] = sequence.turn_ids
@@ -187,7 +187,7 @@ def make_rows(
         finished=np.array([episode.finished for episode in of_rows]) & ~is_empty,
         texts=[episode.texts[-1] if episode.texts else "" for episode in of_rows],
         fields={
-            "log_probs": log_probs,
+            "rollout_log_probs": log_probs,
             VERSIONS: versions,
             **({TOKEN_REWARDS: token_rewards} if turn_rewards else {}),
             **(turns if turn_scores else {}),

@@ -222,7 +222,7 @@ class EpisodeSource(InTurn):
             state = running[number]
             state.turn = None
             text = decode_continuation(self._tokenizer, state.prompt, turn.tokens)
-            state.episode.turns.append(SampledTurn(turn.ids, turn.tokens, turn.log_probs, turn.versions))
+            state.episode.turns.append(SampledTurn(turn.ids, turn.tokens, turn.rollout_log_probs, turn.versions))
             state.episode.texts.append(text)
             state.ids += turn.tokens
             state.drawn += len(turn.tokens)

@@ -16,7 +16,7 @@ class SampledTurn:
     Attributes:
       prompt_ids: all ids before.
       ids: the sampled ids.
-      log_probs: of these.
+      rollout_log_probs: of these.
       versions: RL steps of the policy that drew each of them.
       reward: that the environment gave for it, a part of that of the episode.
       score: how good the state is after it; None if the environment does not say.
@@ -24,7 +24,7 @@ class SampledTurn:
 
     prompt_ids: abc.Sequence[int]
     ids: abc.Sequence[int]
-    log_probs: abc.Sequence[float]
+    rollout_log_probs: abc.Sequence[float]
     versions: abc.Sequence[int]
     reward: float = 0.0
     score: float | None = None
@@ -41,7 +41,7 @@ class Sequence:
 
     ids: list[int] = dataclasses.field(default_factory=list)
     sampled: list[bool] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
+    rollout_log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     turn_ids: list[int] = dataclasses.field(default_factory=list)
@@ -53,7 +53,7 @@ class Sequence:
         """Adds ids that were not sampled here."""
         self.ids += ids
         self.sampled += [False] * len(ids)
-        self.log_probs += [0.0] * len(ids)
+        self.rollout_log_probs += [0.0] * len(ids)
         self.versions += [UNKNOWN] * len(ids)
         self.rewards += [0.0] * len(ids)
         self.turn_ids += [-1] * len(ids)
@@ -64,7 +64,7 @@ class Sequence:
         self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
-        self.log_probs += turn.log_probs
+        self.rollout_log_probs += turn.rollout_log_probs
         self.versions += turn.versions
         self.rewards += [0.0] * (len(turn.ids) - 1) + [turn.reward] * bool(turn.ids)
         self.turn_ids += [number] * len(turn.ids)
@@ -115,11 +115,12 @@ def make_sequences(turns: Iterable[SampledTurn]) -> list[Sequence]:
     """
     sequences: list[Sequence] = []
     for number, turn in enumerate(turns):
-        counts = {len(turn.ids), len(turn.log_probs), len(turn.versions)}
+        counts = {len(turn.ids), len(turn.rollout_log_probs), len(turn.versions)}
         if len(counts) > 1 or not turn.prompt_ids:
             raise ValueError(
-                f"turn {number}: got {len(turn.prompt_ids)} prompt ids, {len(turn.ids)} ids, {len(turn.log_probs)} "
-                f"log-probs and {len(turn.versions)} versions, expected a prompt, and as many of each"
+                f"turn {number}: got {len(turn.prompt_ids)} prompt ids, {len(turn.ids)} ids, "
+                f"{len(turn.rollout_log_probs)} log-probs and {len(turn.versions)} versions, expected a prompt, and as "
+                "many of each"
             )
         prompt = list(turn.prompt_ids)
         shared = [common_length(sequence.ids, prompt) for sequence in sequences]

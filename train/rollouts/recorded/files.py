@@ -18,11 +18,12 @@ SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"
 
 
 class RowPosition(NamedTuple):
-    """Position of a row: index of its file, `offset` for random access, and line number from 1."""
+    """Position of a row: index of its file, `offset` for random access, line from 1, and the row that it continues."""
 
     file: int
     offset: int
     line: int
+    parent: "RowPosition | None" = None
 
 
 class RowFile(Protocol):
@@ -92,7 +93,7 @@ class JsonLinesFile:
 
 
 class ParquetFile:
-    """A Parquet file with a completion per row; an empty cell means a missing field."""
+    """A Parquet file with a sequence or completion per row; an empty cell means a missing field."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kljax.checkpoint import text_hash
-from train.rollouts.recording_format import FORMAT, FORMAT_FIELD, check_format, format_of
+from train.data.parquet import drop_empty
+from train.rollouts.recording_format import FORMAT, FORMAT_FIELD, SEQUENCES, check_format, format_of
 
 FIELD = "kljax_check"
 
@@ -71,5 +72,8 @@ class RowCounter:
 
 
 def _digest(row: Mapping[str, Any]) -> str:
+    if row.get(FORMAT_FIELD) == SEQUENCES:
+        # A copy in a Parquet file has its fields in another order, and no null ones.
+        row = dict(sorted(drop_empty(row).items()))
     # Damage to the schema of a Parquet file gives values that JSON lacks; what is recorded never has one.
     return text_hash(json.dumps(row, ensure_ascii=True, default=repr)).hexdigest()

@@ -20,10 +20,10 @@ from train.data.tasks.rewards import check_names, warn_of_unweighted
 from train.distributed.global_arrays import RowSplit
 from train.rollouts.lag import reads_lags
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
-from train.rollouts.recorded.record import RecordedCompletion, parse_row
+from train.rollouts.recorded.record import RecordedRow, find_parent, parse_row
 from train.rollouts.source import Completions, InTurn, Request, SourceError
 from train.sequences.padding import pad_rows
-from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, recorded_names
 from train.weights.model import trained_pad, warn_of_pad
 
 _LOG = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class _Scan:
     episodes: bool = False
 
 
-def _group_key(pair: tuple[RowPosition, RecordedCompletion]) -> tuple[Any, list[int]]:
+def _group_key(pair: tuple[RowPosition, RecordedRow]) -> tuple[Any, list[int]]:
     """Returns the group and the prompt ids of a row, since only one prompt per group goes through the model."""
     return pair[1].group, pair[1].prompt_ids
 
 
-def _group_of(pair: tuple[RowPosition, RecordedCompletion]) -> Any:
+def _group_of(pair: tuple[RowPosition, RecordedRow]) -> Any:
     return pair[1].group
 
 
@@ -70,24 +70,31 @@ def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str,
     sizes = {name: cast(tuple[int, ...], TOKEN_FIELDS[name].sizes(values)) for name, values in fields.items()}
     if before is None:
         return sizes
-    if differing := [name for name in TOKEN_FIELDS if (name in sizes) != (name in before)]:
-        name = differing[0]
-        raise ValueError(f"{name}: {'given' if name in sizes else 'missing'}, but not in the rows before")
-    for name, size in before.items():
+    for key, name in recorded_names().items():
+        if (name in sizes) != (name in before):
+            raise ValueError(f"{key}: {'given' if name in sizes else 'missing'}, but not in the rows before")
+        size = before.get(name, ())
         # An empty completion has no sizes.
-        if fields[name] and any(size) and size != sizes[name] and not TOKEN_FIELDS[name].ragged:
-            raise ValueError(f"{name}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
-        sizes[name] = tuple(map(max, size, sizes[name]))
+        if fields.get(name) and any(size) and size != sizes[name] and not TOKEN_FIELDS[name].ragged:
+            raise ValueError(f"{key}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
+        if name in before:
+            sizes[name] = tuple(map(max, size, sizes[name]))
     return sizes
 
 
-def _check_episode(row: RecordedCompletion, section: RolloutSection) -> None:
-    """Raises ValueError if the config has no place for a row that is no episode of its own."""
+def _check_episode(row: RecordedRow, number: int, section: RolloutSection) -> None:
+    """Raises ValueError if the config has no place for a row that is no episode itself.
+
+    Args:
+      row: the row.
+      number: rows of its group before it.
+      section: of the config.
+    """
     if row.group_size not in (None, section.samples_per_prompt):
         raise ValueError(
             f"episode: got a group of {row.group_size}, but rollout.samples_per_prompt is {section.samples_per_prompt}"
         )
-    if row.episode is not None and row.episode >= 0 and section.fork_rows == 0:
+    if row.episode not in (None, -1, number % section.samples_per_prompt) and section.fork_rows == 0:
         raise ValueError("episode: got a fork of another row; set rollout.fork_rows as in the run that recorded it")
 
 
@@ -143,7 +150,7 @@ class FileSource(InTurn):
             episode_rows=self._episode_rows(rows, request) if self._has_episodes else None,
         )
 
-    def _episode_rows(self, rows: list[RecordedCompletion], request: Request) -> np.ndarray:
+    def _episode_rows(self, rows: list[RecordedRow], request: Request) -> np.ndarray:
         """Returns the row of the episode of each row that this process holds."""
         numbers = request.rows.held
         own = [
@@ -159,25 +166,24 @@ class FileSource(InTurn):
     def close(self) -> None:
         """No-op."""
 
-    def _completions(self, rows: list[RecordedCompletion], split: RowSplit) -> Completions:
+    def _completions(self, rows: list[RecordedRow], split: RowSplit) -> Completions:
         """Pads the rows that this process holds."""
         data = self._context.config.data
         judged = [rows[index] for index in split.select_own(np.arange(len(rows)))]
         padded = pad_rows(
             [row.prompt_ids for row in rows],
             [row.completion_ids for row in rows],
-            {name: [row.fields[name] for row in rows] for name in self._sizes},
+            {
+                name: [row.fields[name][0 if TOKEN_FIELDS[name].prompts else row.prompt_length :] for row in rows]
+                for name in self._sizes
+            },
             lengths=(data.max_prompt_length, data.max_completion_length),
             pad_id=self._context.tokenizer.pad_id,
             sizes=self._sizes,
         )
         for number, row in enumerate(rows):
-            if row.sampled is not None:
-                columns = slice(data.max_prompt_length, data.max_prompt_length + len(row.sampled))
-                padded["completion_mask"][number, columns] = row.sampled
-                for name, values in padded["fields"].items():
-                    if not TOKEN_FIELDS[name].prompts:
-                        values[number, columns][~np.array(row.sampled, bool)] = TOKEN_FIELDS[name].fill
+            sampled = row.trained[row.prompt_length :]
+            padded["completion_mask"][number, data.max_prompt_length :][: len(sampled)] = sampled
         rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
             examples=[row.example for row in judged],
@@ -189,14 +195,25 @@ class FileSource(InTurn):
             else None,
         )
 
-    def _read(self, position: RowPosition) -> RecordedCompletion:
+    def _read(self, position: RowPosition) -> RecordedRow:
         file = self._files[position.file]
         try:
-            return parse_row(file.read(position.offset), self._context)
+            return self._parse(file.read(position.offset), position.parent)
         except (OSError, ValueError) as error:
             raise SourceError(
                 f"rollout.source.path: {file.path}, line {position.line}: changed since the start of the run ({error})"
             ) from error
+
+    def _parse(self, record: Mapping[str, Any], parent: RowPosition | None) -> RecordedRow:
+        """Parses a row behind all rows that it continues, the first of them first."""
+        records = []
+        while parent is not None:
+            records.append(self._files[parent.file].read(parent.offset))
+            parent = parent.parent
+        row = None
+        for earlier in reversed(records):
+            row = parse_row(earlier, self._context, row)
+        return parse_row(record, self._context, row)
 
     def _scan(self) -> _Scan:
         scan = _Scan()
@@ -225,15 +242,23 @@ class FileSource(InTurn):
                 scan.too_long += 0 if fits else len(groups)
         return scan
 
-    def _checked_rows(self, index: int, file: RowFile, scan: _Scan) -> Iterator[tuple[RowPosition, RecordedCompletion]]:
+    def _checked_rows(self, index: int, file: RowFile, scan: _Scan) -> Iterator[tuple[RowPosition, RecordedRow]]:
         """Yields the rows of a file, and checks that all rows have the same optional fields."""
         pad = trained_pad(self._context.config)
+        group: Any = None
+        earlier: list[RowPosition] = []
         for offset, line, record in file:
             try:
-                row = parse_row(record, self._context)
+                if record.get("group", group) != group:
+                    earlier = []
+                number = find_parent(record, len(earlier))
+                parent = None if number is None else earlier[number]
+                row = self._parse(record, parent)
+                if row.group != group:
+                    earlier = []
                 names = frozenset(row.rewards or ())
                 scan.sizes = _merge_sizes(scan.sizes, row.fields)
-                _check_episode(row, self._context.config.rollout)
+                _check_episode(row, len(earlier), self._context.config.rollout)
                 if scan.rewards not in (None, names):
                     raise ValueError(
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
@@ -241,13 +266,16 @@ class FileSource(InTurn):
                     )
             except (ValueError, UserError) as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
+            group = row.group
+            position = RowPosition(index, offset, line, parent)
+            earlier.append(position)
             scan.rewards = names
             scan.rows += 1
             scan.episodes |= row.episode is not None
             scan.padded += pad in row.prompt_ids or pad in row.completion_ids
             lengths = len(row.prompt_ids), len(row.completion_ids)
             scan.longest = max(scan.longest[0], lengths[0]), max(scan.longest[1], lengths[1])
-            yield RowPosition(index, offset, line), row
+            yield position, row
 
     def _check(self, scan: _Scan) -> None:
         config = self._context.config
@@ -273,7 +301,7 @@ class FileSource(InTurn):
             warn_of_unweighted(config.rewards.weights, tuple(scan.rewards - {"reward"}))
         elif config.task == RECORDING:
             raise UserError(f"rollout.source.path: the rows of {self._path} have no rewards; add them, or set a task")
-        if "log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
+        if "rollout_log_probs" not in (scan.sizes or {}) and self._context.plan.rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
                 "correction, or a ratio to the policy that sampled)"

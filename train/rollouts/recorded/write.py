@@ -13,9 +13,8 @@ from train.config.errors import UserError
 from train.distributed.global_arrays import RowSplit
 from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
-from train.rollouts.row_checks import has_holes
 from train.rollouts.source import Completions, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS
+from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, recorded_names
 from train.storage.paths import as_path
 from train.weights.files import usable_directory
 
@@ -44,8 +43,8 @@ def record_rows(
 ) -> list[dict[str, Any]]:
     """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies.
 
-    A row with observations says in `completion_mask` which of its `completion_ids` were sampled. One that forked from
-    an episode, or has none, says in `episode` which row of its group it belongs to.
+    Rows of episodes, and those with observations, are sequences. One that forked from an episode, or has none, says in
+    `episode` which row of its group it belongs to. Other rows have a prompt and a completion.
 
     Args:
       completions: of the batch.
@@ -53,49 +52,41 @@ def record_rows(
       split: the own rows.
       samples: rows of a group.
       prompt_length: P.
-
-    Raises:
-      SourceError: a row has observations, and kept tokens, which they lack.
     """
     masks = completions.token_mask, completions.completion_mask
     tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
-    holes = has_holes(token_mask, completion_mask)
-    if holes.any() and "kept_ids" in completions.fields:
-        row = int(split.own[np.argmax(holes)])
-        raise SourceError(
-            f"rollout.record: row {row} has tokens between its completions, as the observations of an episode, which "
-            "have no kept_ids; set rollout.record=null"
-        )
-    recorded = [name for name, field in TOKEN_FIELDS.items() if field.recorded and name in completions.fields]
-    fields = {name: split.select_own(completions.fields[name]) for name in recorded}
-    after_prompt = np.arange(tokens.shape[1]) >= prompt_length
+    recorded = [(key, name) for key, name in recorded_names().items() if name in completions.fields]
+    fields = {name: split.select_own(completions.fields[name]) for _, name in recorded}
     episodes = split.own if completions.episode_rows is None else split.select_own(completions.episode_rows)
+    is_sequence = completions.episode_rows is not None or (token_mask & ~completion_mask)[:, prompt_length:].any()
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
-        is_completion = token_mask[row] & after_prompt
-        is_sampled = completion_mask[row][is_completion]
+        is_real = token_mask[row]
         number = int(split.own[row])
+        ids = tokens[row][is_real].tolist()
+        trained = completion_mask[row][is_real]
+        prompt = int(is_real[:prompt_length].sum())
         record: dict[str, Any] = {
             "group": number // samples,
             "prompt": example.prompt,
-            "prompt_ids": tokens[row][token_mask[row] & ~after_prompt].tolist(),
+            **({"ids": ids, "trained": trained.tolist()} if is_sequence else {"prompt_ids": ids[:prompt]}),
             "completion": text,
-            "completion_ids": tokens[row][is_completion].tolist(),
+            **({} if is_sequence else {"completion_ids": ids[prompt:]}),
             "finished": bool(completions.finished[row]),
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
-        if not is_sampled.all():
-            record["completion_mask"] = is_sampled.tolist()
-        if episodes[row] != number:
+        if is_sequence and prompt != min(trained.argmax() if trained.any() else len(ids), prompt_length):
+            record["prompt_length"] = prompt
+        if episodes[row] != number or (is_sequence and not trained.any()):
             place = int(episodes[row]) - number // samples * samples
             record["episode"] = {"row": place if episodes[row] >= 0 else None, "of": samples}
-        for name, values in fields.items():
-            field = TOKEN_FIELDS[name]
-            of_row = values[row][token_mask[row] if field.prompts else is_completion]
-            if field.null is not None and not field.prompts:
-                of_row = np.where(is_sampled, of_row, field.null)
-            record[name] = field.lists(of_row)
+        for key, name in recorded:
+            of_row = TOKEN_FIELDS[name].lists(fields[name][row][is_real])
+            if not TOKEN_FIELDS[name].prompts:
+                drawn = [value if is_drawn else None for value, is_drawn in zip(of_row, trained, strict=True)]
+                of_row = drawn if is_sequence else of_row[prompt:]
+            record["version" if is_sequence and name == VERSIONS else key] = of_row
         rows.append(record)
     return rows
 

@@ -63,10 +63,10 @@ def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> TokenFie
       sampling: the filters; its temperature is not applied again.
 
     Returns:
-      `tokens` [B] int32, and fields of `TOKEN_FIELDS`, [B, ...]. `log_probs` [B] are under the full softmax at the
-      temperature; the filters do not change them. If recorded, `kept_ids` [B, K] int32 are the tokens that the filters
-      kept, the most probable first, padded with -1; and `log_probs - log_kept_mass` are the log-probs of the
-      distribution that the tokens were drawn from.
+      `tokens` [B] int32, and fields of `TOKEN_FIELDS`, [B, ...]. `rollout_log_probs` [B] are under the full softmax at
+      the temperature; the filters do not change them. If recorded, `kept_ids` [B, K] int32 are the tokens that the
+      filters kept, the most probable first, padded with -1; and `rollout_log_probs - log_kept_mass` are the log-probs
+      of the distribution that the tokens were drawn from.
     """
     fields: TokenFields = {}
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -82,7 +82,7 @@ def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> TokenFie
         tokens = draw_index(kept_weights, uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     log_probs = (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
-    return {"tokens": tokens, "log_probs": log_probs, **fields}
+    return {"tokens": tokens, "rollout_log_probs": log_probs, **fields}
 
 
 def describe_draws(sampling: Sampling, vocab_size: int, dtype: DTypeLike = jnp.float32) -> TokenFields:

@@ -198,7 +198,7 @@ def decode(
         stop=stop,
         queue=queue,
         uniforms=token_uniforms(
-            queue.key, queue.row_ids, first_token, slots.window - first_token, slots.draws["log_probs"].dtype
+            queue.key, queue.row_ids, first_token, slots.window - first_token, slots.draws["rollout_log_probs"].dtype
         ),
         first_token=first_token,
     )
@@ -419,7 +419,7 @@ class Engine:
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
-        dtype = slots.draws["log_probs"].dtype
+        dtype = slots.draws["rollout_log_probs"].dtype
         softcap = self.transformer.config.final_softcap
         logits = self.logits(slots.hidden, dtype)
         if softcap is not None:

@@ -247,7 +247,7 @@ def _read(choice: _Choice, completions: _Completions, requested: Requested) -> S
     _check_end(choice, requested)
     fields: dict[str, Any] = {VERSIONS: _versions(choice, completions, requested)}
     if requested.log_probs:
-        fields["log_probs"] = _log_probs(choice, len(tokens))
+        fields["rollout_log_probs"] = _log_probs(choice, len(tokens))
     if requested.routes_of is not None:
         fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
     return ServerAnswer(tokens, fields, choice.finish_reason == "stop")

@@ -58,7 +58,7 @@ def field_sizes(context: RunContext) -> dict[str, tuple[int, ...]]:
     """Returns the per-token fields of a server's answers, with the sizes of their trailing axes."""
     sizes: dict[str, tuple[int, ...]] = {VERSIONS: ()}
     if context.config.rollout.record_log_probs:
-        sizes["log_probs"] = ()
+        sizes["rollout_log_probs"] = ()
     return sizes | ({ROUTES: context.model.config.route_shape} if records_routes(context) else {})
 
 
@@ -330,7 +330,7 @@ class ServerSource:
             at_one, at_half = (self._probe(prompts, temperature) for temperature in TEMPERATURES)
             for url in prompts:
                 pair = (at_one[url], at_half[url])
-                probes = [Probe(answer.tokens, answer.fields["log_probs"], largest) for answer, largest in pair]
+                probes = [Probe(answer.tokens, answer.fields["rollout_log_probs"], largest) for answer, largest in pair]
                 check_probes(config, url, models[self._section.model], *probes)
         for url, (answer, _) in firsts.items():
             routes = answer.fields.get(ROUTES)

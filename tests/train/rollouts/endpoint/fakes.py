@@ -51,7 +51,7 @@ class ScriptedEngine:
             for _ in range(self.chunk):
                 n = len(turn.tokens)
                 turn.tokens.append(ids[n] if n < len(ids) else ord("."))
-                turn.log_probs.append(-0.5 - n)
+                turn.rollout_log_probs.append(-0.5 - n)
                 turn.versions.append(7)
                 if turn.tokens[-1] == TOKENIZER.eos_id or len(turn.tokens) == turn.max_tokens:
                     turn.finish = "stop" if turn.tokens[-1] == TOKENIZER.eos_id else "length"

@@ -90,7 +90,7 @@ def errors(turns, policy) -> np.ndarray:
     for row, turn in enumerate(turns):
         start, end = len(turn.ids), len(turn.all_ids())
         tokens[row, :end], real[row, :end], drawn[row, start:end] = turn.all_ids(), True, True
-        log_probs[row, start:end] = turn.log_probs
+        log_probs[row, start:end] = turn.rollout_log_probs
     stats, _ = score(ScoredPolicy(MODEL, policy), Sequences.rows(tokens, real, drawn), temperature=TEMPERATURE)
     return np.abs(np.asarray(stats.log_prob) - log_probs)[drawn]
 
@@ -140,9 +140,9 @@ def test_shared_beginning_is_copied(engine):
 
 
 def test_schedule_is_a_function_of_the_turns(engine):
-    first = [(turn.tokens, turn.log_probs) for turn in episodes(engine)]
+    first = [(turn.tokens, turn.rollout_log_probs) for turn in episodes(engine)]
     engine.forget()
-    assert [(turn.tokens, turn.log_probs) for turn in episodes(engine)] == first
+    assert [(turn.tokens, turn.rollout_log_probs) for turn in episodes(engine)] == first
 
 
 def test_new_weights_in_the_middle_of_a_turn_draw_its_next_tokens(engine):
@@ -158,9 +158,9 @@ def test_new_weights_in_the_middle_of_a_turn_draw_its_next_tokens(engine):
     assert mixed
     for turn in mixed:
         count = turn.versions.count(0)
-        old = Turn(turn.ids, 12, turn.key, tokens=turn.tokens[:count], log_probs=turn.log_probs[:count])
+        old = Turn(turn.ids, 12, turn.key, tokens=turn.tokens[:count], rollout_log_probs=turn.rollout_log_probs[:count])
         new = Turn(turn.all_ids()[: len(turn.ids) + count], 12, turn.key)
-        new.tokens, new.log_probs = turn.tokens[count:], turn.log_probs[count:]
+        new.tokens, new.rollout_log_probs = turn.tokens[count:], turn.rollout_log_probs[count:]
         assert errors([old], policy_of()).max() < 5e-6
         assert errors([new], policy_of(1)).max() < 5e-6
 

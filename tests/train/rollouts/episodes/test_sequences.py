@@ -62,17 +62,17 @@ def test_each_sampled_id_is_trained_once_after_its_prompt(steps):
     trained = sorted(
         (log_prob, token)
         for s in sequences
-        for token, was, log_prob in zip(s.ids, s.sampled, s.log_probs, strict=True)
+        for token, was, log_prob in zip(s.ids, s.sampled, s.rollout_log_probs, strict=True)
         if was
     )
-    assert trained == sorted(pair for t in turns for pair in zip(t.log_probs, t.ids, strict=True))
+    assert trained == sorted(pair for t in turns for pair in zip(t.rollout_log_probs, t.ids, strict=True))
     for each in turns:
         whole = [*each.prompt_ids, *each.ids]
         start = len(each.prompt_ids)
         assert any(
             s.ids[: len(whole)] == whole
             and all(s.sampled[start : len(whole)])
-            and s.log_probs[start] == each.log_probs[0]
+            and s.rollout_log_probs[start] == each.rollout_log_probs[0]
             for s in sequences
         )
 

@@ -120,7 +120,7 @@ class Scripted:
             self.turns[turn.session] = self.turns.get(turn.session, 0) + 1
             turn.tokens = ([*text.encode(), EOS])[: turn.max_tokens]
             turn.finish = "stop" if turn.tokens[-1] == EOS else "length"
-            turn.log_probs = [-0.25 * (turn.first + n + 1) for n in range(len(turn.tokens))]
+            turn.rollout_log_probs = [-0.25 * (turn.first + n + 1) for n in range(len(turn.tokens))]
             turn.versions = [self.version] * len(turn.tokens)
         return ended
 

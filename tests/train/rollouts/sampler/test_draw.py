@@ -42,7 +42,7 @@ def test_samples_pass_a_chi_square_test_over_uniforms():
     logits = (2 * np.random.default_rng(1).normal(size=size)).astype(np.float32)
     uniforms = jax.random.uniform(jax.random.key(3), (rows, 2))
     draws = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms, Sampling(1.0))
-    tokens, log_probs = draws["tokens"], draws["log_probs"]
+    tokens, log_probs = draws["tokens"], draws["rollout_log_probs"]
     exact = np.exp(logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64)))
     often = exact > 5 / rows
     seen, expected = np.bincount(tokens, minlength=size)[often], exact[often] * rows
@@ -97,7 +97,7 @@ def test_cuts_select_the_same_tokens_as_sorting(sampling):
     expected = np.stack([by_sorting(row, sampling) for row in weights])
     np.testing.assert_array_equal(got, np.where(expected, weights, 0))
     draws = drawn(logits, jax.random.uniform(jax.random.key(0), (12, 2)), sampling)
-    tokens, log_probs = draws["tokens"], draws["log_probs"]
+    tokens, log_probs = draws["tokens"], draws["rollout_log_probs"]
     assert expected[np.arange(12), tokens].all()
     full = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=-1, keepdims=True)
     np.testing.assert_allclose(log_probs, full[np.arange(12), tokens], atol=2e-6)
@@ -127,10 +127,10 @@ def test_recorded_tokens_equal_the_tokens_of_sorting(filters):
         mass = weights[row, expected].sum() / weights[row].sum()
         np.testing.assert_allclose(draws["log_kept_mass"][row], np.log(mass), atol=2e-6)
     plain = drawn(logits, uniforms, Sampling(**filters))
-    assert plain.keys() == {"tokens", "log_probs"}
+    assert plain.keys() == {"tokens", "rollout_log_probs"}
     # Without ties for the last place, the draw is that of a sampler that records nothing.
     np.testing.assert_array_equal(draws["tokens"][:6], plain["tokens"][:6])
-    np.testing.assert_array_equal(draws["log_probs"][:6], plain["log_probs"][:6])
+    np.testing.assert_array_equal(draws["rollout_log_probs"][:6], plain["rollout_log_probs"][:6])
     if filters == {"top_k": 7}:
         many = jnp.asarray(np.repeat(logits[6:7], 3000, axis=0))
         tokens = drawn(many, jax.random.uniform(jax.random.key(1), (3000, 2)), recording)["tokens"]

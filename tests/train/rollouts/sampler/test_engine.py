@@ -77,9 +77,9 @@ def test_recorded_log_probs_equal_the_trainer():
         ScoredPolicy(MODEL, policy), Sequences.rows(samples.tokens, samples.token_mask), temperature=0.8
     )
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
-    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
-    assert samples.fields["log_probs"].dtype == np.float32
-    assert (samples.fields["log_probs"][samples.completion_mask] < 0).all()
+    np.testing.assert_allclose(samples.fields["rollout_log_probs"], expected, atol=1e-5)
+    assert samples.fields["rollout_log_probs"].dtype == np.float32
+    assert (samples.fields["rollout_log_probs"][samples.completion_mask] < 0).all()
     plain, _ = stats_of(
         ScoredPolicy(MODEL, kljax.Policy(policy.params)),
         Sequences.rows(samples.tokens, samples.token_mask),
@@ -102,7 +102,7 @@ def test_masks_hold_the_completion_through_its_eos():
         assert samples.finished[row] == (len(ends) > 0)
         np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(NEW_TOKENS) < length)
         assert (drawn[length:] == EOS).all()
-    assert not samples.fields["log_probs"][~samples.completion_mask].any()
+    assert not samples.fields["rollout_log_probs"][~samples.completion_mask].any()
 
 
 def test_samples_follow_the_distribution():
@@ -130,7 +130,7 @@ def test_row_is_the_same_alone_split_or_permuted():
         part = run(tokens[ids], mask[ids], row_ids=np.array(ids, np.int32))
         np.testing.assert_array_equal(part.tokens, full.tokens[ids])
         np.testing.assert_array_equal(part.completion_mask, full.completion_mask[ids])
-        np.testing.assert_allclose(part.fields["log_probs"], full.fields["log_probs"][ids], atol=2e-6)
+        np.testing.assert_allclose(part.fields["rollout_log_probs"], full.fields["rollout_log_probs"][ids], atol=2e-6)
     same_prompt = run(np.repeat(tokens[:1], 8, axis=0), np.repeat(mask[:1], 8, axis=0))
     assert len({tuple(row) for row in same_prompt.tokens}) > 4, "rows with one prompt have keys of their own"
     other = run(tokens, mask, key=jax.random.key(12))
@@ -143,7 +143,7 @@ def test_left_padding_width_and_content_change_nothing():
     np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
     np.testing.assert_array_equal(far.completion_mask[:, 5:], near.completion_mask)
     # Log-probs of several nats: 1e-6 of them is a few units in the last place of float32.
-    np.testing.assert_allclose(far.fields["log_probs"][:, 5:], near.fields["log_probs"], rtol=1e-6)
+    np.testing.assert_allclose(far.fields["rollout_log_probs"][:, 5:], near.fields["rollout_log_probs"], rtol=1e-6)
 
 
 def test_special_tokens_inside_a_prompt_are_harmless():
@@ -157,7 +157,7 @@ def test_special_tokens_inside_a_prompt_are_harmless():
         ScoredPolicy(MODEL, policy), Sequences.rows(samples.tokens, samples.token_mask), temperature=0.8
     )
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
-    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
+    np.testing.assert_allclose(samples.fields["rollout_log_probs"], expected, atol=1e-5)
 
 
 def test_sampled_padding_id_is_an_ordinary_token():
@@ -177,7 +177,7 @@ def test_greedy_takes_the_most_likely_token():
         changed = samples.tokens.copy()
         changed[:, column] = token
         stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(changed, samples.token_mask), temperature=0.8)
-        assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
+        assert (stats.log_prob[:, column] <= samples.fields["rollout_log_probs"][:, column] + 1e-5).all()
 
 
 def test_loop_stops_when_every_row_is_done():
@@ -203,8 +203,8 @@ def test_row_without_a_prompt_is_padding():
     assert not samples.token_mask[0].any()
     assert not samples.completion_mask[0].any()
     assert not samples.finished[0]
-    assert np.isfinite(samples.fields["log_probs"]).all()
-    assert not samples.fields["log_probs"][0].any()
+    assert np.isfinite(samples.fields["rollout_log_probs"]).all()
+    assert not samples.fields["rollout_log_probs"][0].any()
     np.testing.assert_array_equal(samples.tokens[1:], run(*prompts_of(LENGTHS)).tokens[1:])
 
 
@@ -218,7 +218,7 @@ def test_samples_are_the_same_on_every_mesh(shape):
         samples = run(sharded["tokens"], sharded["mask"], policy_of(mesh))
     np.testing.assert_array_equal(samples.tokens, single.tokens)
     np.testing.assert_array_equal(samples.completion_mask, single.completion_mask)
-    np.testing.assert_allclose(samples.fields["log_probs"], single.fields["log_probs"], atol=2e-6)
+    np.testing.assert_allclose(samples.fields["rollout_log_probs"], single.fields["rollout_log_probs"], atol=2e-6)
 
 
 def test_each_phase_has_one_layer_loop():

@@ -89,7 +89,7 @@ def text_of(**changes) -> str:
 def check_same(got: Samples, expected: Samples) -> None:
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
         np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], atol=3e-6)
+    np.testing.assert_allclose(got.fields["rollout_log_probs"], expected.fields["rollout_log_probs"], atol=3e-6)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_rows_are_the_same_with_and_without_queue(queued):
         ScoredPolicy(MODEL, policy_of()), Sequences.rows(queued.tokens, queued.token_mask), temperature=0.7
     )
     np.testing.assert_allclose(
-        queued.fields["log_probs"], np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5
+        queued.fields["rollout_log_probs"], np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5
     )
 
 
@@ -142,7 +142,7 @@ def test_limits_and_rows_without_a_prompt(queued):
     np.testing.assert_array_equal(samples.finished, queued.finished & (expected == full))
     completion_mask = samples.completion_mask
     np.testing.assert_array_equal(samples.tokens[completion_mask], queued.tokens[completion_mask])
-    assert not samples.fields["log_probs"][~completion_mask].any()
+    assert not samples.fields["rollout_log_probs"][~completion_mask].any()
     nothing = run(prompts=(tokens, mask & False))
     assert not nothing.token_mask.any()
     assert not nothing.finished.any()
@@ -214,7 +214,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
         temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
-    np.testing.assert_allclose(fields["log_probs"] - fields["log_kept_mass"], stats.log_prob, atol=2e-5)
+    np.testing.assert_allclose(fields["rollout_log_probs"] - fields["log_kept_mass"], stats.log_prob, atol=2e-5)
 
 
 # The programs of windows are compared with one that has no queue, kept tokens too.
@@ -232,7 +232,7 @@ def test_kept_tokens_are_equal_on_an_indivisible_mesh(recorded):
 def test_recording_is_optional_and_changes_no_token(recorded, queued):
     plain = run(sampling=Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02))
     check_same(plain, recorded)
-    assert plain.fields.keys() == queued.fields.keys() == {"log_probs"}
+    assert plain.fields.keys() == queued.fields.keys() == {"rollout_log_probs"}
 
 
 def sent(text: str) -> list[int]:

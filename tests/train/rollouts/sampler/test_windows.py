@@ -68,7 +68,7 @@ def expected():
 def check_same(got, want, *, steps: bool) -> None:
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
-    assert got.fields.keys() == {"log_probs", "log_kept_mass", "kept_ids"}
+    assert got.fields.keys() == {"rollout_log_probs", "log_kept_mass", "kept_ids"}
     for name, values in want.fields.items():
         atol = 0 if name == "kept_ids" else 3e-6
         np.testing.assert_allclose(got.fields[name], values, rtol=0, atol=atol, err_msg=name)
