@@ -143,6 +143,8 @@ class TurnEngine:
             row.tokens = []
             row.session = None
             row.busy = False
+            # The rows that turns get, and with them the last bits of their numbers, depend on nothing before.
+            row.used = 0
         self._row_of.clear()
         self._waiting.extendleft(reversed(self._active))
         self._active = []

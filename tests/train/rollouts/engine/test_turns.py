@@ -140,9 +140,11 @@ def test_shared_beginning_is_copied(engine):
 
 
 def test_schedule_is_a_function_of_the_turns(engine):
-    first = [(turn.tokens, turn.rollout_log_probs) for turn in episodes(engine)]
+    """Also of those after others: a continued run begins with an engine that has drawn nothing."""
+    first = [(turn.tokens, turn.rollout_log_probs, turn.row) for turn in episodes(engine)]
+    run(engine, [Turn([6, 7], 3, key, session=number) for number, key in enumerate(session_keys(KEY, 3))])
     engine.forget()
-    assert [(turn.tokens, turn.rollout_log_probs) for turn in episodes(engine)] == first
+    assert [(turn.tokens, turn.rollout_log_probs, turn.row) for turn in episodes(engine)] == first
 
 
 def test_new_weights_in_the_middle_of_a_turn_draw_its_next_tokens(engine):
