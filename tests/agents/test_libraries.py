@@ -108,12 +108,12 @@ def test_library_outside_trains_what_was_drawn(library, drawn, monkeypatch, tmp_
     url = f"http://127.0.0.1:{port}/v1"
     code = f"import asyncio, mine; asyncio.run(mine.take_episodes({url!r}, {KEY!r}, mine.{play}))"
     path = os.pathsep.join([str(python.parent), str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
-    env = {"PATH": path, "HOME": os.environ["HOME"], "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path)}
     monkeypatch.setenv("REWARD_KEY", KEY)
     with (tmp_path / "client.log").open("w") as log:
         program = subprocess.Popen([python, "-c", code], env=env, cwd=tmp_path, stdout=log, stderr=log)
     try:
-        source = f"{{type: endpoint, agent: null, port: {port}, reward_key_env: REWARD_KEY, max_failures: 1.0}}"
+        source = f"{{type: endpoint, agent: null, port: {port}, reward_key_env: REWARD_KEY, max_failures: 0.0}}"
         train(tmp_path, f"rollout.source={source}")
     finally:
         program.terminate()
@@ -126,7 +126,7 @@ def test_library_outside_trains_what_was_drawn(library, drawn, monkeypatch, tmp_
 def test_agents_of_openai_train_what_was_drawn(drawn, tmp_path):
     pytest.importorskip("agents")
     (tmp_path / "mine.py").write_text(code_of("play_agent"))
-    train(tmp_path, f"rollout.source={{type: endpoint, agent: '{tmp_path}/mine.py:play_agent', max_failures: 1.0}}")
+    train(tmp_path, f"rollout.source={{type: endpoint, agent: '{tmp_path}/mine.py:play_agent'}}")
     assert_trained_is_drawn(tmp_path, drawn)
 
 
