@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from tests.integration.command import TIMEOUT, finish, records, start, state_arrays, wait_for
+from tests.integration.command import TIMEOUT, finish, recorded_rows, records, start, state_arrays, wait_for
 from tests.integration.test_shipped_configs import CALCULATOR
 
 STEPS = 3
@@ -99,11 +99,10 @@ class Outside:
 
 def read_recorded(directory, step: int) -> list[Recorded]:
     """Reads the rows of a recorded step: the prompt, and the ids that were sampled."""
-    rows = map(json.loads, (directory / f"{step - 1:08d}.jsonl").read_text().splitlines())
     read = []
-    for row in rows:
-        sampled = zip(row["completion_ids"], row["completion_mask"], strict=True)
-        read.append(Recorded(row["prompt"], tuple(token for token, mask in sampled if mask)))
+    for row in recorded_rows(directory, step):
+        ids = zip(row["ids"], row["trained"], strict=True)
+        read.append(Recorded(row["prompt"], tuple(token for token, trained in ids if trained)))
     return read
 
 

@@ -100,7 +100,8 @@ def test_stop_tokens_end_a_turn_and_are_no_text(served):
     assert (choice["text"], choice["finish_reason"], bytes(choice["token_ids"])) == ("ON", "stop", b"ONE")
     (choice,) = ask(served, "/v1/completions", body | {"stop": ["N"]})[1]["choices"]
     assert (choice["text"], choice["finish_reason"], bytes(choice["token_ids"])) == ("O", "stop", b"ON")
-    (choice,) = ask(served, "/v1/completions", body | {"stop_token_ids": [TOKENIZER.eos_id], "prompt": "ab"})[1]["choices"]
+    body |= {"stop_token_ids": [TOKENIZER.eos_id], "prompt": "ab"}
+    (choice,) = ask(served, "/v1/completions", body)[1]["choices"]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("AB", "stop", [65, 66, TOKENIZER.eos_id])
 
 
