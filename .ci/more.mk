@@ -189,13 +189,20 @@ $(STORAGE_VENV)/.ready: pyproject.toml uv.lock
 test-storage: $(STORAGE_VENV)/.ready ## runs, kills, exports and pages in buckets, on local servers of S3 and GCS
 	$(STORAGE_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/storage) $(ARGS)
 
-# The packages with which agent programs are written.
+# The packages with which agent programs are written: those that the run can have beside it, and others in environments of
+# their own. openpipe-art installs openai 3, and fails with it.
 $(AGENTS_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AGENTS_VENV),PYTHON,$(PYTHONS))
-	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai==3.57.0 openai-agents==0.24.0
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai==3.57.0 openai-agents==0.24.0 skyrl-gym==0.4.0
+	for library in verifiers==0.4.0 inspect-ai==0.3.285 openpipe-art==0.5.18; do \
+	  venv=$(AGENTS_VENV)/clients/$${library%%=*}; \
+	  openai=$$(case $$library in inspect-ai*) echo openai==3.57.0;; *) echo openai==2.54.0;; esac); \
+	  $(PYTHON) -m venv $$venv && \
+	  $$venv/bin/python -m pip install --quiet --disable-pip-version-check $$library $$openai || { \
+	  rm -rf $$venv; echo "left out: $$library does not install here"; }; done
 	touch $(AGENTS_VENV)/.ready
 
-test-agents: $(AGENTS_VENV)/.ready ## the endpoint with the real openai client, and a run that its agent trains; needs PyPI
+test-agents: $(AGENTS_VENV)/.ready ## runs that libraries of agents train through the endpoint: openai, verifiers, Inspect, ART, SkyRL; needs PyPI
 	$(AGENTS_VENV)/bin/python -m pytest -q -n 0 -rs $(call tests,tests/agents) $(ARGS)
 
 test-report: $(VENV)/.ready ## the page of a run in Chromium, and trackers (Debian, as root)

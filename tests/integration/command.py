@@ -177,6 +177,19 @@ def records(root: Path, phase: str) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["phase"] == phase]
 
 
+def recorded_rows(directory: Path, step: int) -> list[dict]:
+    """Reads the rows of a recorded step as sequences: all `ids`, of each whether it is `trained`, and its log-prob."""
+    rows = [json.loads(line) for line in (directory / f"{step - 1:08d}.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert "parent" not in row
+        if "ids" not in row:  # a completion
+            before = len(row["prompt_ids"])
+            row["ids"] = [*row["prompt_ids"], *row["completion_ids"]]
+            row["trained"] = [False] * before + [True] * len(row["completion_ids"])
+            row["log_probs"] = [None] * before + row["log_probs"]
+    return rows
+
+
 def saved_arrays(directory: Path) -> dict[str, np.ndarray]:
     """Reads every array of a directory that orbax saved, by its dotted name."""
     with ocp.PyTreeCheckpointer() as checkpointer:

@@ -370,7 +370,8 @@ class Endpoint:
         limit = min(most, options.max_tokens or most)
         for _ in range(options.choices):
             turn = Turn(list(ids), limit, key, session=asked.session.name or None)
-            asked.draws.append(RequestedTurn(turn, options.stops, functools.partial(self._decode, turn), client.tell))
+            decode = functools.partial(self._decode, turn)
+            asked.draws.append(RequestedTurn(turn, options.stops, decode, client.tell, options.stop_ids))
         asked.session.begin(asked.draws)
         for draw in asked.draws:
             self._generator.submit(draw)

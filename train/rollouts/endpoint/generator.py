@@ -36,6 +36,7 @@ class RequestedTurn:
       stops: strings that end it, besides those of the run.
       decode: returns the text of its tokens from one number to another, as it goes on after those before.
       told: called in the thread of the engine after each chunk, and at the end.
+      stop_ids: tokens that end it, besides those of the run; the last of its tokens, and no part of its text.
       count: tokens that are drawn.
       text: of these, but for tokens that may be parts of a character.
       ended: whether the turn has all of its tokens.
@@ -46,6 +47,7 @@ class RequestedTurn:
     stops: Sequence[str]
     decode: Callable[[int, int], str]
     told: Callable[[], None]
+    stop_ids: frozenset[int] = frozenset()
     count: int = 0
     text: str = ""
     ended: bool = False
@@ -53,10 +55,13 @@ class RequestedTurn:
     _read: int = 0
 
     def observe(self) -> None:
-        """Reads new tokens; a stop string among them ends the turn with the token that completes it."""
+        """Reads new tokens; a stop token ends the turn, and a stop string with the token that completes it."""
         turn = self.turn
         start = self._read
-        piece = self.decode(start, len(turn.tokens))
+        last = next((n for n in range(self.count, len(turn.tokens)) if turn.tokens[n] in self.stop_ids), None)
+        if last is not None:
+            self._end(last + 1)
+        piece = self.decode(start, len(turn.tokens) if last is None else last)
         tail = self.text[-max(map(len, self.stops), default=0) :]
 
         def is_stopped(text: str) -> bool:
@@ -65,13 +70,18 @@ class RequestedTurn:
         if self.stops and is_stopped(piece):
             end = next(n for n in range(start + 1, len(turn.tokens) + 1) if is_stopped(self.decode(start, n)))
             piece = self.decode(start, end)
-            for drawn in (turn.tokens, turn.rollout_log_probs, turn.versions):
-                del drawn[end:]
-            turn.finish = "stop"
+            self._end(end)
         if turn.finish or not piece.endswith(UNKNOWN):
             self.text += piece
             self._read = len(turn.tokens)
         self.count = len(turn.tokens)
+
+    def _end(self, count: int) -> None:
+        """Ends the turn after some of its tokens."""
+        turn = self.turn
+        for drawn in (turn.tokens, turn.rollout_log_probs, turn.versions):
+            del drawn[count:]
+        turn.finish = "stop"
 
 
 class Generator:

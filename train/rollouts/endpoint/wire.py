@@ -14,6 +14,7 @@ from train.rollouts.sampler import Sampling
 MOST_MESSAGES = 1000
 MOST_CHOICES = 16
 MOST_STOPS = 4
+MOST_STOP_IDS = 64
 Body = Mapping[str, Any]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -28,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "bad_words_token_ids": ([],),
-    "stop_token_ids": ([],),
     "logits_processors": ([],),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -63,6 +63,7 @@ class RequestOptions:
       choices: completions of the prompt.
       max_tokens: the most tokens of each; None: as many as fit.
       stops: strings that end them.
+      stop_ids: tokens that end them, besides those of the run.
       seed: of their tokens; None: those of the session.
       log_probs: whether the answer has the log-probs of the tokens.
       token_ids: whether it has the ids of prompt and tokens.
@@ -74,6 +75,7 @@ class RequestOptions:
     choices: int
     max_tokens: int | None
     stops: tuple[str, ...]
+    stop_ids: frozenset[int]
     seed: int | None
     log_probs: bool
     token_ids: bool
@@ -159,6 +161,13 @@ def read_options(body: Body, sampling: Sampling, *, chat: bool) -> RequestOption
     listed = [] if stops is None else [stops] if isinstance(stops, str) else stops
     if not isinstance(listed, list) or len(listed) > MOST_STOPS or not all(x and isinstance(x, str) for x in listed):
         raise RequestError(400, f"stop: got {_shown(stops)}, expected at most {MOST_STOPS} texts", "stop")
+    stop_ids = body.get("stop_token_ids") or []
+    if not isinstance(stop_ids, list) or len(stop_ids) > MOST_STOP_IDS or any(type(x) is not int for x in stop_ids):
+        raise RequestError(
+            400,
+            f"stop_token_ids: got {_shown(stop_ids)}, expected at most {MOST_STOP_IDS} token ids",
+            "stop_token_ids",
+        )
     if chat:
         log_probs = _flag(body, "logprobs")
     else:
@@ -175,6 +184,7 @@ def read_options(body: Body, sampling: Sampling, *, chat: bool) -> RequestOption
         choices=_number(body, "n", int, 1, MOST_CHOICES) or 1,
         max_tokens=next((limit for limit in limits if limit is not None), None),
         stops=tuple(listed),
+        stop_ids=frozenset(stop_ids),
         seed=_number(body, "seed", int, -(2**63), 2**63 - 1),
         log_probs=log_probs,
         token_ids=_flag(body, "return_token_ids"),

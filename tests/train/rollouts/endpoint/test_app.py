@@ -92,6 +92,19 @@ def events_of(text):
     return [json.loads(line) for line in lines[:-1]]
 
 
+def test_stop_tokens_end_a_turn_and_are_no_text(served):
+    # As `renderers` asks, with the tokens of EOS among them.
+    ids = [TOKENIZER.eos_id, ord("E")]
+    body = {"prompt": "one END two", "stop_token_ids": ids, "return_token_ids": True, "max_tokens": 40}
+    (choice,) = ask(served, "/v1/completions", body)[1]["choices"]
+    assert (choice["text"], choice["finish_reason"], bytes(choice["token_ids"])) == ("ON", "stop", b"ONE")
+    (choice,) = ask(served, "/v1/completions", body | {"stop": ["N"]})[1]["choices"]
+    assert (choice["text"], choice["finish_reason"], bytes(choice["token_ids"])) == ("O", "stop", b"ON")
+    body |= {"stop_token_ids": [TOKENIZER.eos_id], "prompt": "ab"}
+    (choice,) = ask(served, "/v1/completions", body)[1]["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("AB", "stop", [65, 66, TOKENIZER.eos_id])
+
+
 def test_streams_have_the_parts_of_an_answer():
     with running(lambda text: text.removeprefix("<bos>").strip().upper(), pause=0.02) as served:
         check_streams(served)
@@ -127,6 +140,8 @@ def check_streams(served):
         ("chat/completions", {"max_tokens": 0}, 400, "max_tokens: got 0"),
         ("chat/completions", {"stop": ["a"] * 5}, 400, "stop: got"),
         ("chat/completions", {"stop": [""]}, 400, "stop: got"),
+        ("completions", {"stop_token_ids": ["</s>"]}, 400, "stop_token_ids: got"),
+        ("completions", {"stop_token_ids": 257}, 400, "stop_token_ids: got"),
         ("chat/completions", {"messages": []}, 400, "messages: got 0 of them, expected a list of 1 to 1000"),
         ("chat/completions", {"messages": [USER] * 1001}, 400, "messages: got 1001 of them"),
         ("chat/completions", {"messages": ["a"]}, 400, 'messages[0]: got "a", expected an object'),
