@@ -141,9 +141,8 @@ def _draw(model: Decoder, params: Any, size: RoutingSizes, seed: int) -> tuple[S
     }
     drawn = jax.jit(lambda params: sample(model, kljax.Policy(params), *arguments, **options))(params)
     fields = {name: x for name, x in drawn.fields.items() if name == ROUTES}
-    return Sequences.rows(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields), drawn.fields[
-        "rollout_log_probs"
-    ]
+    sequences = Sequences.rows(drawn.tokens, drawn.token_mask, drawn.completion_mask, fields)
+    return sequences, drawn.fields["rollout_log_probs"]
 
 
 @functools.cache

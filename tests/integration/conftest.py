@@ -42,3 +42,9 @@ def shared(session_directory) -> Callable[..., Run]:
     directory = session_directory / "runs"
     directory.mkdir(exist_ok=True)
     return lambda *arguments, command=run_here: shared_run(directory, *arguments, command=command)
+
+
+@pytest.fixture(scope="session")
+def smoke(shared, train) -> Run:
+    """The run of the smallest config, in a process of its own."""
+    return shared("configs/smoke.yaml", command=train).succeeded()

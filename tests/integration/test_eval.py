@@ -14,11 +14,6 @@ def run(shared):
     return shared(*LORA).succeeded().root
 
 
-@pytest.fixture(scope="module")
-def smoke(shared, train):
-    return shared("configs/smoke.yaml", command=train).succeeded().root
-
-
 @pytest.fixture
 def evaluate(tmp_path, capsys):
     """`evaluate(*arguments)`: the exit code, the JSON that was written or None, and what was printed."""
@@ -41,14 +36,14 @@ def assert_as_written(found, record):
 
 
 def test_evaluated_step_gives_the_numbers_of_the_run(smoke, evaluate):
-    before, record = files(smoke), records(smoke, "eval")[0]
-    code, actual, printed = evaluate(smoke, "--step", "0")
+    before, record = files(smoke.root), records(smoke.root, "eval")[0]
+    code, actual, printed = evaluate(smoke.root, "--step", "0")
     assert code == 0
     assert actual["step"] == record["step"] == 0
     assert_as_written(actual, record)
-    assert f"{smoke} after step 0: {actual['prompts']} prompts" in printed
+    assert f"{smoke.root} after step 0: {actual['prompts']} prompts" in printed
     assert f"{actual['sampled']['accuracy']:.2f}" in printed
-    assert files(smoke) == before
+    assert files(smoke.root) == before
 
 
 def test_config_starting_from_weights_and_adapter_is_evaluated(run, evaluate, tmp_path):

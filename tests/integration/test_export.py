@@ -37,11 +37,6 @@ def full(shared):
     return shared(*PPO).succeeded().root
 
 
-@pytest.fixture(scope="module")
-def smoke(shared, train):
-    return shared("configs/smoke.yaml", command=train).succeeded().root
-
-
 @pytest.fixture
 def export(tmp_path, capsys):
     """`export(run, *flags)`: the folder that was written, or the message that was printed."""
@@ -106,12 +101,12 @@ def test_orbax_export_is_a_reference_of_another_run(lora, full, export, tmp_path
 
 def test_all_weights_may_have_another_dtype(smoke, export):
     message = "error: --dtype: got bfloat16, but only --format hf reads it; the format is orbax"
-    assert message in export(smoke, "--format", "orbax", "--dtype", "bfloat16")
-    folder = export(smoke, "--dtype", "bfloat16")
+    assert message in export(smoke.root, "--format", "orbax", "--dtype", "bfloat16")
+    folder = export(smoke.root, "--dtype", "bfloat16")
     written = load_file(folder / "model.safetensors")
     assert {str(array.dtype) for array in written.values()} == {"bfloat16"}
     embedding = written["model.embed_tokens.weight"]
-    expected = state_arrays(smoke, 2)["trainable.params.embed_tokens.embedding"]
+    expected = state_arrays(smoke.root, 2)["trainable.params.embed_tokens.embedding"]
     np.testing.assert_array_equal(embedding, expected.astype(embedding.dtype))
 
 

@@ -36,11 +36,6 @@ EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}
 
 
 @pytest.fixture(scope="module")
-def smoke(shared, train):
-    return shared(CONFIG, command=train).succeeded()
-
-
-@pytest.fixture(scope="module")
 def again(smoke):
     """Runs a command twice into one directory, the second time compiled anew: (files after the first, second run)."""
     before = files(smoke.root)

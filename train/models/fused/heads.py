@@ -364,8 +364,8 @@ def _normed(blocks: _Blocks, scale: Any, first: Array, second: Array) -> tuple[A
     statics = blocks.statics
     mean = (jnp.sum(first * first, -1) + jnp.sum(second * second, -1)) / statics.width
     inverse = lax.rsqrt(mean + statics.eps)[:, None]
-    wide = (scale[part][None].astype(jnp.float32) for part in _halves(statics.width))
-    scales = (half + (1 if statics.offset else 0) for half in wide)
+    offset = 1 if statics.offset else 0
+    scales = (scale[part][None].astype(jnp.float32) + offset for part in _halves(statics.width))
     return first * inverse, second * inverse, *scales, inverse
 
 

@@ -196,24 +196,20 @@ class FileSource(InTurn):
         )
 
     def _read(self, position: RowPosition) -> RecordedRow:
+        """Reads a row behind all rows that it continues, the first of them first."""
         file = self._files[position.file]
+        chain = [position]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        parent = None
         try:
-            return self._parse(file.read(position.offset), position.parent)
+            for each in reversed(chain[1:]):
+                parent = parse_row(self._files[each.file].read(each.offset), self._context, parent)
+            return parse_row(file.read(position.offset), self._context, parent)
         except (OSError, ValueError) as error:
             raise SourceError(
                 f"rollout.source.path: {file.path}, line {position.line}: changed since the start of the run ({error})"
             ) from error
-
-    def _parse(self, record: Mapping[str, Any], parent: RowPosition | None) -> RecordedRow:
-        """Parses a row behind all rows that it continues, the first of them first."""
-        records = []
-        while parent is not None:
-            records.append(self._files[parent.file].read(parent.offset))
-            parent = parent.parent
-        row = None
-        for earlier in reversed(records):
-            row = parse_row(earlier, self._context, row)
-        return parse_row(record, self._context, row)
 
     def _scan(self) -> _Scan:
         scan = _Scan()
@@ -246,14 +242,15 @@ class FileSource(InTurn):
         """Yields the rows of a file, and checks that all rows have the same optional fields."""
         pad = trained_pad(self._context.config)
         group: Any = None
-        earlier: list[RowPosition] = []
+        # Those of the group before a row, which it may continue.
+        earlier: list[tuple[RowPosition, RecordedRow]] = []
         for offset, line, record in file:
             try:
                 if record.get("group", group) != group:
                     earlier = []
                 number = find_parent(record, len(earlier))
-                parent = None if number is None else earlier[number]
-                row = self._parse(record, parent)
+                parent, parent_row = (None, None) if number is None else earlier[number]
+                row = parse_row(record, self._context, parent_row)
                 if row.group != group:
                     earlier = []
                 names = frozenset(row.rewards or ())
@@ -268,7 +265,7 @@ class FileSource(InTurn):
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             group = row.group
             position = RowPosition(index, offset, line, parent)
-            earlier.append(position)
+            earlier.append((position, row))
             scan.rewards = names
             scan.rows += 1
             scan.episodes |= row.episode is not None
