@@ -91,7 +91,8 @@ def test_citation_has_the_version_and_license():
 
 def table_of_tests() -> dict[tuple[str, ...], tuple[str, ...]]:
     """Reads the map of `docs/contributing/tests.md`: paths of source, and those of their tests."""
-    lines = [line.split("|") for line in (GUIDE / "tests.md").read_text().splitlines() if line.startswith("| `")]
+    page = (GUIDE / "tests.md").read_text().split("\n## ")[0]
+    lines = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     return {tuple(re.findall("`(.+?)`", line[1])): tuple(re.findall("`(.+?)`", line[2])) for line in lines}
 
 
