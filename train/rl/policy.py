@@ -241,25 +241,30 @@ def token_stats(
     if hidden is None:
         hidden, _ = slot_states(scored, sequences)
     inputs = _head_inputs(hidden, sequences, reference)
-    head = _lm_head(scored, hidden.shape[1], tile)
+    head = _lm_head(scored, inputs["targets"].shape[1], tile)
     stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
     return _gather_scored(stats, sequences), hidden
 
 
 def _gather_scored(per_slot: Tree, sequences: Sequences) -> Tree:
-    """Gathers arrays [R, W] for the sequences, [B, T], 0 at tokens that are not scored, though another sequence may."""
-    return jax.tree.map(lambda x: jnp.where(sequences.scored, sequences.forest.gather(x), 0), per_slot)
+    """Gathers arrays [R, S] for the sequences, [B, T], 0 at tokens that are not scored, though another sequence may."""
+    forest = sequences.forest
+    return jax.tree.map(lambda x: jnp.where(sequences.scored, forest.gather(forest.uncut(x)), 0), per_slot)
 
 
 def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:
-    """Returns the arguments of the head's functions: for each slot its token, and the state before it."""
+    """Returns the arguments of the head's functions: for each slot that may be scored its token, and the state before.
+
+    The others are cut off, [R, S]: tiles of the head are as even as the number of slots allows.
+    """
     forest = sequences.forest
     if reference is not None:
-        reference = dataclasses.replace(reference, hidden=forest.before(forest.take(jnp.asarray(reference.hidden))))
+        of_slots = forest.take(jnp.asarray(reference.hidden))
+        reference = dataclasses.replace(reference, hidden=forest.cut(forest.before(of_slots)))
     return {
-        "hidden": forest.before(hidden),
-        "targets": forest.take(sequences.tokens),
-        "mask": sequences.scored_slots & (forest.depth > 0),
+        "hidden": forest.cut(forest.before(hidden)),
+        "targets": forest.cut(forest.take(sequences.tokens)),
+        "mask": forest.cut(sequences.scored_slots & (forest.depth > 0)),
         "reference": reference,
     }
 
@@ -267,7 +272,8 @@ def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.Refer
 def _kept_ids(sequences: Sequences) -> jax.Array | None:
     """Returns the tokens that the sampler kept at each slot; None: log-probs are over the whole vocabulary."""
     kept_ids = sequences.fields.get("kept_ids")
-    return None if kept_ids is None else sequences.forest.take(kept_ids, TOKEN_FIELDS["kept_ids"].fill)
+    forest = sequences.forest
+    return None if kept_ids is None else forest.cut(forest.take(kept_ids, TOKEN_FIELDS["kept_ids"].fill))
 
 
 def fused_loss(
@@ -304,11 +310,12 @@ def fused_loss(
     """
     hidden = slot_states(scored, sequences)[0] if hidden is None else hidden
     forest = sequences.forest
+    inputs = _head_inputs(hidden, sequences, reference)
     loss, metrics = kljax.token_loss_from_hidden(
-        **_head_inputs(hidden, sequences, reference),
-        head=_lm_head(scored, hidden.shape[1], tile),
+        **inputs,
+        head=_lm_head(scored, inputs["targets"].shape[1], tile),
         token_loss=token_loss,
-        per_token=jax.tree.map(lambda x: forest.take(x) if x.ndim else x, per_token),
+        per_token=jax.tree.map(lambda x: forest.cut(forest.take(x)) if x.ndim else x, per_token),
         temperature=temperature,
         entropy=entropy,
         kept_ids=_kept_ids(sequences),

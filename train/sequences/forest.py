@@ -11,12 +11,13 @@ hold whole units, so that no gather leaves a device but where the tokens of a se
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from train.models.attention.spans import Spans
-from train.models.sharding import split_tokens
+from train.models.sharding import axis_size, split_tokens
 
 Array = jax.Array
 
@@ -39,6 +40,9 @@ class Forest:
       counts: [R, W] int32, the sequences with a completion that have the token; 0 without a token.
       lengths: [R] int32, if every row is one sequence from slot 0 on; None for any other row.
       group: (P, C), if every row is a prompt of P slots and then completions of C slots, padded; None for any other.
+      first_trained: [R] int32, of rows of one sequence the slot from which on S slots have all tokens that may be
+        trained; None: any slot may, but for the prompts of a group.
+      trained_width: S of these.
       units: U.
     """
 
@@ -52,6 +56,8 @@ class Forest:
     counts: Array
     lengths: Array | None = None
     group: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    first_trained: Array | None = None
+    trained_width: int | None = dataclasses.field(default=None, metadata={"static": True})
     units: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
@@ -78,6 +84,22 @@ class Forest:
           To that slot: the sum over the tokens that follow it, in their order.
         """
         return _before(x, self.branches, self.parents)
+
+    def cut(self, x: Array) -> Array:
+        """Cuts the slots that may have a trained token, [R, W, ...] to [R, S, ...]; all of them if any may."""
+        # Part of a row is not split over devices as the row is.
+        if self.group is not None and axis_size("tokens") == 1:
+            return x[:, self.group[0] :]
+        if self.first_trained is None or self.trained_width is None:
+            return x
+        return _cut(x, self.first_trained, self.trained_width)
+
+    def uncut(self, x: Array) -> Array:
+        """Puts values of cut slots back, [R, S, ...] to [R, W, ...], with 0 in the others."""
+        width = self.end.shape[1]
+        if self.first_trained is not None:
+            return _uncut(x, self.first_trained, width)
+        return jnp.pad(x, [(0, 0), (width - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)])
 
     def spans(self, window: int | None) -> Spans:
         """Returns what the slots attend to, with the `window` of sliding layers; None: the model has none."""
@@ -109,6 +131,7 @@ def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
     real = slots < lengths
     completed = jnp.any(token_mask[:, prompt:], axis=-1, keepdims=True)
     none = jnp.zeros((rows, 0), jnp.int32)
+    cuts = prompt > 0 and axis_size("tokens") == 1
     return Forest(
         readers=jnp.where(real, order, -1)[..., None],
         places=places,
@@ -119,6 +142,8 @@ def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
         parents=none,
         counts=(real & completed).astype(jnp.int32),
         lengths=jnp.maximum(lengths[:, 0], 1),
+        first_trained=jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32) if cuts else None,
+        trained_width=width - prompt if cuts else None,
         units=rows,
     )
 
@@ -239,6 +264,30 @@ def _before_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array
 
 
 _before.defvjp(_before_forward, _before_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cut(x: Array, first: Array, width: int) -> Array:
+    return _rows_take(x, first[:, None] + jnp.arange(width, dtype=jnp.int32))
+
+
+def _cut_forward(x: Array, first: Array, width: int) -> tuple[Array, tuple[Array, int]]:
+    return _cut(x, first, width), (first, x.shape[1])
+
+
+def _cut_backward(width: int, kept: tuple[Array, int], cotangent: Array) -> tuple[Array, None]:
+    del width
+    return _uncut(cotangent, *kept), None
+
+
+_cut.defvjp(_cut_forward, _cut_backward)
+
+
+def _uncut(x: Array, first: Array, width: int) -> Array:
+    at = jnp.arange(width, dtype=jnp.int32) - first[:, None]
+    inside = (at >= 0) & (at < x.shape[1])
+    values = _rows_take(x, jnp.clip(at, 0, x.shape[1] - 1))
+    return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), values, jnp.zeros((), x.dtype))
 
 
 def _shift(x: Array, by: int) -> Array:

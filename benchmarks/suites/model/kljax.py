@@ -64,6 +64,7 @@ class KljaxContender(ModelContender):
             loss={"type": "ppo", "aggregation": "seq_mean_token_mean"},
             kl={"loss": {"coef": problem.KL_COEF, "estimator": "low_var_kl"}},
             optim={"learning_rate": problem.LEARNING_RATE, "optimizer": {"b2": 0.999}},
+            model={"remat": self.model.config.remat},
         )
         self.context = bare_context(config, self.model)
         self.mesh = self.context.mesh

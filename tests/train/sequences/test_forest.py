@@ -62,6 +62,24 @@ def test_counts_are_the_sequences_with_a_completion(seed, in_groups):
     np.testing.assert_array_equal(np.asarray(forest.counts).reshape(-1), expected)
 
 
+@settings(max_examples=10, deadline=None)
+@given(SEEDS, st.booleans(), st.booleans())
+def test_head_gets_the_slots_of_completions(seed, in_groups, holes):
+    """As many as the columns of completions, in which every token of one is."""
+    mask = masks(seed, holes=holes)
+    forest = group_forest(jnp.asarray(mask), PROMPT, GROUP) if in_groups else row_forest(jnp.asarray(mask), PROMPT)
+    of_completions = np.zeros(forest.depth.size, bool)
+    for path, row in zip(paths(forest, mask), mask[mask.any(-1)], strict=True):
+        of_completions[path[row[:PROMPT].sum() :]] = True
+    slots = jnp.arange(1.0, forest.depth.size + 1).reshape(forest.depth.shape)
+    cut, pull = jax.vjp(forest.cut, slots)
+    assert cut.size == NEW_TOKENS * len(mask)
+    kept = forest.uncut(cut)
+    np.testing.assert_array_equal(kept, np.where(np.isin(slots, cut), slots, 0))
+    assert not (of_completions & (np.asarray(kept).reshape(-1) == 0)).any()
+    np.testing.assert_array_equal(pull(cut)[0], kept)
+
+
 def test_prompt_of_a_group_is_read_where_a_completion_follows():
     """A row without one has no experts for its last token, which is that of the prompt."""
     mask = np.ones((2 * GROUP, PROMPT + NEW_TOKENS), bool)
@@ -128,7 +146,9 @@ CASES = {
 
 @functools.cache
 def gradient_of(options: tuple[str, ...]):
-    config = tiny.config_of("rollout.prompts_per_step=10", "optim.share_prompts=false", *options)
+    # Sequences are drawn with trained tokens from the second column on.
+    drawn = ("rollout.prompts_per_step=10", "optim.share_prompts=false", "data.max_prompt_length=1")
+    config = tiny.config_of(*drawn, *options)
     objective = make_objective(Plan.of(config), tiny.model_of(config))
     return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
 
