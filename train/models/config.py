@@ -239,7 +239,8 @@ class DecoderConfig:
       dtype: compute type; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
       param_dtype: type of the parameters.
       attention: "auto" takes the devices' kernels for whole sequences, and those of `fused`; "xla" takes none.
-      remat: recomputed in the backward pass: "full": all of a layer; "dots": all but the outputs of projections.
+      remat: recomputed in the backward pass: "full": all of a layer; "dots": all but the outputs of projections
+        and of attention, but for cuDNN's.
       quantization: type of the kernels of the layers instead, for a base that is not trained.
     """
 

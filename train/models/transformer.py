@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.models.attention.spans import Spans, row_spans, token_positions
+from train.models.attention.spans import RESULTS, Spans, row_spans, token_positions
 from train.models.blocks import DecoderLayer, LayerStack, layer_segments, layer_stacks
 from train.models.cache import DecoderState, PromptState, cache_mask
 from train.models.config import DecoderConfig
@@ -272,7 +272,11 @@ class Transformer(nnx.Module):
         """Runs the layers on whole rows, with routes [L, B, T, k]."""
         # With "full", memory grows by one [B, T, D] a layer. Inside a scan nothing can be shared between the two passes
         # anyway, so CSE needs no barrier.
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
+        policy = None
+        if self.config.remat == "dots":
+            policies = jax.checkpoint_policies
+            attention = policies.save_only_these_names(RESULTS)
+            policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
 
         def layer_runner(run: LayerRunner) -> LayerRunner:
             def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, Any, Routed | None]:

@@ -104,7 +104,8 @@ def update_bytes(plan: Plan, model: Decoder, mesh: Mesh, remat: Remat) -> int:
     completions = rows * run.data.max_completion_length
     prompts = rows // plan.layout.group * run.data.max_prompt_length
     tokens = math.ceil((prompts + completions) / shape["context"])
-    inner = (config.heads + 2 * config.kv_heads) * config.head_dim + 2 * config.mlp_width
+    # Queries, keys, values, what attention makes of them, and the two inputs of the activation.
+    inner = 2 * (config.heads + config.kv_heads) * config.head_dim + 2 * config.mlp_width
     outer = 2 * config.width
     ranks = 0 if config.lora is None else config.lora.rank * len(config.lora.targets)
     projected = (math.ceil(inner / shape["tensor"]) + outer + ranks) * width

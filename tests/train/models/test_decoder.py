@@ -204,6 +204,22 @@ def test_saved_projections_are_not_computed_again():
     assert all_products - products == 6
 
 
+def test_saved_attention_is_not_computed_again():
+    """Of rows in blocks: the loops over queries and keys are those of one pass forward and one backward."""
+
+    def loops(remat: str) -> int:
+        model = Decoder(dataclasses.replace(CONFIG, remat=remat))
+        tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+        def loss(params: dict, tokens: jax.Array) -> jax.Array:
+            return (model.bind(params)(tokens, jnp.ones(tokens.shape, bool)) ** 2).sum()
+
+        lowered = jax.jit(jax.grad(loss)).trace(model.structure().params, tokens).lower()
+        return lowered.as_text().count("stablehlo.while")
+
+    assert loops("full") - loops("dots") == 2
+
+
 @pytest.mark.parametrize("sliding", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
     """Also with layers of two kinds: the differences between layers are arrays."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from train.models.attention.spans import capped, is_key, needed_blocks, visits
+from train.models.attention.spans import RESULTS, capped, is_key, needed_blocks, visits
 
 Array = jax.Array
 LOOP = "key_blocks"
@@ -108,7 +109,7 @@ def _forward(
         return output, lax.dynamic_update_index_in_dim(logsums, top + jnp.log(norm), i, 0)
 
     empty = jnp.zeros_like(query), jnp.zeros(query.shape[:3], wide)
-    output, logsums = _over_queries(statics, query, key, spans, of_query, empty)
+    output, logsums = checkpoint_name(_over_queries(statics, query, key, spans, of_query, empty), RESULTS)
     return output, (query, key, value, sinks, spans, output, logsums)
 
 

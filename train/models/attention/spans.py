@@ -8,6 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+RESULTS = "attention"
+"""Name of the output and the log-sums that a gradient of ours needs; with `remat: dots` they are kept."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

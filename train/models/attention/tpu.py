@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from train.models.attention.spans import capped, is_key, needed_blocks, visits
+from train.models.attention.spans import RESULTS, capped, is_key, needed_blocks, visits
 
 Array = jax.Array
 LANES = 128
@@ -101,6 +102,7 @@ def _forward(
         statics,
         *(table, count, first, sinks, query, key, value, _across_lanes(end), _across_sublanes(start)),
     )
+    output, logsums = checkpoint_name((output, logsums), RESULTS)
     return output, (query, key, value, sinks, spans, output, logsums)
 
 

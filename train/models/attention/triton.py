@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from train.models.attention.spans import is_key, needed_blocks, visits
+from train.models.attention.spans import RESULTS, is_key, needed_blocks, visits
 
 Array = jax.Array
 BLOCK = 64
@@ -78,6 +79,7 @@ def _forward(
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)],
         statics,
     )(query, key, value, sinks, end, start, first, table, count)
+    output, logsums = checkpoint_name((output, logsums), RESULTS)
     return output, (query, key, value, sinks, spans, output, logsums)
 
 
