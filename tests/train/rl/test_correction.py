@@ -11,7 +11,7 @@ import pytest
 
 import kljax
 from tests import oracles, tiny
-from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
+from tests.train.rl.test_objective import controllers_of, loss_of, measured, numbers, ppo
 from train.config.plan import Plan
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
@@ -287,3 +287,18 @@ def test_old_tokens_are_rejected_and_counted(level):
     rejected = 1 - np.asarray(prepared.kept_mask).sum() / mask.sum()
     assert float(metrics["correction_rejected"].value()) == pytest.approx(rejected, rel=1e-6)
     np.testing.assert_array_equal(np.asarray(prepared.correction_weights) > 0, prepared.kept_mask)
+
+
+def test_value_head_learns_no_rejected_token():
+    """Also where these count in the denominator."""
+    options = ("advantage.type=gae", "loss.value_coef=0.5", "loss.rejected_tokens=count", "loss.value_clip=0.2")
+    config = tiny.config_of(f"correction=[{REJECTING}]", *options)
+    batch = dataclasses.replace(batch_of(), kept_mask=jnp.asarray(expected_of("rejected", batch_of().completion_mask)))
+    batch = dataclasses.replace(batch, token_weights=token_weights(Plan.of(config), config.loss, batch))
+    x = numbers(batch)
+    value = measured()["value"]
+    near = x["values"] + np.clip(value - x["values"], -0.2, 0.2)
+    errors = np.maximum((value - x["returns"]) ** 2, (near - x["returns"]) ** 2) / 2
+    expected = np.where(batch.kept_mask, errors, 0).sum() / np.asarray(batch.completion_mask).sum()
+    _, metrics = loss_of(config, batch)
+    np.testing.assert_allclose(metrics["value_loss"].value(), expected, rtol=2e-6)

@@ -119,9 +119,11 @@ class Held(FakeEngine):
     def __init__(self, turns: int) -> None:
         super().__init__()
         self.turns, self.begun = threading.Semaphore(turns), threading.Semaphore(0)
+        self.asked: list[str] = []
 
     def __call__(self, path: str, body: dict) -> Answer:
         if path == "/v1/completions" and not body["ignore_eos"]:
+            self.asked.append(body["model"])
             self.begun.release()
             assert self.turns.acquire(timeout=SECONDS)
         return super().__call__(path, body)
@@ -177,7 +179,8 @@ def test_group_may_have_two_versions(kind, tmp_path, monkeypatch):
     rows = np.where(np.arange(REQUESTS) < UNDER_WAY, 0, 1)
     np.testing.assert_array_equal(versions[mask], np.broadcast_to(rows[:, None], mask.shape)[mask])
     assert set(later.fields[VERSIONS][later.completion_mask].tolist()) == {1}
-    # An adapter stays as long as a request names it.
+    # Each request names the weights that its tokens count as, and an adapter stays as long as one names it.
+    assert sum("-0-" in name for name in server.asked) == (REQUESTS + UNDER_WAY) * (kind == "lora")
     assert of_old == (kind == "lora")
     assert not server.adapters
 

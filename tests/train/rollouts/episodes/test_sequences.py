@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.rollouts.episodes.turns import SampledTurn, make_sequences
+from train.rollouts.episodes.rows import RowShape, place_sequences
+from train.rollouts.episodes.turns import Episode, SampledTurn, make_sequences
 
 CASES = json.loads(gzip.decompress((pathlib.Path(__file__).parent / "drift_cases.json.gz").read_bytes()))
 
@@ -46,6 +47,14 @@ def test_turn_continues_the_longest_sequence_that_it_extends():
         ([1, 2], [False, True]),
         ([1, 2, 3, 4, 5], [False, True, True, False, True]),
     ]
+
+
+@pytest.mark.parametrize(("last_only", "kept"), [(False, [[1, 2], [3, 4]]), (True, [[3, 4]])])
+def test_held_out_episode_that_forked_has_its_last_sequence(last_only, kept):
+    shape = RowShape(2, 4, 0, samples=2, fork_rows=0 if last_only else 1, last_only=last_only)
+    episodes = [Episode([turn([1], [2]), turn([3], [4])]) for _ in range(shape.episodes)]
+    rows = place_sequences(episodes, shape)
+    assert [row[1].ids for row in rows if row is not None] == kept * shape.episodes
 
 
 small = st.lists(st.integers(0, 3), min_size=1, max_size=4)

@@ -18,7 +18,7 @@ from tests.train.weights.gguf.maker import (
     write_gguf,
     write_golden,
 )
-from train.models.config import Llama3Scaling
+from train.models.config import LinearScaling, Llama3Scaling
 from train.weights.gguf import import_gguf
 from train.weights.gguf.config import hf_mapping
 from train.weights.gguf.header import GgufTensor, Header
@@ -71,6 +71,18 @@ def test_llama_scaling_follows_from_rope_factors(tmp_path):
     tensors["rope_freqs.weight"][3] *= 1.01
     with pytest.raises(ValueError, match=r"rope_freqs\.weight: the factors are not of the scaling of Llama 3"):
         import_gguf(write_gguf(tmp_path / "other.gguf", keys, tensors), tmp_path / "other")
+
+
+def test_old_key_of_the_rope_alone_is_a_linear_scaling(tmp_path):
+    """Files of before `rope.scaling.type` have a factor of 1 where nothing is scaled."""
+    config = decoder_config(raw_config("qwen3"))
+    keys = {"general.architecture": "qwen3", **shape_keys(config, "qwen3")} | TOKENIZER
+    scalings = []
+    for factor in (1.0, 4.0):
+        file = write_gguf(tmp_path / "old.gguf", keys | {"qwen3.rope.scale_linear": factor}, golden_tensors("qwen3"))
+        import_gguf(file, tmp_path / f"{factor}")
+        scalings.append(decoder_config(tmp_path / f"{factor}").rope.scaling)
+    assert scalings == [None, LinearScaling(4.0)]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
