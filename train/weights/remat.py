@@ -1,7 +1,8 @@
 """How much of a layer an update recomputes, by the memory of a device: arithmetic, before anything is compiled.
 
 The bound counts what stays in memory, two gradients, the activations that layers keep for the backward pass, those of
-one layer, and the logits of a chunk of tokens. It lies above the plans of the compiler (`make test-aot`).
+one layer, and the logits of a chunk of tokens with the hidden states around the head. It lies above the plans of the
+compiler (`make test-aot`).
 """
 
 import dataclasses
@@ -114,8 +115,9 @@ def update_bytes(plan: Plan, model: Decoder, mesh: Mesh, remat: Remat) -> int:
     trained = _trained_bytes(model, mesh)
     vocabulary = math.ceil(config.vocab_size / shape["tensor"])
     chunk = min(run.log_probs.token_chunk or head_defaults(_kind(mesh)).token_chunk, completions)
-    # Logits in float32, and their gradient in the type of the hidden states.
-    head = chunk * vocabulary * (4 + width)
+    # Logits in float32, and their gradient in the type of the hidden states; these six times (before and behind the
+    # last norm, moved, cut, in tiles, their gradient), and sums for the gradient in float32.
+    head = chunk * vocabulary * (4 + width) + tokens * config.width * (6 * width + 8)
     layer = LAYER_COPIES * tokens * (projected + 2 * config.width * width)
     table = 4 * config.width * vocabulary
     # Whole gradients of the head and of the embeddings, and the sum of all gradients with those of a micro-batch.

@@ -25,20 +25,32 @@ LORA = {
     "model": {**SMALL["model"], "param_dtype": "bfloat16"},
     "lora": {"rank": 32, "alpha": 64.0, "targets": PROJECTIONS},
 }
+
+
+def with_model(name):
+    return parse({**LORA, "model": {**LORA["model"], "path": name}})[0]
+
+
 CONFIGS = {
     "0.6B, LoRA": lambda: parse(LORA)[0],
+    "1.7B, LoRA": lambda: with_model("Qwen3-1.7B"),
+    "4B, LoRA": lambda: with_model("Qwen3-4B"),
     "0.6B": lambda: parse(SMALL)[0],
     "8B on 8 GPUs": lambda: load("math_llama3_8b_h100x8").config,
 }
-# GiB of arguments, of other arrays and of temporaries that the compiler of JAX 0.10.2 plans for the update on H100;
+# GiB of arguments, other arrays and temporaries that the compiler of JAX 0.10.2 plans for the update on H100;
 # tests/train/plan/test_remat_aot.py compiles them again.
 PLANNED = {
-    ("0.6B, LoRA", "full"): 1.34 + 4.77,
-    ("0.6B, LoRA", "dots"): 1.34 + 21.43,
-    ("0.6B", "full"): 6.66 + 2.22 + 7.09,
-    ("0.6B", "dots"): 6.66 + 2.22 + 22.49,
-    ("8B on 8 GPUs", "full"): 11.23 + 3.74 + 16.79,
-    ("8B on 8 GPUs", "dots"): 11.23 + 3.74 + 36.95,
+    ("0.6B, LoRA", "full"): 6.46,
+    ("0.6B, LoRA", "dots"): 23.13,
+    ("1.7B, LoRA", "full"): 10.33,
+    ("1.7B, LoRA", "dots"): 38.04,
+    ("4B, LoRA", "full"): 17.57,
+    ("4B, LoRA", "dots"): 70.08,
+    ("0.6B", "full"): 15.89,
+    ("0.6B", "dots"): 31.38,
+    ("8B on 8 GPUs", "full"): 32.14,
+    ("8B on 8 GPUs", "dots"): 52.32,
 }
 
 
