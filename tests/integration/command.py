@@ -180,8 +180,13 @@ def records(root: Path, phase: str) -> list[dict]:
 def recorded_rows(directory: Path, step: int) -> list[dict]:
     """Reads the rows of a recorded step as sequences: all `ids`, of each whether it is `trained`, and its log-prob."""
     rows = [json.loads(line) for line in (directory / f"{step - 1:08d}.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert "parent" not in row
+    for number, row in enumerate(rows):
+        if "parent" in row:  # of the first ids of an earlier row of its group, none is trained again
+            group = number - number % row["episode"]["of"]
+            shared = rows[group + row["parent"]["row"]]["ids"][: row["parent"]["tokens"]]
+            row["ids"] = [*shared, *row["ids"]]
+            row["trained"] = [False] * len(shared) + row["trained"]
+            row["log_probs"] = [None] * len(shared) + row["log_probs"]
         if "ids" not in row:  # a completion
             before = len(row["prompt_ids"])
             row["ids"] = [*row["prompt_ids"], *row["completion_ids"]]

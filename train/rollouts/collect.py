@@ -17,7 +17,7 @@ from train.distributed.global_arrays import RowSplit, gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.rollouts.episodes.turns import SampledTurn
 from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lags
-from train.rollouts.recorded import record_rows, write_rows
+from train.rollouts.recorded import name_parents, record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
@@ -99,7 +99,7 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
-    on_leader("recording", lambda: write_rows(directory, step, rows))
+    on_leader("recording", lambda: write_rows(directory, step, name_parents(rows, samples, prompt_length)))
 
 
 def shard_completions(context: RunContext, completions: Completions, split: RowSplit, step: int) -> Rollout:

@@ -21,7 +21,7 @@ from train.rollouts.collect import collect
 from train.rollouts.episodes.rows import RowShape, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn
 from train.rollouts.open import open_source
-from train.rollouts.recorded import record_rows
+from train.rollouts.recorded import name_parents, record_rows
 from train.rollouts.source import InTurn
 from train.rollouts.stream import Stream
 
@@ -131,7 +131,34 @@ def test_recorded_episodes_train_bit_for_bit(recorded, tmp_path):
     assert_read(read(tmp_path, *options, step=2), expected)
     # What was read is recorded as it was.
     again = record_rows(read(path, *options).completions, expected.scores, expected.rows, 4, tiny.PROMPT)
-    assert [line | row for line, row in zip(lines, again, strict=True)] == lines
+    assert [line | row for line, row in zip(lines, name_parents(again, 4, tiny.PROMPT), strict=True)] == lines
+
+
+def test_fork_is_recorded_without_what_it_shares(recorded):
+    """It names the row of its episode with which it shares most."""
+    _, path, options = recorded
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    forks = {number: (line["parent"], line["ids"]) for number, line in enumerate(lines) if "parent" in line}
+    expected = {2: ({"row": 1, "tokens": 4}, [66, 48, 70, EOS]), 3: ({"row": 1, "tokens": 2}, [48, 49, 71])}
+    if "optim.share_prompts=true" in options:
+        del expected[3]  # it begins with another prompt, and is left out
+    assert forks == expected
+    for line in lines:
+        assert {len(line[name]) for name in ("trained", "log_probs", "version", "token_rewards")} == {len(line["ids"])}
+
+
+def test_fork_continues_what_has_its_experts():
+    """Where the values of a shared id differ, or the fork trains it, the fork has the id itself."""
+    routes = [[[0]], [[1]], [[2]], [[3]]]
+    first = {"group": 0, "ids": [1, 2, 3, 4], "trained": [False, False, True, True], "routed_experts": routes}
+    fork = first | {"trained": [False, False, False, True], "episode": {"row": 0, "of": 4}}
+    other = fork | {"routed_experts": [[[0]], [[7]], [[2]], [[3]]]}
+    trained = fork | {"trained": [False, True, True, True]}
+    rows = name_parents([first, fork, other, trained], 4, 2)
+    assert [row.get("parent", {}).get("tokens") for row in rows] == [None, 3, 1, 1]
+    assert [row["parent"]["row"] for row in rows[1:]] == [0, 0, 0]
+    assert [row["routed_experts"] for row in rows[1:]] == [routes[3:], [[[7]], [[2]], [[3]]], routes[1:]]
+    assert [row.get("prompt_length") for row in rows] == [None, None, 2, None]
 
 
 def test_parquet_of_episodes_trains_bit_for_bit(recorded, tmp_path):

@@ -1,8 +1,9 @@
 """Recording of rollouts, one file per step, in the format of `FileSource`."""
 
 import json
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,48 @@ def record_rows(
             record["version" if is_sequence and name == VERSIONS else key] = of_row
         rows.append(record)
     return rows
+
+
+def name_parents(rows: Sequence[dict[str, Any]], samples: int, prompt_length: int) -> list[dict[str, Any]]:
+    """Returns the rows of a batch, where a fork has only the ids after those that it shares with its `parent`.
+
+    This is the earlier row of its episode with which it shares most.
+
+    Args:
+      rows: of `record_rows`, of all processes.
+      samples: rows of a group.
+      prompt_length: P.
+    """
+    written = []
+    of_episodes: dict[tuple[int, int], list[tuple[int, dict[str, Any]]]] = {}
+    for number, row in enumerate(rows):
+        group, place = divmod(number, samples)
+        episode = row.get("episode", {"row": place})["row"]
+        earlier = of_episodes.setdefault((group, place if episode is None else episode), [])
+        forks = ((_count_shared(row, parent), at, parent) for at, parent in earlier)
+        shared, at, parent = max(forks, key=operator.itemgetter(0), default=(0, place, row))
+        earlier.append((place, row))
+        record = {name: value[shared:] if isinstance(value, list) else value for name, value in row.items()}
+        if shared:
+            record["parent"] = {"row": at, "tokens": shared}
+            prompt = _prompt_of(row, prompt_length)
+            if prompt != min(_prompt_of(parent, prompt_length), shared):
+                record["prompt_length"] = prompt
+        written.append(record)
+    return written
+
+
+def _prompt_of(row: Mapping[str, Any], prompt_length: int) -> int:
+    prompt: int = row.get("prompt_length", min([*row["trained"], True].index(True), prompt_length))
+    return prompt
+
+
+def _count_shared(row: Mapping[str, Any], earlier: Mapping[str, Any]) -> int:
+    """Counts the first ids of a row that it does not train, and that an earlier one has with equal values."""
+    names = ["ids", *(key for key, name in recorded_names().items() if TOKEN_FIELDS[name].prompts and key in row)]
+    most = min(len(row["ids"]), len(earlier["ids"]))
+    differs = [row["trained"][n] or any(row[name][n] != earlier[name][n] for name in names) for n in range(most)]
+    return [*differs, True].index(True)
 
 
 def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
