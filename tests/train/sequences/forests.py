@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.sequences.forest import Forest
+from train.sequences.forest import Forest, group_forest
 from train.sequences.write_forest import Placed, write_forest
 
 
@@ -63,6 +63,20 @@ def draw_forest(
     most = max(map(len, rows))
     forest = write_forest(rows, rows=most, width=width, sequences=sequences, columns=columns)
     return Drawn(tokens, token_mask, completion_mask, groups, forest)
+
+
+def draw_groups(seed: int, *, units: int = 2, sequences: int = 5, prompt: int = 5, vocab: int = 24) -> Drawn:
+    """Draws prompts, padded on the left, and completions of them in a forest of groups; as wide as `draw_forest`'s."""
+    rng = np.random.default_rng(seed)
+    columns, count = 11, units * sequences
+    groups = np.arange(count, dtype=np.int32) // sequences * sequences
+    tokens = rng.integers(0, vocab, (count, columns)).astype(np.int32)
+    tokens[:, :prompt] = tokens[groups, :prompt]
+    begins, ends = rng.integers(0, prompt, count)[groups], rng.integers(prompt + 1, columns + 1, count)
+    column = np.arange(columns)
+    token_mask = (column >= begins[:, None]) & (column < ends[:, None])
+    completion_mask = token_mask & (column >= prompt) & (rng.random(tokens.shape) < 0.8)
+    return Drawn(tokens, token_mask, completion_mask, groups, group_forest(token_mask, prompt, sequences))
 
 
 def paths(forest: Forest, token_mask: np.ndarray) -> list[np.ndarray]:

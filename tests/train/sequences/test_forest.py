@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.train.sequences.forests import Drawn, assert_is_forest, draw_forest, paths
+from tests.rounding import norm
+from tests.train.sequences.forests import Drawn, assert_is_forest, draw_forest, draw_groups, paths
 from train.config.plan import Plan
 from train.models.head import stored_head
 from train.rl.objective import coefficients, make_objective, with_token_weights
@@ -202,3 +203,52 @@ def test_loss_and_gradient_equal_sequences_one_by_one(case, trees):
             np.testing.assert_allclose(packed_loss, loss, rtol=1e-11)
             chex.assert_trees_all_close(others, metrics, rtol=1e-10, atol=1e-10)
             chex.assert_trees_all_close(packed, gradient, rtol=0, atol=1e-11 * scale)
+
+
+# ---- rounding ----
+
+# Without clips, at which a rounding would make the loss jump.
+SMOOTH = ("loss.type=importance_sampling", "kl.loss={coef: 0.3, estimator: k2, gradient: value}", *TERMS[1:])
+DRAWS = 48
+"""The loss is off by about one unit in its last place, of which a mean of fewer draws says little."""
+FORMS = {
+    "trees": (functools.partial(draw_forest, vocab=256), (4, 18, 4)),
+    "packed": (functools.partial(draw_forest, vocab=256, trees=False), (4, 18, 1)),
+    "groups": (functools.partial(draw_groups, vocab=256), (2, 35, 1)),
+}
+
+
+def draws_of(form: str) -> list[Drawn]:
+    """Forests of one shape, so that one program computes all."""
+    draw, shape = FORMS[form]
+    drawn = [one for one in map(draw, range(5 * DRAWS)) if one.forest.readers.shape == shape][:DRAWS]
+    assert len(drawn) == DRAWS
+    return drawn
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_is_as_exact_as_in_sequences_one_by_one(form):
+    """The mean distance of loss and gradient from float64 is at most twice that of the sequences one by one."""
+    config, run = gradient_of(SMOOTH)
+    plan = Plan.of(config)
+    state = tiny.state_of(config, tiny.keep_gradient()).trainable
+
+    def rounded(x):
+        return np.asarray(x, np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+    def apart(result, exact) -> float:
+        return norm(jax.tree.map(lambda x, y: np.asarray(x, np.float64) - y, result, exact))
+
+    distances: dict[str, list[float]] = {name: [] for name in ("loss", "gradient", "loss of rows", "gradient of rows")}
+    for seed, drawn in enumerate(draws_of(form)):
+        # Both read the same numbers.
+        batch = with_token_weights(plan, config.loss, config.kl.loss, jax.tree.map(rounded, batch_of(drawn, seed)))
+        with jax.enable_x64(True):
+            (loss, _), gradient = jax.device_get(run(tiny.wide(state), None, tiny.wide(batch), coefficients(config)))
+        for suffix, forest in (("", drawn.forest), (" of rows", None)):
+            (value, _), slope = jax.device_get(run(state, None, batch, coefficients(config), packed=forest))
+            distances[f"loss{suffix}"].append(abs(float(value) - loss))
+            distances[f"gradient{suffix}"].append(apart(slope, gradient) / norm(gradient))
+    means = {name: np.mean(values) for name, values in distances.items()}
+    for name in ("loss", "gradient"):
+        assert 0 < means[name] <= 2 * means[f"{name} of rows"], means
