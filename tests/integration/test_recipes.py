@@ -53,7 +53,7 @@ REPEATS = ("gsm8k_qwen3_8b_v5p64", "real", "real_agent")
 
 
 @pytest.fixture(scope="module")
-def quick_compilations(_kept_programs):
+def quick_compilations(_kept_for_all):
     """Compiles without optimizations: the programs run for milliseconds."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
