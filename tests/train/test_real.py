@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 
 import pytest
@@ -67,3 +68,28 @@ def test_folder_is_used_if_it_is_there(tmp_path):
     (tmp_path / real.FOLDER).mkdir()
     (tmp_path / real.FOLDER / "config.json").write_text("{}")
     assert real.fetch(tmp_path) == tmp_path / real.FOLDER
+
+
+def test_episodes_are_shown_with_their_observations(tmp_path):
+    root = write_run(tmp_path, [("It is 8.", 0), ("There are 7.", 1)])
+    for path in (root / "samples").iterdir():
+        sample = json.loads(path.read_text())
+        messages = ["user", sample["prompt"]], ["assistant", "call 3+4"], ["tool", "7"], ["assistant", "There are 7."]
+        shown = messages if sample["correct"] else [messages[0], ["assistant", sample["completion"]]]
+        conversation = "\n".join(f"<|im_start|>{role}\n{text}<|im_end|>" for role, text in shown)
+        path.write_text(json.dumps({**sample, "conversation": conversation}))
+    text = real.show(root)
+    assert re.search(r"^  - It is 8\. +\+ call 3\+4 \[7\] There are 7\.$", text, re.MULTILINE)
+    assert "tool has it" not in text
+
+
+def test_recipe_is_the_one_that_is_named(monkeypatch, tmp_path):
+    trained = []
+    monkeypatch.setattr(real, "fetch", lambda: tmp_path)
+    monkeypatch.setattr(real, "train", lambda *arguments: trained.append(arguments) or (tmp_path, {}))
+    monkeypatch.setattr(real, "show", str)
+    assert real.main(["--recipe", real.AGENT, "steps=2"]) == real.main(["seed=1"]) == 0
+    assert trained == [(tmp_path, ["steps=2"], "real_agent"), (tmp_path, ["seed=1"], "real")]
+    makefile = (real.ROOT / "Makefile").read_text()
+    assert re.findall(r"-m train\.real( --recipe \w+)? ", makefile) == ["", f" --recipe {real.AGENT}"]
+    assert recipe_path(real.AGENT).is_file()

@@ -7,14 +7,15 @@ real tokens. They come from the lengths, never from the pad id. All arrays are n
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import grain
 import numpy as np
 
 from train.config.errors import UserError
 from train.data.tasks.task import Example
-from train.data.tokenizers import Tokenizer, decode_continuation
+from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
+from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.sequences.padding import pad_rows
 
 _LOG = logging.getLogger(__name__)
@@ -38,6 +39,29 @@ def _prompt_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.nd
 
 def _solution_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
     return tokenizer.solution_ids(example) if example.solution_ids is None else example.solution_ids
+
+
+def _demonstrated(example: Example, tokenizer: Tokenizer) -> Example:
+    """Returns an example with the ids and the mask of its demonstration, if it has one, as an episode writes them."""
+    if not example.demonstration or example.solution_ids is not None:
+        return example
+    writer = cast(EpisodeTokenizer, tokenizer)
+    prompt = list(_prompt_ids(example, tokenizer))
+    ids = list(prompt)
+    mask: list[bool] = []
+    messages = writer.messages(example)
+    for role, text in example.demonstration:
+        message = {"role": role, "content": text}
+        if role == "assistant":
+            reply = message
+            added = [*encode_continuation(tokenizer, ids, text), tokenizer.eos_ids[0]]
+        else:
+            added = writer.observation_ids(messages, [message], before=ids)
+            messages += [reply, message]
+        ids += added
+        mask += [role == "assistant"] * len(added)
+    solution = np.array(ids[len(prompt) :], np.int32)
+    return replace(example, solution_ids=solution, solution_mask=np.array(mask))
 
 
 def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,6 +147,7 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
       UserError: no solution fits, an example has no solution, or its mask has another length than its ids.
     """
     _check_solved(examples)
+    examples = [_demonstrated(example, tokenizer) for example in examples]
     ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
     for example, row in zip(examples, ids, strict=True):
         if example.solution_mask is not None and len(example.solution_mask) != len(row):
@@ -137,7 +162,7 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
 def check_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
     """Raises the errors of `keep_solutions`, but stops tokenizing at the first solution that fits."""
     _check_solved(examples)
-    if not any(len(_solution_ids(example, tokenizer)) <= length for example in examples):
+    if not any(len(_solution_ids(_demonstrated(example, tokenizer), tokenizer)) <= length for example in examples):
         keep_solutions(examples, tokenizer, length)
 
 

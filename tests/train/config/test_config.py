@@ -18,10 +18,11 @@ from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).parents[3]
-# Recipes of models that are downloaded first are loaded and run in tests/integration/test_recipes.py; those of recorded
-# completions and of episodes in tests/integration/test_shipped_configs.py.
+# Recipes of models that are downloaded first, and of episodes of one, are loaded and run in
+# tests/integration/test_recipes.py; those of recorded completions and of other episodes in
+# tests/integration/test_shipped_configs.py.
 OF_MODELS = {"gsm8k_qwen3_0_6b_lora", "gsm8k_qwen3_8b_v5p64", "math_llama3_8b_h100x8", "distill_qwen3"}
-ELSEWHERE = {*OF_MODELS, "replay", "calculator", "calculator_agent", "guessing", "sqlite"}
+ELSEWHERE = {*OF_MODELS, "replay", "calculator", "calculator_agent", "guessing", "real_agent", "sqlite"}
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in ELSEWHERE)
 
 

@@ -1,12 +1,14 @@
 """Observations between sampled replies: encoded as text, within what the chat template writes around them."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.data.test_tokenizer_folder import FOLDERS
 from train.config.errors import UserError
-from train.data.prompts import encode_solutions, keep_solutions
+from train.data.prompts import check_solutions, encode_solutions, keep_solutions
 from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer, encode_continuation
 from train.data.tokenizers.files import load_folder
@@ -117,3 +119,25 @@ def test_warm_start_leaves_observations_out():
         UserError, match=r"^solution_mask: got 1 entries for the 5 tokens of the solution of '\?', expected"
     ):
         keep_solutions([wrong], ByteTokenizer(), 9)
+
+
+def test_demonstration_has_the_ids_of_its_episode(tokenizer):
+    ids, after = observed(tokenizer, "and <|im_end|> apples", reply="How many?")
+    reply = encode_continuation(tokenizer, [*ids, *after], "Seven.")
+    turns = (("assistant", "How many?"), ("user", "and <|im_end|> apples"), ("assistant", "Seven."))
+    (kept,) = keep_solutions([dataclasses.replace(EXAMPLE, solution="7", demonstration=turns)], tokenizer, 99)
+    prompt = tokenizer.prompt_ids(EXAMPLE)
+    ending = [tokenizer.eos_ids[0]]
+    assert [*prompt, *kept.solution_ids.tolist()] == [*ids, *after, *reply, *ending]
+    sampled = len(ids) - len(prompt)
+    assert kept.solution_mask.tolist() == [True] * sampled + [False] * len(after) + [True] * (len(reply) + 1)
+
+
+def test_demonstration_counts_its_observations_in_its_length():
+    turns = (("assistant", "calc 1+1"), ("tool", "2"), ("assistant", "2"))
+    example = Example("?", "2", "2", demonstration=turns)
+    (kept,) = keep_solutions([example], ByteTokenizer(), 13)
+    assert bytes(i for i in kept.solution_ids.tolist() if i < 256) == b"calc 1+12\n2"
+    for check in (keep_solutions, check_solutions):
+        with pytest.raises(UserError, match=r"^data\.max_completion_length: got 12, .* the shortest has 13 tokens"):
+            check([example], ByteTokenizer(), 12)

@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
-from train.data.tasks import Example
+from train.data.environments.word_calculator import WordCalculator, compute
+from train.data.tasks import Example, word_calculator
 from train.data.tasks.word_problems import load, score
+from train.data.tokenizers.calls import parse_calls
 
 
 def solved(problem: str) -> int:
@@ -69,3 +71,56 @@ def test_last_number_of_a_finished_reply_counts(reply, correct, anywhere):
     assert rewards["reward"] == rewards["correct"]
     unfinished = score(example, reply, False)
     assert (unfinished["reward"], unfinished["anywhere"], unfinished["ended"]) == (0, anywhere, 0)
+
+
+def test_larger_numbers_are_held_out_and_demonstrated():
+    task = word_calculator.task(problems=90, held_out=30)
+    assert (len(task.train), len(task.eval)) == (90, 30)
+    examples = [*task.eval, *task.train]
+    assert len({kind_and_numbers(example) for example in examples}) == 120
+    assert set(Counter(kind_and_numbers(example)[0] for example in task.eval).values()) == {10}
+    for example in examples:
+        assert int(example.answer) == solved(example.prompt)
+        assert example.messages[-1] == ("user", example.prompt)
+        environment = WordCalculator()
+        environment.reset(example.prompt, example.answer)
+        (_, call), (_, result), (_, last) = example.demonstration
+        (parsed,) = parse_calls(call, ["calc"])
+        assert environment.calc(**parsed.arguments) == result == example.answer
+        assert environment.reward(last, finished=True)["reward"] == 1.2
+
+
+def test_tool_is_told_to_the_model_as_it_is_called():
+    (parsed,) = parse_calls(word_calculator.SYSTEM, ["calc"])
+    assert (parsed.name, parsed.problem) == ("calc", None)
+    assert WordCalculator().calc.__code__.co_varnames[1] in parsed.arguments
+
+
+@pytest.mark.parametrize(
+    ("expressions", "text", "finished", "expected"),
+    [
+        (["12*34"], "The answer is 408.", True, 1.2),
+        (["12*34", "12*34"], "The answer is 408.", True, 1.2),
+        (["12*34"], "The answer is 407.", True, 0.2),
+        (["12*34"], "The answer is 408.", False, 0.2),
+        (["12*35"], "The answer is 408.", True, 1.0),
+        ([], "The answer is 408.", True, 1.0),
+        ([], "", False, 0.0),
+    ],
+)
+def test_call_and_answer_are_rewarded_once(expressions, text, finished, expected):
+    environment = WordCalculator()
+    environment.reset("How many?", "408")
+    for expression in expressions:
+        environment.calc(expression)
+    rewards = environment.reward(text, finished)
+    assert rewards["reward"] == expected
+    assert rewards["correct"] == (expected >= 1)
+    assert rewards["computed"] == ("12*34" in expressions)
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "12", "12/3", "1+2+3", "-1+2", "1.5*2", "1234567*2", "12**3", "\u0661+1", "a"]
+)
+def test_other_expressions_are_an_error(expression):
+    assert compute(expression) == "error"

@@ -19,6 +19,8 @@ class Example:
       answer: reference answer of the verifier.
       solution: target of the warm start; empty if there is none.
       messages: (role, text) pairs for a chat template; empty means one user message with the prompt.
+      demonstration: such pairs after the prompt, in place of the solution, for the warm start of episodes: turns, whose
+        role is `assistant`, and observations, which are not trained.
       record: fields of the line that the example was read from.
       prompt_ids, solution_ids: cached tokens, so that no text is tokenized twice.
       solution_mask: for each of `solution_ids` whether the warm start trains it; None: all. Observations are not.
@@ -28,6 +30,7 @@ class Example:
     answer: str
     solution: str
     messages: tuple[tuple[str, str], ...] = ()
+    demonstration: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     record: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prompt_ids: np.ndarray | None = field(default=None, compare=False, repr=False)
     solution_ids: np.ndarray | None = field(default=None, compare=False, repr=False)

@@ -48,16 +48,29 @@ _KINDS: tuple[tuple[Callable[..., str], Callable[[int, int], int], range, range]
 )
 
 
-def _of_kind(kind: int, rng: np.random.Generator) -> Iterator[Example]:
+def _of_kind(kind: int, rng: np.random.Generator, numbers: range | None) -> Iterator[Example]:
     """Yields problems of a kind; no two have the same numbers."""
     text, answer, *ranges = _KINDS[kind]
-    pairs = list(itertools.product(*ranges))
+    pairs = list(itertools.product(*ranges if numbers is None else (numbers, numbers)))
     for index in rng.permutation(len(pairs)):
         first, second = pairs[index]
         words = [str(rng.choice(choices)) for choices in (_PEOPLE, _THINGS, _CONTAINERS)]
         problem = text(first, second, *words)
         right = str(answer(first, second))
         yield Example(problem, answer=right, solution=f" The answer is {right}.", messages=(("user", problem),))
+
+
+def make_problems(count: int, seed: int, numbers: range | None = None) -> list[Example]:
+    """Generates problems in a seeded order, the three kinds by turns; no two of a kind have the same numbers.
+
+    Args:
+      count: number of problems.
+      seed: seed of the problems.
+      numbers: range of both numbers; None: small ones, by kind.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = [_of_kind(kind, rng, numbers) for kind in range(len(_KINDS))]
+    return [next(kinds[number % len(kinds)]) for number in range(count)]
 
 
 def numbers_of(completion: str) -> list[Decimal]:
@@ -83,15 +96,13 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
 
 
 def load(*, held_out: int, seed: int = SPLIT_SEED) -> Task:
-    """Generates the problems in a seeded order, the three kinds by turns; the first `held_out` are the held-out set.
+    """Generates the problems; the first `held_out` are the held-out set.
 
     Args:
       held_out: number of held-out problems; at most 100, with a logged warning.
       seed: seed of the problems.
     """
-    rng = np.random.default_rng(seed)
-    kinds = [_of_kind(kind, rng) for kind in range(len(_KINDS))]
-    problems = [next(kinds[number % len(kinds)]) for number in range(PROBLEMS)]
+    problems = make_problems(PROBLEMS, seed)
     if held_out > MOST_HELD_OUT:
         _LOG.warning("eval.prompts: got %d, but of %d problems %d are held out", held_out, PROBLEMS, MOST_HELD_OUT)
     count = min(held_out, MOST_HELD_OUT)

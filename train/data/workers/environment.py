@@ -125,10 +125,7 @@ class _Environments:
 
     def _reset(self, episode: int, row: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._episodes[episode] = returned_by(self._kind, **self._arguments)
-        parameters = inspect.signature(environment.reset).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        text = returned_by(environment.reset, **{k: v for k, v in row.items() if takes_all or k in parameters})
-        return {"text": _text(text)}
+        return {"text": _text(_call_with_named(environment.reset, row))}
 
     def _step(self, episode: int, text: str) -> dict[str, Any]:
         returned = returned_by(self._episodes[episode].step, text)
@@ -164,12 +161,15 @@ class _Environments:
             raise WrongRewardError(f"turn_score returned {score}, expected a number or None")
         return {"score": named_rewards(score)["reward"]}
 
-    def _end(self, episode: int) -> dict[str, Any]:
-        """Ends an episode; returns its rewards, None if the environment has no method for them."""
+    def _end(self, episode: int, **last: Any) -> dict[str, Any]:
+        """Ends an episode; returns its rewards, None if the environment has no method for them.
+
+        `last` is the text of the last turn, and whether the policy ended the episode.
+        """
         environment = self._episodes.get(episode)
         reward = getattr(environment, "reward", None) or getattr(environment, "get_reward", None)
         try:
-            rewards = None if reward is None else named_rewards(returned_by(reward))
+            rewards = None if reward is None else named_rewards(_call_with_named(reward, last))
         finally:
             self._close(episode)
         return {"rewards": rewards}
@@ -180,6 +180,13 @@ class _Environments:
         if callable(getattr(environment, "close", None)):
             returned_by(environment.close)
         return {}
+
+
+def _call_with_named(method: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Calls a method with those of the values that it has parameters for."""
+    parameters = inspect.signature(method).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return returned_by(method, **{name: value for name, value in values.items() if takes_all or name in parameters})
 
 
 def _text(value: Any) -> str:

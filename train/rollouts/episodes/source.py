@@ -168,7 +168,7 @@ class EpisodeSource(InTurn):
             self._observe(engine, running, [turn for turn in ended if running[_number(turn)].turn is turn])
         failed = [number for number, state in enumerate(running) if state.episode.failure is not None]
         numbers = [number for number, state in enumerate(running) if state.episode.failure is None]
-        ends = self._environments.answer([{"do": "end", "episode": number} for number in numbers])
+        ends = self._environments.answer([_end(number, running[number].episode) for number in numbers])
         for number, answer in zip(numbers, ends, strict=True):
             state = running[number]
             if self._fails(state, answer):
@@ -315,6 +315,12 @@ class EpisodeSource(InTurn):
     def close(self) -> None:
         """Ends the processes of the environment."""
         self._environments.close()
+
+
+def _end(number: int, episode: Episode) -> dict[str, Any]:
+    """Returns the question that ends an episode, with what its rewards may depend on."""
+    text = episode.texts[-1] if episode.texts else ""
+    return {"do": "end", "episode": number, "text": text, "finished": episode.finished}
 
 
 def _number(turn: Turn) -> int:

@@ -37,6 +37,10 @@ class Rewarded(Tools):
     def reward(self):
         return 0.5
 
+class Judged(Tools):
+    def reward(self, text, finished):
+        return {"reward": float(text == self.answer), "ended": float(finished)}
+
 class Scored(Tools):
     def add(self, numbers: str) -> str:
         """Adds; 7 is no good, and 9 leaves the state as it is."""
@@ -212,6 +216,12 @@ def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
     assert drawn.batch.group_ids.tolist() == [0, 0, 1, 1]
     text = tiny.ByteTokenizer().decode_all(np.asarray(drawn.batch.tokens[0]).tolist())
     assert "</tool_call><eos>error: the call is not JSON\n3<eos>" in text
+
+
+def test_reward_gets_the_last_turn(rollout):
+    drawn = rollout("Judged", [["add 1+2", "3"], ["4"], ["4"], ["a turn that uses every token up"]])
+    assert drawn.batch.rewards.tolist() == [1, 0, 1, 0]
+    assert drawn.completions.rewards["ended"].tolist() == [1, 1, 1, 0]
 
 
 def test_limits_end_episodes_that_are_not_finished(rollout):
