@@ -17,6 +17,7 @@ from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
 from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.sequences.padding import pad_rows
+from train.sequences.token_fields import shorten
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,13 @@ def _demonstrated(example: Example, tokenizer: Tokenizer) -> Example:
     """Returns an example with the ids and the mask of its demonstration, if it has one, as an episode writes them."""
     if not example.demonstration or example.solution_ids is not None:
         return example
+    roles = [role for role, _ in example.demonstration]
+    turns = [role == "assistant" for role in roles]
+    if turns != [number % 2 == 0 for number in range(len(roles))] or len(roles) % 2 == 0:
+        raise UserError(
+            f"demonstration: got the roles {', '.join(roles)} after {shorten(example.prompt)}, expected turns of "
+            "assistant with one observation between two"
+        )
     writer = cast(EpisodeTokenizer, tokenizer)
     prompt = list(_prompt_ids(example, tokenizer))
     ids = list(prompt)

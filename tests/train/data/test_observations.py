@@ -133,6 +133,15 @@ def test_demonstration_has_the_ids_of_its_episode(tokenizer):
     assert kept.solution_mask.tolist() == [True] * sampled + [False] * len(after) + [True] * (len(reply) + 1)
 
 
+@pytest.mark.parametrize("roles", [("tool", "assistant"), ("assistant", "tool"), ("assistant", "assistant"), ("user",)])
+def test_demonstration_has_turns_with_an_observation_between(roles):
+    example = Example("?", "2", "2", demonstration=tuple((role, "text") for role in roles))
+    with pytest.raises(
+        UserError, match=rf"^demonstration: got the roles {', '.join(roles)} after '\?', expected turns"
+    ):
+        keep_solutions([example], ByteTokenizer(), 13)
+
+
 def test_demonstration_counts_its_observations_in_its_length():
     turns = (("assistant", "calc 1+1"), ("tool", "2"), ("assistant", "2"))
     example = Example("?", "2", "2", demonstration=turns)

@@ -20,7 +20,7 @@ class Example:
       solution: target of the warm start; empty if there is none.
       messages: (role, text) pairs for a chat template; empty means one user message with the prompt.
       demonstration: such pairs after the prompt, in place of the solution, for the warm start of episodes: turns, whose
-        role is `assistant`, and observations, which are not trained.
+        role is `assistant`, and one observation between two, which is not trained.
       record: fields of the line that the example was read from.
       prompt_ids, solution_ids: cached tokens, so that no text is tokenized twice.
       solution_mask: for each of `solution_ids` whether the warm start trains it; None: all. Observations are not.
