@@ -240,9 +240,8 @@ def token_stats(
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids)
     if hidden is None:
         hidden, _ = slot_states(scored, sequences)
-    inputs = _head_inputs(hidden, sequences, reference)
-    head = _lm_head(scored, inputs["targets"].shape[1], tile)
-    stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
+    inputs = _head_inputs(scored, hidden, sequences, reference, tile)
+    stats = score(temperature=temperature, entropy=entropy, **inputs)
     return _gather_scored(stats, sequences), hidden
 
 
@@ -252,8 +251,14 @@ def _gather_scored(per_slot: Tree, sequences: Sequences) -> Tree:
     return jax.tree.map(lambda x: jnp.where(sequences.scored, forest.gather(forest.uncut(x)), 0), per_slot)
 
 
-def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:
-    """Returns the arguments of the head's functions: for each slot that may be scored its token, and the state before.
+def _head_inputs(
+    scored: ScoredPolicy,
+    hidden: jax.Array,
+    sequences: Sequences,
+    reference: kljax.ReferenceStates | None,
+    tile: kljax.Tile | None,
+) -> dict[str, Any]:
+    """Returns the head, and for each slot that may be scored its token and the state before it.
 
     The others are cut off, [R, S]: tiles of the head are as even as the number of slots allows.
     """
@@ -261,8 +266,10 @@ def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.Refer
     if reference is not None:
         of_slots = forest.take(jnp.asarray(reference.hidden))
         reference = dataclasses.replace(reference, hidden=forest.cut(forest.before(of_slots)))
+    before = forest.cut(forest.before(hidden))
     return {
-        "hidden": forest.cut(forest.before(hidden)),
+        "hidden": before,
+        "head": _lm_head(scored, before.shape[1], tile),
         "targets": forest.cut(forest.take(sequences.tokens)),
         "mask": forest.cut(sequences.scored_slots & (forest.depth > 0)),
         "reference": reference,
@@ -310,10 +317,8 @@ def fused_loss(
     """
     hidden = slot_states(scored, sequences)[0] if hidden is None else hidden
     forest = sequences.forest
-    inputs = _head_inputs(hidden, sequences, reference)
     loss, metrics = kljax.token_loss_from_hidden(
-        **inputs,
-        head=_lm_head(scored, inputs["targets"].shape[1], tile),
+        **_head_inputs(scored, hidden, sequences, reference, tile),
         token_loss=token_loss,
         per_token=jax.tree.map(lambda x: forest.cut(forest.take(x)) if x.ndim else x, per_token),
         temperature=temperature,

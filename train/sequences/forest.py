@@ -87,8 +87,9 @@ class Forest:
 
     def cut(self, x: Array) -> Array:
         """Cuts the slots that may have a trained token, [R, W, ...] to [R, S, ...]; all of them if any may."""
-        # Part of a row is not split over devices as the row is.
-        if self.group is not None and axis_size("tokens") == 1:
+        if axis_size("tokens") > 1:  # part of a row is not split over devices as the row is
+            return x
+        if self.group is not None:
             return x[:, self.group[0] :]
         if self.first_trained is None or self.trained_width is None:
             return x
@@ -96,10 +97,12 @@ class Forest:
 
     def uncut(self, x: Array) -> Array:
         """Puts values of cut slots back, [R, S, ...] to [R, W, ...], with 0 in the others."""
-        width = self.end.shape[1]
-        if self.first_trained is not None:
-            return _uncut(x, self.first_trained, width)
-        return jnp.pad(x, [(0, 0), (width - x.shape[1], 0), *[(0, 0)] * (x.ndim - 2)])
+        missing = self.end.shape[1] - x.shape[1]
+        if not missing:
+            return x
+        if self.first_trained is None:
+            return jnp.pad(x, [(0, 0), (missing, 0), *[(0, 0)] * (x.ndim - 2)])
+        return _uncut(x, self.first_trained, self.end.shape[1])
 
     def spans(self, window: int | None) -> Spans:
         """Returns what the slots attend to, with the `window` of sliding layers; None: the model has none."""
@@ -131,7 +134,6 @@ def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
     real = slots < lengths
     completed = jnp.any(token_mask[:, prompt:], axis=-1, keepdims=True)
     none = jnp.zeros((rows, 0), jnp.int32)
-    cuts = prompt > 0 and axis_size("tokens") == 1
     return Forest(
         readers=jnp.where(real, order, -1)[..., None],
         places=places,
@@ -142,8 +144,8 @@ def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
         parents=none,
         counts=(real & completed).astype(jnp.int32),
         lengths=jnp.maximum(lengths[:, 0], 1),
-        first_trained=jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32) if cuts else None,
-        trained_width=width - prompt if cuts else None,
+        first_trained=jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32) if prompt else None,
+        trained_width=width - prompt if prompt else None,
         units=rows,
     )
 

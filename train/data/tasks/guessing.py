@@ -1,4 +1,4 @@
-"""A number to guess, and demonstrations of a teacher that halves what is left, but often guesses anything."""
+"""A number to guess. The demonstrations bisect the range, but often guess at random."""
 
 import random
 

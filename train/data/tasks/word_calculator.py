@@ -8,7 +8,7 @@ from train.data.tasks.task import Example, Task
 from train.data.tasks.word_problems import SPLIT_SEED, make_problems, numbers_of, score
 
 NUMBERS = range(12, 99)
-OPERATIONS = "+-*"
+SIGNS = "+-*"
 """Of the kinds of problems, which come by turns."""
 SYSTEM = (
     'You can compute. Write <tool_call>{"name": "calc", "arguments": {"expression": "2*3"}}</tool_call> '
@@ -24,7 +24,7 @@ def task(problems: int, held_out: int) -> Task:
       held_out: number of held-out problems; none has the numbers of a training problem of its kind.
     """
     made = make_problems(held_out + problems, SPLIT_SEED, NUMBERS)
-    examples = [_demonstrate(example, OPERATIONS[number % len(OPERATIONS)]) for number, example in enumerate(made)]
+    examples = [_demonstrate(example, SIGNS[number % len(SIGNS)]) for number, example in enumerate(made)]
     return Task("word_calculator", train=examples[held_out:], eval=examples[:held_out], score=score)
 
 
