@@ -111,25 +111,33 @@ def compare(recorded: Iterable[tuple[Entry, Golden, Settings]]) -> dict[tuple[st
     return comparisons
 
 
-@functools.cache
-def compared(number: int) -> dict[tuple[str, str], list[cases.Comparison]]:
-    """The comparisons of some entries that stand side by side, a third less time than with a program of each."""
-    some = CHECKED[number * TOGETHER : (number + 1) * TOGETHER]
-    return compare((*pair, settings) for pair in some for settings in needed()[key_of(pair[0]), repr(pair[1])])
-
-
 def check(comparisons: dict[tuple[str, str], list[cases.Comparison]], entry: Entry, golden: Golden) -> None:
     for case, actual, expected in comparisons[key_of(entry), repr(golden)]:
         case.assert_matches(actual, expected)
 
 
-RECORDED = [pytest.param(*pair, id=f"{key_of(pair[0])}-{pair[1].function}") for pair in CHECKED]
+def name_of(entry: Entry, golden: Golden) -> str:
+    return f"{key_of(entry)}-{golden.function}"
 
 
-@pytest.mark.parametrize(("entry", "golden"), RECORDED)
-def test_entry_on_the_recorded_results(entry: Entry, golden: Golden) -> None:
-    assert settings_of(entry, golden), "no recorded case"
-    check(compared(CHECKED.index((entry, golden)) // TOGETHER), entry, golden)
+PROGRAMS = [CHECKED[first : first + TOGETHER] for first in range(0, len(CHECKED), TOGETHER)]
+
+
+@pytest.mark.parametrize("some", PROGRAMS, ids=[f"{name_of(*some[0])} to {name_of(*some[-1])}" for some in PROGRAMS])
+def test_entries_on_the_recorded_results(some: list[tuple[Entry, Golden]]) -> None:
+    # One program for all of them takes a third less time than one of each.
+    comparisons = compare((*pair, settings) for pair in some for settings in needed()[key_of(pair[0]), repr(pair[1])])
+    wrong = {}
+    for pair in some:
+        assert settings_of(*pair), f"{name_of(*pair)}: no recorded case"
+        try:
+            check(comparisons, *pair)
+        except AssertionError as error:
+            wrong[name_of(*pair)] = str(error)
+    assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
+
+
+RECORDED = [pytest.param(*pair, id=name_of(*pair)) for pair in CHECKED]
 
 
 @pytest.mark.thorough
