@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from train.models.attention import AttentionOptions, attend, choose_implementation
 from train.models.attention.spans import Spans, needed_blocks
-from train.models.attention.tpu import BLOCKS as TPU_BLOCKS
+from train.models.attention.tpu import tpu_block
 from train.models.attention.triton import BLOCK as TRITON_BLOCK
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo
@@ -120,7 +120,7 @@ def plan(device: str, row: LongRow) -> AttentionPlan:
     if implementation == "cudnn":
         pairs = count_flops(module, {}) / (2 * PRODUCTS * HEADS * HEAD_DIM)
     else:
-        block = TRITON_BLOCK if implementation == "triton" else next(x for x in TPU_BLOCKS if not row.width % x)
+        block = TRITON_BLOCK if implementation == "triton" else tpu_block(row.width, row.width)
         pairs = block**2 * float(jnp.sum(needed_blocks(spans.end, spans.for_layer(options.sliding), block)))
     return AttentionPlan(
         implementation=implementation,

@@ -22,7 +22,7 @@ Array = jax.Array
 LANES = 128
 SUBLANES = 8
 BLOCKS = (512, 256, 128)
-"""Slots of a block, the largest divisor is taken: 512 x 512 scores of 256-wide heads fit a v5e, the smallest chip."""
+"""Slots of a block: 512 x 512 scores of 256-wide heads fit a v5e, the smallest chip."""
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 NN = (((1,), (0,)), ((), ()))
 """The axes of a product."""
@@ -36,6 +36,11 @@ class TpuStatics(NamedTuple):
     softcap: float | None
     block: int
     interpret: bool
+
+
+def tpu_block(queries: int, keys: int) -> int:
+    """Returns the slots of a block for T queries and W keys, multiples of 128: the largest of `BLOCKS` that divides."""
+    return next(size for size in BLOCKS if not (queries % size or keys % size))
 
 
 def tpu_attention(
@@ -54,7 +59,7 @@ def tpu_attention(
 ) -> Array:
     """Computes `attend_in_blocks` on a TPU; T and W are multiples of 128. `interpret` runs it anywhere, slowly."""
     if block is None:
-        block = next(size for size in BLOCKS if not (query.shape[1] % size or key.shape[1] % size))
+        block = tpu_block(query.shape[1], key.shape[1])
     if sinks is None:
         sinks = jnp.full((query.shape[2],), LOWEST, jnp.float32)
     needed = needed_blocks(end, start, block, first)
