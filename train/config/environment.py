@@ -34,4 +34,4 @@ class EnvironmentSection(Section):
     rows: Size | None = None
     """Episodes whose KV cache stays between turns; null: all of a step."""
     max_failures: Fraction = 0.1
-    """Share of the episodes of a step that may fail before the run stops."""
+    """Share of the episodes of a step that may fail before the run stops; it stops if all do."""

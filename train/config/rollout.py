@@ -116,7 +116,7 @@ class EndpointSourceSection(Section):
     rows: Size | None = None
     """endpoint: episodes whose KV cache stays between turns; null: all of a step."""
     max_failures: Fraction = 0.1
-    """endpoint: share of the episodes of a step that may fail before the run stops."""
+    """endpoint: share of the episodes of a step that may fail before the run stops; it stops if all do."""
 
 
 class UserSourceSection(UserFunction):

@@ -18,6 +18,7 @@ from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, decode_continuation
 from train.distributed.exchange import on_leader
 from train.distributed.global_arrays import place_whole, to_host
+from train.process.repeated_warnings import Warnings
 from train.rl.kl_metrics import ROLLOUT_KL_MAX
 from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
@@ -28,8 +29,6 @@ from train.weights.orbax import RunCheckpoints
 Tree = Any
 Tokens = Mapping[str, LargestToken]
 NameToken = Callable[[Sequence[str]], str]
-WARN_EVERY = 50
-"""Steps between warnings that a limit is left; one that is left ten times as far is reported at once."""
 SHOWN_PROMPT = 60
 """Characters of a prompt in a message."""
 MAX_BATCHES = 20
@@ -71,26 +70,6 @@ class Beyond(NamedTuple):
     def describe(self, name_token: NameToken) -> str:
         """Returns the message, with the token of the first metric that names one."""
         return self.reason + name_token(self.tokens)
-
-
-class Warnings:
-    """Counts the steps beyond a limit and chooses the reported ones, so that many of them are a few lines."""
-
-    def __init__(self) -> None:
-        self._last = -math.inf
-        self._worst = 0.0
-        self._silent = 0
-
-    def count(self, step: int, factor: float) -> tuple[bool, int]:
-        """Returns whether a step is reported, and the number of steps since the last report that were not."""
-        if step < self._last + WARN_EVERY and not factor >= 10 * self._worst:
-            self._silent += 1
-            return False, 0
-        before = self._silent
-        self._silent = 0
-        self._last = step
-        self._worst = factor
-        return True, before
 
 
 class StepGuard:

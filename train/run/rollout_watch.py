@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from train.config.errors import warn
 from train.config.plan import Plan
+from train.process.repeated_warnings import Warnings
 from train.rl.kl_metrics import SAMPLING_BIAS, SAMPLING_BIAS_Z
-from train.run.guard import Warnings
 
 BIASED_STEPS = 10
 """Steps whose z-scores are added up: a bias grows with them, chance does not."""

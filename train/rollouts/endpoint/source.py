@@ -20,7 +20,8 @@ from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestE
 from train.rollouts.engine import TurnEngine
 from train.rollouts.engine.of_run import make_engine, rows_of_run
 from train.rollouts.engine.schedule import session_keys
-from train.rollouts.episodes.rows import RowShape, check_failures, episode_metrics, make_rows, place_sequences
+from train.rollouts.episodes.failures import FailureWatch
+from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode
 from train.rollouts.jax_source import rollout_sampling
 from train.rollouts.server.key import read_key
@@ -70,6 +71,7 @@ class EndpointSource(InTurn):
         reward_key = read_key("rollout.source.reward_key_", env=section.reward_key_env, file=section.reward_key_file)
         if reward_key is not None and reward_key == self._key:
             raise UserError("rollout.source.reward_key_env: got the key of completions, expected another one")
+        self._failures = FailureWatch(section.max_failures, "rollout.source.max_failures")
         self._generator = Generator()
         self._episodes = OpenEpisodes(self._generator.wake)
         self._agents = None if section.agent is None else Agents(section)
@@ -136,7 +138,7 @@ class EndpointSource(InTurn):
             opened = self._run(self._engine, self._episodes.open(rows, list(keys), self._lengths))
         episodes = [_episode(episode) for episode in opened]
         placed = place_sequences(episodes, shape)
-        check_failures(episodes, self._section.max_failures, "rollout.source.max_failures")
+        self._failures.check(episodes, request)
         prompts = [
             episode.turns[0].prompt_ids if episode.turns else self._tokenizer.prompt_ids(example)
             for episode, example in zip(episodes, examples, strict=True)

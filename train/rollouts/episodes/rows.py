@@ -1,6 +1,5 @@
 """Episodes as the rows of a batch: a row for each sequence of turns, rewards, failures and metrics."""
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -97,22 +96,6 @@ def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[
             forks += [(number, sequence) for sequence in more]
         rows += [*first, *forks, *[None] * (shape.fork_rows - len(forks))]
     return rows
-
-
-def check_failures(episodes: Sequence[Episode], most: float, field: str) -> None:
-    """Checks that no more than a share of the episodes of a step failed.
-
-    Raises:
-      SourceError: more did; names the field with the share.
-    """
-    failures = [episode.failure for episode in episodes if episode.failure is not None]
-    if len(failures) > most * len(episodes):
-        counts = collections.Counter(name for name, _ in failures)
-        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        raise SourceError(
-            f"{field}: got {most:g}, but {len(failures)} of {len(episodes)} episodes failed ({listed}); the first: "
-            f"{failures[0][1]}"
-        )
 
 
 def make_rows(

@@ -20,7 +20,8 @@ from train.rollouts.engine import Turn, TurnEngine
 from train.rollouts.engine.of_run import make_engine, rows_of_run
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
-from train.rollouts.episodes.rows import RowShape, check_failures, episode_metrics, make_rows, place_sequences
+from train.rollouts.episodes.failures import FailureWatch
+from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn
 from train.rollouts.source import Completions, InTurn, Request, SourceError
 
@@ -74,6 +75,7 @@ class EpisodeSource(InTurn):
         self._section = config.environment
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
         self._clock = clock
+        self._failures = FailureWatch(config.environment.max_failures, "environment.max_failures")
         self._environments = Environments(config.environment, clock)
         if context.plan.turns and not self._environments.has_scores:
             self._environments.close()
@@ -128,7 +130,7 @@ class EpisodeSource(InTurn):
             self._run(self._engine, running)
         episodes = [state.episode for state in running]
         rows = place_sequences(episodes, shape)
-        check_failures(episodes, self._section.max_failures, "environment.max_failures")
+        self._failures.check(episodes, request)
         for state in running:
             state.prompt = state.prompt or self._tokenizer.prompt_ids(state.example)
         has_tools = self._environments.form == "tools"

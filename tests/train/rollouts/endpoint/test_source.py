@@ -20,6 +20,7 @@ from train.rollouts.endpoint.agents import Agents
 from train.rollouts.endpoint.sessions import OpenEpisodes, SequenceLengths
 from train.rollouts.endpoint.source import EndpointSource
 from train.rollouts.episodes import EpisodeSource
+from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
 
@@ -166,6 +167,14 @@ def test_failures_of_the_world_leave_the_group(collected):
     assert rollout.metrics["reward"] == 3
     with pytest.raises(
         SourceError, match=r"^rollout.source.max_failures: got 0.5, but 6 of 6 .*6 exception.*no answer"
+    ):
+        collected(failing=["1+2", "12+2"])
+
+
+def test_step_without_an_episode_ends_the_run(collected, source, monkeypatch):
+    monkeypatch.setattr(source, "_failures", FailureWatch(1.0, "rollout.source.max_failures"))
+    with pytest.raises(
+        SourceError, match=r"^rollout.source.max_failures: got 1, but nothing is left to train on: 6 of"
     ):
         collected(failing=["1+2", "12+2"])
 

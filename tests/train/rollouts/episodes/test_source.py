@@ -356,6 +356,20 @@ def test_too_many_failures_end_the_run(rollout):
         rollout("Tools", [["add outage"], ["add outage"], ["add outage"], ["3"]])
 
 
+def test_first_failure_of_a_step_is_shown(rollout, capsys):
+    rollout("Tools", [["add outage"], ["3"], ["4"], ["4"]])
+    shown = capsys.readouterr().err
+    assert "warning: step 4: 1 of 4 episodes failed (1 exception); the first: ConnectionError: no answer" in shown
+    assert "mine.py" in shown, "the line of the environment"
+
+
+def test_step_without_an_episode_ends_the_run(rollout):
+    with pytest.raises(
+        SourceError, match=r"^environment.max_failures: got 1, but nothing is left to train on: 4 of 4 .*no answer"
+    ):
+        rollout("Tools", [["add outage"]] * 4, "environment.max_failures=1.0")
+
+
 class Forgetful(tiny.ByteTokenizer):
     """Has a template that drops what earlier replies say before `~`, as thinking."""
 
