@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import kljax
+from train.config.errors import UserError
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tasks.rewards import Scores, judge
@@ -14,6 +15,7 @@ from train.data.tokenizers import Tokenizer
 from train.distributed.exchange import exchange_json
 from train.distributed.global_arrays import RowSplit
 from train.rollouts.collect import judge_together
+from train.rollouts.episodes.rows import join_episode_metrics
 from train.rollouts.source import Completions, Request
 from train.rollouts.stream import Stream
 
@@ -24,7 +26,7 @@ class Evaluation(NamedTuple):
     """The result of an evaluation.
 
     Attributes:
-      metrics: means over all held-out examples.
+      metrics: means over all held-out examples, and the counts of episodes that failed.
       samples: the first few examples, with the completion and its rewards.
     """
 
@@ -36,6 +38,8 @@ def evaluate(
     context: RunContext, stream: Stream, policy: kljax.Policy, key: jax.Array, *, step: int, greedy: bool = False
 ) -> Evaluation:
     """Computes the mean of every named reward over the held-out examples, and `accuracy` in percent.
+
+    Episodes have the metrics of their turns, calls and failures, too; one that failed counts as wrong.
 
     With the sampler of this process the tokens of an example depend on the key and its index among the held-out
     examples, and not on `eval.batch_size`.
@@ -54,6 +58,7 @@ def evaluate(
         Request.held_out(context, first, step=step, key=key, greedy=greedy) for first in range(0, len(examples), size)
     ]
     scores: list[dict[str, np.ndarray]] = []
+    measured: list[tuple[Mapping[str, float], int]] = []
     shown: list[dict[str, Any]] = []
 
     def begin(request: Request) -> Completions:
@@ -80,10 +85,14 @@ def evaluate(
 
         _, judged = judge_together(context, "evaluation", score, lengths=lengths, rows=rows)
         scores.append(judged)
+        measured.append((completions.metrics, rows.count))
         if len(shown) < SHOWN:
             shown += _shown(context.tokenizer, request.examples[: SHOWN - len(shown)], completions, rows, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
-    return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
+    of_episodes = join_episode_metrics(measured)
+    if repeated := means.keys() & of_episodes.keys():
+        raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
+    return Evaluation({**of_episodes, **means, "accuracy": 100 * means["correct"]}, shown)
 
 
 def _shown(

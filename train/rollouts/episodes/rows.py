@@ -1,7 +1,7 @@
 """Episodes as the rows of a batch: a row for each sequence of turns, rewards, failures and metrics."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -210,6 +210,26 @@ def episode_metrics(episodes: Sequence[Episode], *, tools: bool) -> dict[str, fl
         if episode.failure is not None:
             metrics[FAILURES[episode.failure[0]]] += 1.0
     return metrics
+
+
+def join_episode_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Joins the episode metrics of several batches: means over all episodes that did not fail, and sums of counts.
+
+    Args:
+      parts: the metrics of each batch, of which those of `episode_metrics` count, and the number of its episodes.
+    """
+    counts = {*FAILURES.values()}
+    joined: dict[str, float] = {}
+    total = 0.0
+    for metrics, episodes in parts:
+        trained = episodes - sum(metrics.get(name, 0.0) for name in counts)
+        total += trained
+        for name, value in metrics.items():
+            if name in counts:
+                joined[name] = joined.get(name, 0.0) + value
+            elif name.startswith("episode_"):
+                joined[name] = joined.get(name, 0.0) + trained * value
+    return {name: value if name in counts else value / max(total, 1.0) for name, value in joined.items()}
 
 
 def _rewards(episodes: Sequence[Episode]) -> dict[str, np.ndarray] | None:

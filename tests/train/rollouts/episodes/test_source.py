@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
+from train.run.evaluate import evaluate
 from train.sequences.batch import place_rewards, present_arrays
 
 SOURCE = '''
@@ -129,6 +131,10 @@ class Scripted:
         return ended
 
 
+def _score(example, text, finished):
+    return dict.fromkeys(("reward", "correct"), float(text == example.answer))
+
+
 @pytest.fixture(scope="module")
 def source_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("environment") / "mine.py"
@@ -137,18 +143,18 @@ def source_file(tmp_path_factory):
 
 
 @pytest.fixture
-def rollout(source_file, monkeypatch):
-    """Collects the batch of two prompts with two episodes each, whose turns follow a script."""
+def stream_of(source_file, monkeypatch):
+    """Makes a run's context, and a stream of episodes whose turns follow a script."""
     sources = []
 
-    def collected(name, script, *options, **changes):
+    def opened(name, script, *options, **changes):
         config = tiny.config_of(
             f"environment={{name: '{source_file}:{name}', max_turns: 3, max_failures: 0.5}}",
             "rollout={prompts_per_step: 2, samples_per_prompt: 2}",
             f"data.max_completion_length={LENGTH}",
             *options,
         )
-        task = Task("sums", EXAMPLES, [], lambda example, text, _: {"reward": float(text == example.answer)})
+        task = Task("sums", EXAMPLES, [], _score)
         context = tiny.context_of(config, task=task, **changes)
         clock = ScriptClock()
         ask = WorkerProcess.ask
@@ -162,11 +168,17 @@ def rollout(source_file, monkeypatch):
         source = EpisodeSource(context, clock)
         sources.append(source)
         source.update(None, 3)
-        return collect(context, Stream(context, source), 3)
+        return context, Stream(context, source)
 
-    yield collected
+    yield opened
     for source in sources:
         source.close()
+
+
+@pytest.fixture
+def rollout(stream_of):
+    """Collects the batch of two prompts with two episodes each, whose turns follow a script."""
+    return lambda *script, **changes: collect(*stream_of(*script, **changes), 3)
 
 
 @pytest.fixture(autouse=True)
@@ -368,6 +380,18 @@ def test_step_without_an_episode_ends_the_run(rollout):
         SourceError, match=r"^environment.max_failures: got 1, but nothing is left to train on: 4 of 4 .*no answer"
     ):
         rollout("Tools", [["add outage"]] * 4, "environment.max_failures=1.0")
+
+
+def test_evaluation_counts_calls_and_failures_of_all_its_batches(stream_of):
+    held_out = [Example(f"{n}+2", str(n + 2), str(n + 2)) for n in range(1, 6)]
+    # An episode of the second batch begins with the second text of its number.
+    script = [["add 1+2", "3"], ["4", "add outage"], ["add 3+2", "{", "5"], ["4"]]
+    context, stream = stream_of("Tools", script, "eval.batch_size=3", "environment.max_failures=0.6", held_out=held_out)
+    metrics, _ = evaluate(context, stream, None, jax.random.key(0), step=3)
+    assert metrics["accuracy"] == 40
+    assert metrics["episode_tool_calls"] == 2 / 4
+    assert metrics["episode_turns"] == 6 / 4
+    assert metrics["episodes_failed_exception"] == 1
 
 
 class Forgetful(tiny.ByteTokenizer):
