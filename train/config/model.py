@@ -65,8 +65,8 @@ class Model(Section):
     """Recomputed in the backward pass: full: all of a layer; dots: all but projections; auto: what memory asks for."""
     allow_nonfinite: bool = False
     """Load weights of folders that have NaN or infinity; false: refuse them."""
-    freeze_pad_embedding: bool = False
-    """Train no embedding of the pad_token_id of config.json through the inputs, as transformers does."""
+    freeze_pad_embedding: bool | None = None
+    """Train no embedding of the pad_token_id of config.json through the inputs; null: do, with a warning."""
     layers: Size = 2
     """Decoder layers."""
     width: Size = 128

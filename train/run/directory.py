@@ -41,6 +41,7 @@ SERVER = tuple(
         "concurrency",
     )
 )
+PAD_FIELD = "model.freeze_pad_embedding"
 MAY_CHANGE = (
     "steps",
     "output",
@@ -213,8 +214,8 @@ def resume_run(config: Config) -> RunDirectory:
     run.check_config()
     run.check_base()
     run.check_checkpoints()
-    before = flat_fields(load(run.config).config)
-    now = flat_fields(config)
+    before = _compared_fields(load(run.config).config)
+    now = _compared_fields(config)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
@@ -233,6 +234,13 @@ def recorded_remat(run: RunDirectory) -> RematSetting:
     """
     run.check_config()
     return load(run.config).config.model.remat
+
+
+def _compared_fields(config: Config) -> dict[str, object]:
+    """Lists the values that a resumed run has to keep, by dotted name."""
+    fields = flat_fields(config)
+    # null warns, and trains as false does.
+    return {**fields, PAD_FIELD: bool(fields.get(PAD_FIELD))}
 
 
 def flat_fields(config: Config) -> dict[str, object]:

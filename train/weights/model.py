@@ -94,9 +94,12 @@ def make_policy_model(
 
 
 def trained_pad(config: Config) -> int | None:
-    """Returns the padding token of the folder if this run trains its embedding, which transformers does not."""
+    """Returns the padding token of the folder if this run trains its embedding, which transformers does not.
+
+    None where the config says by `model.freeze_pad_embedding` whether it does.
+    """
     section = config.model
-    if section.path is None or config.lora is not None or section.freeze_pad_embedding:
+    if section.path is None or config.lora is not None or section.freeze_pad_embedding is not None:
         return None
     return pad_id(section.path)
 
@@ -106,7 +109,7 @@ def warn_of_pad(pad: int | None, count: int, total: int, rows: str) -> None:
     if count:
         warn(
             f"model.path: {count} of {total} {rows} have token {pad}, the pad_token_id of config.json, whose embedding "
-            "transformers does not train; for the same updates set model.freeze_pad_embedding=true"
+            "transformers does not train; for the same updates set model.freeze_pad_embedding=true, else false"
         )
 
 

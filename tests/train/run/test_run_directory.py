@@ -91,6 +91,14 @@ def test_fields_without_effect_may_differ_on_resume(tmp_path):
     assert load(run.config).config == longer
 
 
+def test_pad_embedding_that_is_trained_may_be_written_on_resume(tmp_path):
+    start_run(config_of(tmp_path))
+    resume_run(config_of(tmp_path, "model.freeze_pad_embedding=false"))
+    resume_run(config_of(tmp_path))
+    with pytest.raises(UserError, match=r"model.freeze_pad_embedding: the run has False, got True$"):
+        resume_run(config_of(tmp_path, "model.freeze_pad_embedding=true"))
+
+
 def test_every_differing_field_is_named(tmp_path):
     start_run(config_of(tmp_path))
     before = files(tmp_path)

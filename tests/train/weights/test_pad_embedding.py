@@ -54,7 +54,8 @@ def test_prompts_with_the_pad_token_are_warned_of(tmp_path: Path, capsys: pytest
     prompts = prompts_of([3, 0, 4], [5, 6])
     warn_of_pad_in_prompts(config_of(path=str(MODEL)), prompts)
     assert "1 of 2 prompts have token 0" in capsys.readouterr().err
-    warn_of_pad_in_prompts(config_of(path=str(MODEL), freeze_pad_embedding=True), prompts)
+    for decided in (False, True):
+        warn_of_pad_in_prompts(config_of(path=str(MODEL), freeze_pad_embedding=decided), prompts)
     warn_of_pad_in_prompts(config_of(path=str(MODEL)), prompts_of([3, 4]))
     warn_of_pad_in_prompts(config_of(path=folder_without_pad(tmp_path)), prompts)
     assert not capsys.readouterr().err
