@@ -20,7 +20,7 @@ from train.rollouts.lag import lags_of_rows, measure_lags, reads_lags, token_lag
 from train.rollouts.recorded import name_parents, record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
-from train.rollouts.row_statistics import check_rows, measure_rows, without_floors
+from train.rollouts.row_statistics import check_rows, has_log_prob, measure_rows, without_floors
 from train.rollouts.source import Array, Completions, SourceError, batch_rows
 from train.rollouts.stream import Stream
 from train.sequences.batch import Batch
@@ -249,12 +249,13 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
         for turn in turns:
             start = len(turn.prompt_ids)
             end = start + len(turn.ids)
-            expected[start:end] = True
+            drawn = np.asarray(turn.rollout_log_probs, np.float32 if recorded is None else recorded.dtype)
+            # A token without a log-prob is not trained.
+            known = recorded is None or has_log_prob(drawn)
+            expected[start:end] = known
             if ids[:end].tolist() != [*turn.prompt_ids, *turn.ids]:
                 problem = "other ids than its turns"
-            elif recorded is not None and not np.array_equal(
-                recorded[start:end], np.asarray(turn.rollout_log_probs, recorded.dtype)
-            ):
+            elif recorded is not None and not np.array_equal(recorded[start:end], np.where(known, drawn, 0)):
                 problem = "other log-probs than its turns"
         if not np.array_equal(trained, expected):
             problem = "trained tokens that were not sampled, or sampled ones that are not trained"

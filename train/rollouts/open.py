@@ -41,6 +41,8 @@ def open_source(context: RunContext) -> Source:
       UserError: a server or file is missing or invalid, or a function of the user fails; names the field.
     """
     section = context.config.rollout.source
+    if context.config.environment is not None:
+        return EpisodeSource(context)
     if section.type == "file":
         return FileSource(context, section)
     if section.type == "openai":
@@ -49,4 +51,4 @@ def open_source(context: RunContext) -> Source:
         return EndpointSource(context, section)
     if section.type == "custom":
         return UserSource(context, section.function, make_user_source(context, section))
-    return JaxSource(context) if context.config.environment is None else EpisodeSource(context)
+    return JaxSource(context)

@@ -37,7 +37,10 @@ def test_turn_longer_than_its_episode_is_refused():
     ("option", "message"),
     [
         ("rollout.slots=4", "rollout.slots: got 4, but there is an environment, and environment.rows sets"),
-        ("rollout.source={type: openai, url: 'http://a:1', model: m}", "environment: got one, but rollout.source.type"),
+        (
+            "rollout.source={type: file, path: /tmp}",
+            "environment: got one, but rollout.source.type file draws no turns",
+        ),
         ("environment.turn_tokens=9", "environment.turn_tokens: got 9, more than data.max_completion_length"),
         ("environment.max_turns=0", "environment.max_turns: got 0, expected an integer >= 1"),
         (

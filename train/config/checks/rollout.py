@@ -170,9 +170,9 @@ def _environment(config: Config) -> Iterator[Problem]:
     environment = config.environment
     if environment is None:
         return
-    if section.source.type != "jax":
+    if section.source.type not in ("jax", "openai"):
         yield problem(
-            f"got one, but rollout.source.type {section.source.type} draws no turns; set that to jax",
+            f"got one, but rollout.source.type {section.source.type} draws no turns; set that to jax or openai",
             "environment",
             "rollout.source.type",
         )
@@ -181,6 +181,11 @@ def _environment(config: Config) -> Iterator[Problem]:
         ("rollout.record_kept_tokens", section.record_kept_tokens, "the engine does not record them"),
         ("rollout.mesh", section.mesh, "episodes run on one device"),
     ]
+    if section.source.type == "openai":
+        refused += [
+            ("rollout.ahead", section.ahead, "the episodes of a step run while it waits"),
+            ("environment.rows", environment.rows, "servers have a cache of their own"),
+        ]
     for field, value, reason in refused:
         if value not in (None, False):
             yield problem(f"got {value!r}, but there is an environment, and {reason}", field, "environment")

@@ -1,4 +1,4 @@
-"""The source of episodes: turns of the engine in this process, and an environment in worker processes."""
+"""The source of episodes: turns of the engine in this process or of servers, and an environment in worker processes."""
 
 import dataclasses
 import time
@@ -15,6 +15,7 @@ from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation
 from train.data.tokenizers.calls import ToolCall, parse_calls
 from train.data.tokenizers.protocol import EpisodeTokenizer
+from train.distributed.peers import processes
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
 from train.rollouts.engine.of_run import make_engine, rows_of_run
@@ -23,6 +24,8 @@ from train.rollouts.episodes.environments import Answer, Environments
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn
+from train.rollouts.server import ServerSource
+from train.rollouts.server.turns import ServerTurns
 from train.rollouts.source import Completions, InTurn, Request, SourceError
 
 
@@ -69,8 +72,14 @@ class EpisodeSource(InTurn):
         super().__init__()
         config = context.config
         assert config.environment is not None
-        if context.mesh.size > 1:
-            raise UserError(f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one")
+        servers = config.rollout.source
+        if context.mesh.size > 1 and servers.type != "openai":
+            raise UserError(
+                f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one, unless "
+                "rollout.source.type openai draws their turns"
+            )
+        if processes() > 1:
+            raise UserError(f"environment: got {processes()} processes, expected 1: episodes run in one")
         self._context = context
         self._section = config.environment
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
@@ -87,10 +96,19 @@ class EpisodeSource(InTurn):
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
         self._prompt_length = config.data.max_prompt_length
         self._longest = config.data.max_completion_length
-        self._engine: TurnEngine | None = None
+        self._engine: TurnEngine | ServerTurns | None = None
+        if servers.type == "openai":
+            try:
+                self._engine = ServerTurns(ServerSource(context, servers))
+            except UserError:
+                self._environments.close()
+                raise
 
     def update(self, policy: kljax.Policy, version: int) -> None:
-        """Sets the weights; the first call compiles the engine."""
+        """Sets the weights; the first call compiles the engine, if turns are drawn here."""
+        if isinstance(self._engine, ServerTurns):
+            self._engine.update(policy, version)
+            return
         context = self._context
         with context.layout.active():
             if self._engine is None:
@@ -146,9 +164,11 @@ class EpisodeSource(InTurn):
             turn_scores=self._context.plan.turns > 0,
         )
         metrics = episode_metrics(episodes, tools=has_tools)
+        if isinstance(self._engine, ServerTurns):
+            metrics |= self._engine.metrics
         return dataclasses.replace(completions, metrics=metrics)
 
-    def _run(self, engine: TurnEngine, running: Sequence[_Running]) -> None:
+    def _run(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running]) -> None:
         rows = [{"prompt": s.example.prompt, "answer": s.example.answer, **s.example.record} for s in running]
         questions = [{"do": "reset", "episode": number, "row": row} for number, row in enumerate(rows)]
         for number, answer in enumerate(self._environments.answer(questions)):
@@ -182,7 +202,7 @@ class EpisodeSource(InTurn):
         # After the others, which a call that hangs would take with it.
         self._environments.answer([{"do": "close", "episode": number} for number in failed])
 
-    def _start(self, engine: TurnEngine, number: int, state: _Running, text: str) -> None:
+    def _start(self, engine: TurnEngine | ServerTurns, number: int, state: _Running, text: str) -> None:
         example = state.example
         if text:
             messages = example.messages
@@ -205,7 +225,7 @@ class EpisodeSource(InTurn):
         state.messages = self._tokenizer.messages(example)
         self._ask(engine, number, state)
 
-    def _ask(self, engine: TurnEngine, number: int, state: _Running) -> None:
+    def _ask(self, engine: TurnEngine | ServerTurns, number: int, state: _Running) -> None:
         used = len(state.ids) - len(state.prompt)
         limit = min(self._longest - used, self._section.turn_tokens or self._longest)
         # No two tokens of an episode are drawn with one number, also after a fork.
@@ -214,7 +234,7 @@ class EpisodeSource(InTurn):
         state.turn_seconds = 0.0
         engine.submit(state.turn)
 
-    def _observe(self, engine: TurnEngine, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
+    def _observe(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
         waiting: list[tuple[int, str]] = []
         questions: list[dict[str, Any]] = []
@@ -272,7 +292,7 @@ class EpisodeSource(InTurn):
         weights = self._context.config.rewards.weights or {"reward": 1.0}
         return sum(weight * rewards.get(name, 0.0) for name, weight in weights.items())
 
-    def _go_on(self, engine: TurnEngine, number: int, state: _Running, *, text: str, role: str) -> None:
+    def _go_on(self, engine: TurnEngine | ServerTurns, number: int, state: _Running, *, text: str, role: str) -> None:
         """Appends an observation, and asks for the next turn, unless a limit ends the episode."""
         if len(state.episode.turns) >= self._section.max_turns:
             return
@@ -315,8 +335,10 @@ class EpisodeSource(InTurn):
         return False
 
     def close(self) -> None:
-        """Ends the processes of the environment."""
+        """Ends the processes of the environment, and what servers draw."""
         self._environments.close()
+        if isinstance(self._engine, ServerTurns):
+            self._engine.close()
 
 
 def _end(number: int, episode: Episode) -> dict[str, Any]:

@@ -173,6 +173,7 @@ class Engines:
         *,
         most_bytes: int,
         url: str | None = None,
+        place: int | None = None,
     ) -> Future[list[_Parsed]]:
         """Begins to post requests, and returns at once; the first error ends all.
 
@@ -184,11 +185,12 @@ class Engines:
           asks: for each request, called when it is sent: the JSON, and what reads the answer or raises `AnswerError`.
           most_bytes: limit of each answer, also after decompression.
           url: the engine to ask; None: any.
+          place: number of the engine to prefer, modulo those that are ready; None: the least busy one.
 
         Returns:
           The answers to come, in order, for `wait_for`.
         """
-        return self._client.start(self._complete(path, asks, most_bytes, url))
+        return self._client.start(self._complete(path, asks, most_bytes, url, place))
 
     async def _complete(
         self,
@@ -196,10 +198,11 @@ class Engines:
         asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
         most_bytes: int,
         url: str | None,
+        place: int | None,
     ) -> list[_Parsed]:
         self._unfinished += 1
         try:
-            return await self._answers(path, asks, most_bytes, url)
+            return await self._answers(path, asks, most_bytes, url, place)
         finally:
             self._unfinished -= 1
 
@@ -209,6 +212,7 @@ class Engines:
         asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
         most_bytes: int,
         url: str | None,
+        place: int | None,
     ) -> list[_Parsed]:
         answers: dict[int, tuple[str, _Parsed]] = {}
 
@@ -230,7 +234,7 @@ class Engines:
                 path,
                 body,
                 read,
-                lambda: contextlib.nullcontext(url) if url else self._choose(tried),
+                lambda: contextlib.nullcontext(url) if url else self._choose(tried, place),
                 most_bytes=most_bytes,
                 attempts=attempts,
                 queued=True,
@@ -282,20 +286,21 @@ class Engines:
         return {label for label in labels | ({self.label} if self._unfinished else set()) if label is not None}
 
     @contextlib.asynccontextmanager
-    async def _choose(self, tried: list[str]) -> AsyncIterator[str]:
+    async def _choose(self, tried: list[str], place: int | None) -> AsyncIterator[str]:
         """Yields the address for an attempt; an engine that fails it is avoided by later ones."""
         async with self._under_way_with_weights():
-            with self._chosen(tried) as url:
+            with self._chosen(tried, place) as url:
                 yield url
 
     @contextlib.contextmanager
-    def _chosen(self, tried: list[str]) -> Iterator[str]:
+    def _chosen(self, tried: list[str], place: int | None) -> Iterator[str]:
         if self._router:
             url = self._router
         else:
             ready = [url for url in self.urls if url not in self._down] or self.urls
             others = [url for url in ready if url not in tried] or ready
             url = min(others, key=lambda url: (self._under_way[url], self._sent[url]))
+            url = url if place is None else others[place % len(others)]
         tried.append(url)
         self._under_way[url] += 1
         self._sent[url] += 1

@@ -188,6 +188,18 @@ class ServerSource:
             self._in_flight.append(sent)
             sent.answers.add_done_callback(functools.partial(self._end, sent))
 
+    def ask_turn(
+        self, prompt: Sequence[int], *, max_tokens: int, seed: int, greedy: bool, place: int | None
+    ) -> Future[list[ServerAnswer]]:
+        """Begins to request one turn of an episode, of the server in this place of the pool if it is there."""
+        body = self._body(prompt, seed) | {"max_tokens": max_tokens} | (dict(GREEDY) if greedy else {})
+        return self._ask([body], read_answer, place=place)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the pool."""
+        return self._engines.metrics
+
     def take(self) -> FinishedSamples:
         """Waits for the answers of the request that ends next, and pads the rows of this process."""
         sent = self._next_finished()
@@ -258,7 +270,11 @@ class ServerSource:
         return body
 
     def _ask(
-        self, bodies: Sequence[dict[str, Any]], read: Callable[[Requested, bytes], _Read], url: str | None = None
+        self,
+        bodies: Sequence[dict[str, Any]],
+        read: Callable[[Requested, bytes], _Read],
+        url: str | None = None,
+        place: int | None = None,
     ) -> Future[list[_Read]]:
         """Begins to request completions, which come in the order of their requests, of one server or any."""
 
@@ -274,6 +290,7 @@ class ServerSource:
             [functools.partial(ask, body) for body in bodies],
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * per_token,
             url=url,
+            place=place,
         )
 
     def _requested(self, body: Mapping[str, Any], weights: RequestedWeights) -> Requested:
@@ -307,7 +324,7 @@ class ServerSource:
             examples=[sent.request.examples[row // sent.request.samples] for row in rows],
             **padded,
             finished=np.array([answer.finished for answer in answers], bool),
-            metrics=self._engines.metrics,
+            metrics=self.metrics,
             texts=decode_completions(*sequences, self._context.tokenizer),
         )
 
