@@ -302,6 +302,10 @@ class Config(Section):
             rollout = rollout.model_copy(update={"mesh": sampling.filled(mesh)})
         return self.model_copy(update={"mesh": mesh, "rollout": rollout})
 
+    def runs_episodes(self) -> bool:
+        """Whether a completion is an episode, of an environment or of an agent program."""
+        return self.environment is not None or self.rollout.source.type == "endpoint"
+
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

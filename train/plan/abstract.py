@@ -1,5 +1,7 @@
 """The state of a run as shapes, types and shardings: all that a compiler needs, and no memory."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kljax
 from train.config.plan import Plan
+from train.context import RunContext
 from train.models import Decoder
 from train.models.parameters import abstract_adapter, abstract_params, abstract_value_head
 from train.models.sharding import replicated
@@ -17,9 +20,44 @@ from train.references.follow import scored_part, with_abstract_reference
 from train.rl.algorithms import make_controllers
 from train.rl.policy import ScoredPolicy
 from train.rl.state import GuardState, TrainState, abstract_optimizer_state
+from train.rollouts.engine import TurnEngine
+from train.rollouts.engine.of_run import engine_of_run
+from train.rollouts.engine.programs import LoweredEngineProgram
 from train.weights.model import field_errors
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractEngine:
+    """The engine of episodes without memory.
+
+    Attributes:
+      engine: whose programs are not compiled.
+      weights: the layers of the policy, apart from each other, as the programs take them.
+      pool: the rows of the KV cache.
+      unstack: the program that makes the weights, lowered.
+    """
+
+    engine: TurnEngine
+    weights: Tree
+    pool: Tree
+    unstack: Any
+
+    @classmethod
+    def of(cls, context: RunContext, policy: kljax.Policy) -> "AbstractEngine | None":
+        """Describes the engine of a run for a described policy; None if its rollouts have no engine."""
+        engine = engine_of_run(context)
+        if engine is None:
+            return None
+        everywhere = replicated(context.layout.mesh)
+        weights, unstack = engine.programs.abstract_weights(policy)
+        pool = jax.eval_shape(engine.programs.make_pool)
+        return cls(engine, with_sharding(weights, everywhere), with_sharding(pool, everywhere), unstack)
+
+    def lower(self) -> Iterator[LoweredEngineProgram]:
+        """Lowers all programs of the engine."""
+        return self.engine.programs.lower(self.weights, self.pool)
 
 
 def with_sharding(tree: Tree, sharding: NamedSharding) -> Tree:

@@ -19,7 +19,7 @@ from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import choose_implementation, expected_trips
 from train.models.sharding import HOST, batch_sharding, device_bytes, replicated
-from train.plan.abstract import abstract_reference, abstract_state, with_sharding
+from train.plan.abstract import AbstractEngine, abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
 from train.rl.host_memory import has_host_memory
 from train.rl.objective import coefficients, tile
@@ -27,6 +27,8 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
+from train.rollouts.engine.of_run import check_one_device
+from train.rollouts.engine.programs import extend_name
 from train.rollouts.jax_source import (
     evaluation_programs,
     rollout_programs,
@@ -47,7 +49,8 @@ class LoweredProgram:
     """A program of a step.
 
     Attributes:
-      name: "lay out", "sample", "evaluate", "score", "score reference", "prepare" or "update".
+      name: "lay out", "sample", "evaluate", "score", "score reference", "prepare" or "update"; or a name of the engine
+        of episodes, such as "decode_64_after_512".
       lowered: ready to be compiled.
       beside: bytes on a device of the arrays of the run that are in memory and no arguments.
       parts: bytes on a device of known arrays, by name.
@@ -72,12 +75,14 @@ class AbstractRun:
       state: before RL.
       base: frozen weights under an adapter; None without one.
       reference: the reference; None without one.
+      engine: of episodes, whose weights and KV cache stay in memory; None without one.
     """
 
     context: RunContext
     state: TrainState
     base: Tree
     reference: ScoredPolicy | None
+    engine: AbstractEngine | None = None
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "AbstractRun":
@@ -96,7 +101,11 @@ class AbstractRun:
         model, tokenizer = planned_model(config)
         context = make_bare_context(config, model, mesh, tokenizer)
         state, base = abstract_state(context.plan, model, context.optimizer, mesh)
-        return cls(context, state, base, abstract_reference(context.plan, model, mesh, state))
+        check_one_device(context)
+        run = cls(context, state, base, abstract_reference(context.plan, model, mesh, state))
+        with context.layout.active():
+            engine = AbstractEngine.of(context, run.sampling_policy())
+        return dataclasses.replace(run, engine=engine)
 
     def resident(self) -> dict[str, Tree]:
         """Returns the arrays that stay in memory from step to step, by name."""
@@ -105,6 +114,7 @@ class AbstractRun:
             "optimizer": self.state.opt_state,
             "reference": (self.reference, self.state.reference),
             "lagged policies": self.state.past,
+            "engine": () if self.engine is None else (self.engine.weights, self.engine.pool),
         }
         return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
 
@@ -117,13 +127,14 @@ class AbstractRun:
     def lower(self) -> Iterator[LoweredProgram]:
         """Lowers the programs of a step, one at a time: laying out weights, sampling, scoring, preparing, updating.
 
-        An evaluation is lowered if its KV cache is larger, or if rollouts come from elsewhere.
+        An evaluation is lowered if its KV cache is larger, or if rollouts come from elsewhere. Of the programs of an
+        engine those are lowered that episodes of full length run.
         """
         with jax.set_mesh(self.context.mesh):
             policy = self.policy()
             if not self.context.layout.in_place:
                 yield from self._lay_out(policy)
-            yield from self._samplers()
+            yield from self._samplers() if self.engine is None else self._engine(self.engine)
             batch = self._rollout_batch()
             batch, programs = self._score(batch)
             yield from programs
@@ -140,6 +151,11 @@ class AbstractRun:
     def policy(self) -> kljax.Policy:
         """Returns the weights that sample: the weights of the state, or the oldest of a lagged policy."""
         return policy_of(self.state.past[0] if self.state.past else self.state.trainable, self.base)
+
+    def sampling_policy(self) -> kljax.Policy:
+        """Returns the weights that sample, as the layout for sampling has them."""
+        layout = self.context.layout
+        return self.policy() if layout.in_place else layout.abstract_policy()
 
     def _traced(
         self,
@@ -165,6 +181,26 @@ class AbstractRun:
                 runs = int(part == "adapter" or policy.adapter is None)
                 yield LoweredProgram(f"lay out {part}", lowered, self.beside(weights), {}, runs, {})
 
+    def _engine(self, engine: AbstractEngine) -> Iterator[LoweredProgram]:
+        """Lowers the programs of the engine that episodes of full length run."""
+        config = self.context.config
+        section = config.rollout
+        counts = engine.engine.executions(
+            prompts=section.prompts_per_step,
+            samples=section.samples_per_prompt - section.fork_rows,
+            prompt_length=config.data.max_prompt_length,
+            length=config.data.max_completion_length,
+        )
+        sizes = engine.engine.sizes
+        largest = extend_name(max(sizes.extends), sizes.lengths[-1])
+        with self.context.layout.active():
+            yield LoweredProgram("engine weights", engine.unstack, self.beside(self.policy()), {}, 1, {})
+            for name, lowered, arguments in engine.lower():
+                # Shorter prompts may need the largest program.
+                if name in counts or name == largest:
+                    loops = {"decode": sizes.chunk, **self._expert_tiles(sizes.rows)}
+                    yield LoweredProgram(name, lowered, self.beside(arguments), {}, counts.get(name, 0), loops)
+
     def _samplers(self) -> Iterator[LoweredProgram]:
         """Lowers the sampler of rollouts, and that of an evaluation where it may need more memory."""
         config = self.context.config
@@ -172,12 +208,12 @@ class AbstractRun:
         repeats, samples = rollout_rows(context)
         length = config.data.max_prompt_length
         largest = 0
-        if config.rollout.source.type == "jax":
+        if config.rollout.source.type == "jax" and not config.runs_episodes():
             prompts = config.rollout.prompts_per_step * repeats
             program = self._sampler("sample", rollout_programs(context)[length], prompts, samples)
             largest = program.parts["KV cache"]
             yield program
-        if self._sampler_cache(config.eval.rows(), 1) > largest:
+        if not config.runs_episodes() and self._sampler_cache(config.eval.rows(), 1) > largest:
             program = self._sampler("evaluate", evaluation_programs(context)[length], config.eval.rows(), 1)
             yield dataclasses.replace(program, runs=0)
 
@@ -187,7 +223,7 @@ class AbstractRun:
         layout = self.context.layout
         length = config.data.max_prompt_length
         with layout.active():
-            policy = self.policy() if layout.in_place else layout.abstract_policy()
+            policy = self.sampling_policy()
             rows = batch_sharding(layout.mesh)
             tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=rows)
             mask = jax.ShapeDtypeStruct((prompts, length), jnp.bool, sharding=rows)

@@ -28,8 +28,7 @@ def open_stream(context: RunContext, *, continued: bool = False) -> Stream:
 
 def open_evaluation(context: RunContext, rollouts: Stream | None = None) -> Stream:
     """Opens the stream that `eval.source` names; `rollouts` is that of the run, if there is one."""
-    runs_episodes = context.config.environment is not None or context.config.rollout.source.type == "endpoint"
-    if context.config.eval.source == "jax" and not runs_episodes:
+    if context.config.eval.source == "jax" and not context.config.runs_episodes():
         return Stream(context, JaxSource(context))
     return rollouts or Stream(context, open_source(context))
 

@@ -51,6 +51,9 @@ def evaluate(
       key: of the samples, the same for every evaluation.
       step: number of RL steps of the policy.
       greedy: whether to take the most probable tokens.
+
+    Raises:
+      UserError: a reward has the name of a metric of episodes.
     """
     examples = context.held_out
     size = context.config.eval.batch_size

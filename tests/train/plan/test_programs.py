@@ -1,9 +1,21 @@
-"""The loops of a planned step whose length depends on its data."""
+"""The programs of a planned step: loops whose length depends on data, and the engine of episodes."""
 
-from tests.tiny import config_of, mesh_of
+import jax
+import pytest
+
+import kljax
+from tests.tiny import config_of, host_params, mesh_of
+from train.config.errors import UserError
+from train.models.sharding import device_bytes
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
 from train.plan.programs import AbstractRun
+from train.rollouts.engine.of_run import engine_of_run
+
+CALCULATOR = "environment={name: 'train.data.environments.calculator:Calculator', max_turns: 3}"
+AGENT = "rollout.source={type: endpoint, agent: 'train.data.agents.calculator:play'}"
+ROWS = "rollout={prompts_per_step: 4, samples_per_prompt: 4}"
+OTHERS = ["score", "prepare", "update"]
 
 
 def operations(name: str, *changes: str) -> float:
@@ -20,3 +32,44 @@ def test_operations_do_not_depend_on_the_tokens_of_a_chunk():
     assert chunks[0] == chunks[1] > 0
     tiles = [operations("score", f"log_probs.tile={{tokens: {tokens}, vocab: 16}}") for tokens in (8, 16)]
     assert tiles[0] == tiles[1] > 0
+
+
+@pytest.mark.parametrize("episodes", [CALCULATOR, AGENT])
+def test_engine_of_episodes_is_planned(episodes):
+    run = AbstractRun.of(config_of(ROWS, episodes, "data.max_completion_length=20", "kl.loss.coef=0.1"), mesh_of())
+    engine = engine_of_run(run.context)
+    weights = engine.programs.weights(kljax.Policy(host_params()))
+    assert device_bytes(run.resident()["engine"]) == sum(
+        x.nbytes for x in jax.tree.leaves((weights, engine.programs.make_pool()))
+    )
+    programs = {program.name: program for program in run.lower()}
+    length = run.context.config.data.max_prompt_length
+    assert {name: x.runs for name, x in programs.items() if x.runs and name not in OTHERS} == {
+        "engine weights": 1,
+        **engine.executions(prompts=4, samples=4, prompt_length=length, length=20),
+    }
+    assert [name for name, x in programs.items() if not x.runs] == ["extend_256x12x25_after_25"], "the largest"
+    assert [*programs][-3:] == OTHERS
+    # The engine stays in memory while the update runs, and is an argument of its own programs.
+    pool, together = (device_bytes(x) for x in (run.engine.pool, run.resident()["engine"]))
+    assert programs["score"].beside == device_bytes(run.resident()) - device_bytes((run.state.trainable, run.reference))
+    decode = next(x for name, x in programs.items() if name.startswith("decode"))
+    assert decode.beside == device_bytes(run.resident()) - together
+    put = next(x for name, x in programs.items() if name.startswith("put"))
+    assert put.beside == device_bytes(run.resident()) - pool
+    compiled = decode.lowered.compile({"xla_backend_optimization_level": 0})
+    module = parse(compiled.as_text())
+    chunk = engine.sizes.chunk
+    assert count_flops(module, decode.loops) == pytest.approx(chunk * count_flops(module, {"decode": 1}), rel=1e-6)
+
+
+def test_episodes_of_servers_have_no_programs():
+    source = "rollout.source={type: openai, url: 'http://127.0.0.1:1', model: m}"
+    run = AbstractRun.of(config_of(CALCULATOR, source, "kl.loss.coef=0.1"), mesh_of())
+    assert [program.name for program in run.lower()] == OTHERS
+
+
+@pytest.mark.parametrize(("episodes", "field"), [(CALCULATOR, "environment"), (AGENT, "rollout.source.type")])
+def test_plan_of_episodes_on_several_devices_is_refused(episodes, field):
+    with pytest.raises(UserError, match=f"^{field}: got .*mesh of 2 devices, expected 1: episodes run on one"):
+        AbstractRun.of(config_of(episodes, "mesh.data=2"), mesh_of(2))

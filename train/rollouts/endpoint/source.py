@@ -18,7 +18,7 @@ from train.rollouts.endpoint.generator import Generator
 from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestError, SequenceLengths
 from train.rollouts.engine import TurnEngine
-from train.rollouts.engine.of_run import make_engine, rows_of_run
+from train.rollouts.engine.of_run import check_one_device, engine_of_run
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
@@ -47,11 +47,7 @@ class EndpointSource(InTurn):
           UserError: the agent program cannot be imported, a key is missing, or nobody may listen there.
         """
         super().__init__()
-        if context.mesh.size > 1:
-            raise UserError(
-                f"rollout.source.type: got endpoint with a mesh of {context.mesh.size} devices, expected 1: episodes "
-                "run on one"
-            )
+        check_one_device(context)
         try:
             from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
         except ImportError:
@@ -105,8 +101,8 @@ class EndpointSource(InTurn):
         context = self._context
         with context.layout.active():
             if self._engine is None:
-                rows = rows_of_run(context, self._section.rows)
-                self._engine = make_engine(context, rows, self._lengths.total)
+                self._engine = engine_of_run(context)
+                assert self._engine is not None
             self._engine.update(context.layout.weights(policy), version)
 
     def sample(self, request: Request) -> Completions:

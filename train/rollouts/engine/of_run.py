@@ -1,5 +1,6 @@
 """The engine for the config of a run."""
 
+from train.config.errors import UserError
 from train.context import RunContext
 from train.data.tokenizers import vocabulary_bytes
 from train.rollouts.engine.programs import EngineSizes
@@ -19,6 +20,34 @@ def make_engine(context: RunContext, rows: int, columns: int) -> TurnEngine:
         eos_ids=context.tokenizer.eos_ids,
         stop=stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else []),
     )
+
+
+def check_one_device(context: RunContext) -> None:
+    """Raises `UserError` unless the devices of a run are one, if its engine draws the turns of episodes."""
+    config = context.config
+    source = config.rollout.source.type
+    if context.mesh.size == 1 or source not in ("jax", "endpoint"):
+        return
+    if source == "endpoint":
+        got = f"rollout.source.type: got endpoint with a mesh of {context.mesh.size} devices"
+        raise UserError(f"{got}, expected 1: episodes run on one")
+    if config.environment is not None:
+        raise UserError(
+            f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one, unless "
+            "rollout.source.type openai draws their turns"
+        )
+
+
+def engine_of_run(context: RunContext) -> TurnEngine | None:
+    """Makes the engine that a config asks for; None if its rollouts have none."""
+    config = context.config
+    source = config.rollout.source
+    columns = config.data.max_prompt_length + config.data.max_completion_length
+    if source.type == "endpoint":
+        return make_engine(context, rows_of_run(context, source.rows), columns)
+    if config.environment is not None and source.type == "jax":
+        return make_engine(context, rows_of_run(context, config.environment.rows), columns)
+    return None
 
 
 def rows_of_run(context: RunContext, wanted: int | None) -> int:

@@ -9,7 +9,7 @@ Shapes: R rows of the pool, S old columns, N new tokens in E segments, B rows of
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +129,14 @@ class ChunkRows:
         return cls(next(zeros), lengths, keys, next(zeros), next(zeros))
 
 
+class LoweredEngineProgram(NamedTuple):
+    """A program of the engine that is ready to be compiled: its name, and its arguments."""
+
+    name: str
+    lowered: Any
+    arguments: Any
+
+
 class EnginePrograms:
     """The programs for one model and one sampling distribution, on one device.
 
@@ -171,39 +179,49 @@ class EnginePrograms:
         leaves, self._structure = jax.tree.flatten(self._unstack(policy))
         return leaves
 
+    def abstract_weights(self, policy: kljax.Policy) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """Returns the shapes of the `weights` of a described policy, and the lowered program that makes them."""
+        leaves, self._structure = jax.tree.flatten(jax.eval_shape(self._prepared, policy))
+        return leaves, self._unstack.lower(policy)
+
     def _prepared(self, policy: kljax.Policy) -> tuple[Transformer, Tree]:
         head = "embed_tokens" if self.model.config.tie_embeddings else "lm_head"
         return bind(self.model, policy).unrolled(), {head: policy.params[head]}
 
     def compile(self, weights: list[jax.Array], pool: Pool) -> None:
         """Compiles all programs, and logs their names."""
+        for program in self.lower(weights, pool):
+            self.compiled[program.name] = program.lowered.compile()
+        log.info("engine: %d programs: %s", len(self.compiled), ", ".join(self.compiled))
+
+    def lower(self, weights: Sequence[Any], pool: Pool) -> Iterator[LoweredEngineProgram]:
+        """Lowers all programs, one after the other, for weights and a pool or for what describes them."""
         sizes = self.sizes
         put = jax.jit(put_rows, donate_argnums=0)
         greedy = np.zeros((), bool)
 
-        def add(name: str, program: Any, *arguments: Any, **static: Any) -> None:
-            self.compiled[name] = program.lower(*arguments, **static).compile()
+        def lowered(name: str, program: Any, *arguments: Any, **static: Any) -> LoweredEngineProgram:
+            return LoweredEngineProgram(name, program.lower(*arguments, **static), arguments)
 
         for size, columns in itertools.product(sizes.extends, sizes.lengths):
-            name = _extend(size, columns)
+            name = extend_name(size, columns)
             segments = empty_segments(size)
             rows = ChunkRows.empty(size.segments, sizes.columns)
             program = jax.jit(_named(self._extend, f"engine_{name}"), static_argnames="columns")
-            add(name, program, weights, pool, segments, rows, greedy, columns=columns)
+            yield lowered(name, program, weights, pool, segments, rows, greedy, columns=columns)
         for batch, columns in itertools.product(sizes.batches, sizes.lengths):
-            name = _decode(batch, columns)
+            name = decode_name(batch, columns)
             numbers = np.zeros(batch, np.int32)
             rows = ChunkRows.empty(batch, sizes.columns)
             program = jax.jit(_named(self._decode, f"engine_{name}"), static_argnames="columns")
-            add(name, program, weights, pool, numbers, numbers, rows, greedy, columns=columns)
+            yield lowered(name, program, weights, pool, numbers, numbers, rows, greedy, columns=columns)
         for count, width in {(size.segments, size.width) for size in sizes.extends} | {
             (batch, sizes.chunk) for batch in sizes.batches
         }:
             new = jax.eval_shape(lambda: make_pool(self.model.config, count, width))  # noqa: B023
             numbers = np.zeros(count, np.int32)
-            add(_put(count, width), put, pool, numbers, numbers, new)
-        add("copy", jax.jit(copy_row, donate_argnums=0), pool, np.int32(0), np.int32(0))
-        log.info("engine: %d programs: %s", len(self.compiled), ", ".join(self.compiled))
+            yield lowered(put_name(count, width), put, pool, numbers, numbers, new)
+        yield lowered("copy", jax.jit(copy_row, donate_argnums=0), pool, np.int32(0), np.int32(0))
 
     def extend(
         self,
@@ -217,9 +235,9 @@ class EnginePrograms:
         greedy: bool,
     ) -> tuple[Pool, DrawnTokens]:
         """Runs new tokens of rows, and draws one more token after each segment."""
-        program = self.compiled[_extend(size, columns)]
+        program = self.compiled[extend_name(size, columns)]
         new, drawn = program(weights, pool, segments, rows, np.asarray(greedy))
-        put = self.compiled[_put(size.segments, size.width)]
+        put = self.compiled[put_name(size.segments, size.width)]
         return put(pool, rows.rows, rows.lengths, new), drawn
 
     def decode(
@@ -234,9 +252,9 @@ class EnginePrograms:
         greedy: bool,
     ) -> tuple[Pool, DrawnTokens]:
         """Draws up to `chunk` tokens of each row, at most `limits` [B]; `pending` [B] were drawn last."""
-        program = self.compiled[_decode(len(pending), columns)]
+        program = self.compiled[decode_name(len(pending), columns)]
         new, drawn = program(weights, pool, pending, limits, rows, np.asarray(greedy))
-        put = self.compiled[_put(len(pending), self.sizes.chunk)]
+        put = self.compiled[put_name(len(pending), self.sizes.chunk)]
         return put(pool, rows.rows, rows.lengths, new), drawn
 
     def copy(self, pool: Pool, source: int, target: int) -> Pool:
@@ -348,7 +366,8 @@ class EnginePrograms:
             DecoderState(by_stack(caches, self._layers), steps, unrolled=True),
             *(jnp.zeros((count, steps), jnp.int32), jnp.zeros((count, steps), dtype), jnp.zeros(count, jnp.int32)),
         )
-        end = lax.while_loop(lambda carry: (carry[0] < steps) & jnp.any(carry[1]), advance, start)
+        with jax.named_scope("decode"):
+            end = lax.while_loop(lambda carry: (carry[0] < steps) & jnp.any(carry[1]), advance, start)
         _, _, _, stop_states, state, tokens, log_probs, done = end
         new = [cache.completions for cache in by_layer(state.stacks, self._layers)]
         return new, DrawnTokens(tokens, log_probs, done, stop_states)
@@ -377,13 +396,16 @@ def _named(function: Any, name: str) -> Any:
     return named
 
 
-def _extend(size: ExtendSize, columns: int) -> str:
+def extend_name(size: ExtendSize, columns: int) -> str:
+    """Returns the name of a program that runs new tokens."""
     return f"extend_{size.tokens}x{size.segments}x{size.width}_after_{columns}"
 
 
-def _decode(rows: int, columns: int) -> str:
+def decode_name(rows: int, columns: int) -> str:
+    """Returns the name of a program that draws a chunk."""
     return f"decode_{rows}_after_{columns}"
 
 
-def _put(rows: int, width: int) -> str:
+def put_name(rows: int, width: int) -> str:
+    """Returns the name of a program that writes new columns into the pool."""
     return f"put_{rows}x{width}"

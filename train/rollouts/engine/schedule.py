@@ -5,6 +5,7 @@ It is a function of the turns and of their order alone, so that a run that is re
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,16 @@ import numpy as np
 
 import kljax
 from train.models import Decoder
-from train.rollouts.engine.programs import ChunkRows, EnginePrograms, EngineSizes, ExtendSize, empty_segments
+from train.rollouts.engine.programs import (
+    ChunkRows,
+    EnginePrograms,
+    EngineSizes,
+    ExtendSize,
+    decode_name,
+    empty_segments,
+    extend_name,
+    put_name,
+)
 from train.rollouts.prefix import common_length
 from train.rollouts.sampler import Sampling, StopTable
 from train.sequences.token_fields import UNKNOWN
@@ -191,6 +201,44 @@ class TurnEngine:
     def is_idle(self) -> bool:
         """Whether no turn waits or is under way."""
         return not self._waiting and not self._active
+
+    def executions(self, *, prompts: int, samples: int, prompt_length: int, length: int) -> dict[str, int]:
+        """Counts the executions of programs for episodes that draw all of their tokens in one turn; runs none.
+
+        Observations count as drawn tokens, which are no less work.
+
+        Args:
+          prompts: of a batch.
+          samples: episodes of a prompt.
+          prompt_length: tokens of a prompt.
+          length: tokens of an episode after it.
+        """
+        sizes = self.sizes
+        counts: collections.Counter[str] = collections.Counter()
+        episodes = prompts * samples
+        most = max(size.segments for size in sizes.extends)
+        for start in range(0, episodes, sizes.rows):
+            left = range(start, min(start + sizes.rows, episodes))
+            parts = list[_Part]()
+            for _, group in itertools.groupby(left, lambda number: number // samples):
+                turns = [Turn([], length, np.zeros(0, np.uint32)) for _ in group]
+                parts += [
+                    _Part(turns[first : first + most], [0] * prompt_length, 0) for first in range(0, len(turns), most)
+                ]
+            while parts:
+                size, chosen = self._choose_size(parts)
+                columns = next(columns for columns in sizes.lengths if columns >= max(part.done for part, _ in chosen))
+                counts[extend_name(size, columns)] += 1
+                counts[put_name(size.segments, size.width)] += 1
+                for part, count in chosen:
+                    part.done += count
+                parts = [part for part in parts if part.left()]
+            batch = next(batch for batch in sizes.batches if batch >= len(left))
+            for drawn in range(1, length, sizes.chunk):
+                columns = next(columns for columns in sizes.lengths if columns >= prompt_length + drawn - 1)
+                counts[decode_name(batch, columns)] += 1
+                counts[put_name(batch, sizes.chunk)] += 1
+        return dict(counts)
 
     def _place_waiting(self) -> list[_Part]:
         """Gives rows to waiting turns, in their order, as far as there are any."""

@@ -18,7 +18,7 @@ from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.distributed.peers import processes
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
-from train.rollouts.engine.of_run import make_engine, rows_of_run
+from train.rollouts.engine.of_run import check_one_device, engine_of_run
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
 from train.rollouts.episodes.failures import FailureWatch
@@ -72,12 +72,8 @@ class EpisodeSource(InTurn):
         super().__init__()
         config = context.config
         assert config.environment is not None
+        check_one_device(context)
         servers = config.rollout.source
-        if context.mesh.size > 1 and servers.type != "openai":
-            raise UserError(
-                f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one, unless "
-                "rollout.source.type openai draws their turns"
-            )
         if processes() > 1:
             raise UserError(f"environment: got {processes()} processes, expected 1: episodes run in one")
         self._context = context
@@ -113,11 +109,11 @@ class EpisodeSource(InTurn):
         with context.layout.active():
             if self._engine is None:
                 self._engine = self._make_engine()
+                assert self._engine is not None
             self._engine.update(context.layout.weights(policy), version)
 
-    def _make_engine(self) -> TurnEngine:
-        rows = rows_of_run(self._context, self._section.rows)
-        return make_engine(self._context, rows, self._prompt_length + self._longest)
+    def _make_engine(self) -> TurnEngine | None:
+        return engine_of_run(self._context)
 
     def sample(self, request: Request) -> Completions:
         """Runs the episodes of a request.

@@ -1,5 +1,6 @@
 """Turns: what is drawn in chunks over cached rows is what the trainer computes over whole sequences."""
 
+import collections
 import re
 
 import jax
@@ -12,6 +13,7 @@ from tests import tiny
 from train.models import Decoder, DecoderConfig
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
+from train.rollouts.engine.programs import DrawnTokens, EnginePrograms
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.sampler import Sampling, sample, stop_table
 
@@ -236,3 +238,59 @@ def test_default_sizes_take_at_most_sixteen_programs(rows, columns):
     assert (len(sizes.extends) + len(sizes.batches)) * len(sizes.lengths) + len(puts) + 1 <= 16
     assert sizes.batches[-1] == rows
     assert sizes.lengths[-1] == columns
+
+
+class CountedPrograms(EnginePrograms):
+    """Programs that draw token 6 and compute nothing; counts their executions by name."""
+
+    runs: collections.Counter
+
+    def weights(self, policy):
+        return []
+
+    def make_pool(self):
+        return ()
+
+    def compile(self, weights, pool):
+        programs = self.lowered_names()
+        self.runs = collections.Counter()
+        self.compiled = {name: self.executed(name) for name in programs}
+
+    def lowered_names(self):
+        sizes = self.sizes
+        names = [f"extend_{'x'.join(map(str, size))}_after_{c}" for size in sizes.extends for c in sizes.lengths]
+        names += [f"decode_{batch}_after_{c}" for batch in sizes.batches for c in sizes.lengths]
+        names += [f"put_{size.segments}x{size.width}" for size in sizes.extends]
+        return names + [f"put_{batch}x{sizes.chunk}" for batch in sizes.batches]
+
+    def executed(self, name):
+        def program(*arguments):
+            self.runs[name] += 1
+            if name.startswith("put"):
+                return ()
+            limits = arguments[3] if name.startswith("decode") else np.ones(len(arguments[3].rows), np.int32)
+            counts = np.minimum(limits, self.sizes.chunk)
+            tokens = np.full((len(counts), self.sizes.chunk), 6)
+            is_decode = name.startswith("decode")
+            chosen = tokens if is_decode else tokens[:, 0]
+            return (), DrawnTokens(chosen, np.zeros(chosen.shape), counts, np.zeros(len(counts), np.int32))
+
+        return program
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "samples", "prompt_length", "length"),
+    [(4, 1, 4, 8, 32), (16, 4, 4, 32, 17), (16, 2, 8, 5, 1), (8, 8, 2, 32, 9), (64, 8, 8, 96, 300), (8, 4, 4, 30, 9)],
+)
+def test_executions_are_those_of_the_engine(rows, prompts, samples, prompt_length, length):
+    """Of turns that draw all their tokens."""
+    sizes = EngineSizes.of(rows, prompt_length + length)
+    engine = TurnEngine(MODEL, sizes, sampling=Sampling(TEMPERATURE), eos_ids=(EOS,))
+    engine.programs = CountedPrograms(MODEL, sizes, sampling=Sampling(TEMPERATURE), eos_ids=(EOS,))
+    engine.update(None, 0)
+    of_prompts = [np.random.default_rng(number).integers(6, 24, prompt_length).tolist() for number in range(prompts)]
+    keys = session_keys(KEY, prompts * samples)
+    turns = [Turn(of_prompts[n // samples], length, keys[n], session=n) for n in range(len(keys))]
+    run(engine, turns)
+    numbers = {"prompts": prompts, "samples": samples, "prompt_length": prompt_length, "length": length}
+    assert engine.executions(**numbers) == engine.programs.runs
