@@ -64,7 +64,7 @@ def _demonstrated(example: Example, tokenizer: Tokenizer) -> Example:
             reply = message
             added = [*encode_continuation(tokenizer, ids, text), tokenizer.eos_ids[0]]
         else:
-            added = writer.observation_ids(messages, [message], before=ids)
+            added = writer.observation_ids(messages, [message], before=ids, tools=writer.tools)
             messages += [reply, message]
         ids += added
         mask += [role == "assistant"] * len(added)

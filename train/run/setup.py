@@ -1,6 +1,7 @@
 """Setting up a run: the context, the base weights, and the state before RL."""
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge, warn_of_unweighted
 from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizers.folder import FolderTokenizer
 from train.data.tokenizers.generation_config import warn_of_generation_config
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
@@ -34,6 +36,7 @@ from train.rl.algorithms import make_controllers
 from train.rl.host_memory import has_host_memory
 from train.rl.keys import purpose_key
 from train.rl.state import TrainState, initial_state
+from train.rollouts.episodes.environments import Environments
 from train.rollouts.lag import initial_past
 from train.run.base_weights import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
@@ -106,7 +109,7 @@ def make_context(config: Config) -> RunContext:
 
 def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
     """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
-    tokenizer = load_tokenizer(config)
+    tokenizer = tell_tools(config, load_tokenizer(config))
     task = load_task(config)
     if config.model.path is not None:
         warn_of_generation_config(config.model.path)
@@ -122,6 +125,18 @@ def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[
         held_out = keep_prompts(held_out, tokenizer, config.data.max_prompt_length, label="held-out prompts")
     warn_of_pad_in_prompts(config, prompts)
     return tokenizer, make_policy_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
+
+
+def tell_tools(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the tokenizer whose prompts tell the tools of the environment, as its episodes do with a chat template.
+
+    Raises:
+      UserError: the environment cannot be imported, or is none.
+    """
+    if config.environment is None or not isinstance(tokenizer, FolderTokenizer) or not tokenizer.has_template:
+        return tokenizer
+    with closing(Environments(config.environment)) as environments:
+        return tokenizer.with_tools(environments.tools)
 
 
 def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.train.data.test_tokenizer_folder import FOLDERS
 from train.config.errors import UserError
-from train.data.prompts import check_solutions, encode_solutions, keep_solutions
+from train.data.prompts import check_solutions, encode_solutions, keep_prompts, keep_solutions
 from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer, encode_continuation
 from train.data.tokenizers.files import load_folder
@@ -131,6 +131,39 @@ def test_demonstration_has_the_ids_of_its_episode(tokenizer):
     assert [*prompt, *kept.solution_ids.tolist()] == [*ids, *after, *reply, *ending]
     sampled = len(ids) - len(prompt)
     assert kept.solution_mask.tolist() == [True] * sampled + [False] * len(after) + [True] * (len(reply) + 1)
+
+
+TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
+TELLING = "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}"
+REST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "tells"), [(TELLING + REST, True), (REST, False)])
+def test_prompts_and_demonstrations_tell_the_tools_that_a_template_writes(tmp_path, template, tells):
+    for file in (FOLDERS / "chatml").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    plain = load_folder(tmp_path)
+    tokenizer = plain.with_tools([TOOL])
+    turns = (("assistant", "How many?"), ("tool", "7"), ("assistant", "Seven."))
+    example = dataclasses.replace(EXAMPLE, solution="7", demonstration=turns)
+    told, untold = (keep_solutions(keep_prompts([example], x, 99), x, 99)[0] for x in (tokenizer, plain))
+    prompt = told.prompt_ids.tolist()
+    messages = tokenizer.messages(example)
+    assert prompt == tokenizer.conversation_ids(messages, [TOOL])
+    assert ("calc" in tokenizer.decode_all(prompt)) == tells
+    assert (prompt == untold.prompt_ids.tolist()) == (not tells), "a template that tells no tools has the same prompts"
+    assert told.solution_ids.tolist() == untold.solution_ids.tolist()
+    reply, observation, _ = ({"role": role, "content": text} for role, text in turns)
+    ids = [*prompt, *encode_continuation(tokenizer, prompt, reply["content"]), tokenizer.eos_ids[0]]
+    ids += tokenizer.observation_ids(messages, [observation], before=ids, tools=[TOOL])
+    assert [*prompt, *told.solution_ids.tolist()][: len(ids)] == ids
+    assert tokenizer.solution_ids(dataclasses.replace(EXAMPLE, solution="Seven.")) == plain.solution_ids(
+        dataclasses.replace(EXAMPLE, solution="Seven.")
+    )
 
 
 @pytest.mark.parametrize("roles", [("tool", "assistant"), ("assistant", "tool"), ("assistant", "assistant"), ("user",)])

@@ -75,6 +75,11 @@ class ByteTokenizer:
         return [*self.encode(example.solution), self.eos_id]
 
     @property
+    def tools(self) -> None:
+        """None: prompts tell no tools."""
+        return
+
+    @property
     def has_template(self) -> bool:
         """False: there is no chat template."""
         return False

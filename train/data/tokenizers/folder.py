@@ -1,5 +1,6 @@
 """The `Tokenizer` protocol for a tokenizer of the `tokenizers` library."""
 
+import copy
 import itertools
 import json
 import re
@@ -58,6 +59,7 @@ class FolderTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._system = system
+        self.tools: Any = None
         vocabulary = {number: piece for piece, number in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._pieces = {number: piece for number, piece in vocabulary.items() if number not in self._added}
@@ -70,6 +72,12 @@ class FolderTokenizer:
         pad = self._id(special.get("pad_token"))
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._first = self._first_ids(add_bos)
+
+    def with_tools(self, tools: Any) -> "FolderTokenizer":
+        """Returns a tokenizer whose prompts tell tools, JSON schemas, where the chat template writes them."""
+        changed = copy.copy(self)
+        changed.tools = tools
+        return changed
 
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)
@@ -333,6 +341,8 @@ class FolderTokenizer:
         Raises:
           UserError: the template rejects the conversation.
         """
+        if self._template is not None and self.tools:
+            return self.conversation_ids(self.messages(example), self.tools)
         if self._template is not None:
             return self.encode(self._render(self._template, example, answer=None))
         ids = self.encode(example.prompt)
@@ -359,7 +369,7 @@ class FolderTokenizer:
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
         try:
-            return template.render(messages, reply=answer is None)
+            return template.render(messages, reply=answer is None, tools=self.tools or None)
         except ValueError as error:
             raise UserError(f"data.chat: {error}; prompt {example.prompt[:80]!r}") from error
 

@@ -58,7 +58,14 @@ class Tokenizer(Protocol):
 
 
 class EpisodeTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also writes the turns of episodes."""
+    """A tokenizer that also writes the turns of episodes.
+
+    Attributes:
+      tools: JSON schemas that prompts tell, if a chat template writes them; None for none.
+    """
+
+    @property
+    def tools(self) -> Any: ...
 
     @property
     def has_template(self) -> bool:

@@ -4,9 +4,14 @@ from contextlib import closing
 
 import pytest
 
+from tests import tiny
+from tests.train.data.test_tokenizer_folder import FOLDERS
 from train.config.environment import EnvironmentSection
 from train.config.errors import UserError
+from train.data.tokenizers import ByteTokenizer
+from train.data.tokenizers.files import load_folder
 from train.rollouts.episodes.environments import Environments
+from train.run.setup import tell_tools
 
 SOURCE = '''
 import os, time
@@ -224,3 +229,13 @@ def test_lost_process_loses_its_own_episodes(source, call, failure):
 def test_class_that_is_no_environment_is_refused(source, name, message):
     with pytest.raises(UserError, match=f"^environment.name: got .*{message}"):
         opened(source, name)
+
+
+def test_prompts_of_a_chat_template_tell_the_tools_of_the_environment(source):
+    """Those of the warm start too, which are the rollouts' own."""
+    tokenizer = load_folder(FOLDERS / "chatml")
+    config = tiny.config_of(f"environment={{name: '{source}:Tools'}}")
+    assert [tool["function"]["name"] for tool in tell_tools(config, tokenizer).tools] == ["calc"]
+    assert tokenizer.tools is None
+    assert tell_tools(tiny.config_of(), tokenizer) is tokenizer
+    assert isinstance(tell_tools(config, ByteTokenizer()), ByteTokenizer)
