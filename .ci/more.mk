@@ -143,6 +143,7 @@ SHAPES ?= 4
 
 test-transformers: $(VENV)/.ready $(TORCH_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TORCH_VENV) $(ARGS)
+	$(BIN)/python -m tests.round_trip.episodes --torch-env $(TORCH_VENV)
 	$(BIN)/python -m tests.round_trip.families --torch-env $(TORCH_VENV)
 	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --count $(SHAPES)
 	$(BIN)/python -m tests.round_trip.shapes --torch-env $(TORCH_VENV) --families gpt_oss --count $(SHAPES)
