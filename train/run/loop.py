@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -267,6 +267,17 @@ def write_evaluation(context: RunContext, stream: Stream, policy: kljax.Policy, 
     writer.samples(step, [{**sample, "decoding": "sampled"} for sample in sampled.samples])
 
 
+@contextmanager
+def saving_on_failure(watch: StepGuard, state: TrainState, step: int) -> Iterator[None]:
+    """Saves the state of a step, and says so, if the source of completions or the reward function fails."""
+    try:
+        yield
+    except (SourceError, RewardError) as error:
+        watch.save(state, step)
+        watch.wait()
+        raise type(error)(f"{error}\nThe run is saved after step {step}; continue it with --resume") from error
+
+
 def train(
     context: RunContext,
     programs: Programs,
@@ -303,18 +314,30 @@ def train(
       traced: encloses a step that is profiled.
 
     Raises:
-      SourceError: the source of completions failed; the state before the step is saved.
+      SourceError: the source of completions failed; the state before the step or the evaluation is saved, and a run
+        that continues there evaluates first.
       RewardError: the reward function failed; likewise.
       GuardError: numbers were not finite, a limit was left, or other routes were used than recorded ones.
     """
     config = context.config
     rollout_watch = RolloutWatch(context.plan)
     first = done = int(state.step)
+
+    def is_evaluated(step: int) -> bool:
+        return evaluation is not None and (step == config.steps or step % config.eval.every == 0)
+
+    def evaluate_step(step: int) -> None:
+        assert evaluation is not None
+        with phase(evaluation_phase(context, step)), saving_on_failure(watch, state, step):
+            write_evaluation(context, evaluation, policy_of(state.trainable, frozen.base), writer, step)
+
+    if is_evaluated(first) and not any_of("evaluation", writer.is_evaluated(first)):
+        evaluate_step(first)
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
             compiling = ", compiling its programs first" if done == first else ""
-            with phase(f"step {done + 1}{compiling}"), traced(done + 1):
+            with phase(f"step {done + 1}{compiling}"), traced(done + 1), saving_on_failure(watch, state, done):
                 state, values, seconds = rl_step(
                     context,
                     programs,
@@ -330,10 +353,6 @@ def train(
             enter(done, "save")
             watch.save(state, done)
             break
-        except (SourceError, RewardError) as error:
-            watch.save(state, done)
-            watch.wait()
-            raise type(error)(f"{error}\nThe run is saved after step {done}; continue it with --resume") from error
         done += 1
         writer.write("train", done, values)
         writer.timing(done, seconds)
@@ -341,12 +360,10 @@ def train(
             verify_routes(values, done)
         rollout_watch.check(done, values)
         state = watch.check(state, values)
-        last = done == config.steps
-        if evaluation is not None and (last or done % config.eval.every == 0):
-            with phase(evaluation_phase(context, done)):
-                write_evaluation(context, evaluation, policy_of(state.trainable, frozen.base), writer, done)
+        if is_evaluated(done):
+            evaluate_step(done)
         stop = any_of("interrupt", interrupt.requested)
-        if last or stop or done % config.checkpoint.every == 0:
+        if done == config.steps or stop or done % config.checkpoint.every == 0:
             enter(done, "save")
             watch.save(state, done)
         elif (emergency := config.checkpoint.emergency) is not None and done % emergency.every == 0:

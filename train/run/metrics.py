@@ -132,6 +132,7 @@ class MetricsWriter:
         write_text_atomic(path, text)
         if self._mirror is not None:
             self._mirror.upload()
+        self._evaluated = {record["step"] for record in map(json.loads, text.splitlines()) if record["phase"] == "eval"}
         self._hash = text_hash(text)
         self._size = len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
@@ -170,6 +171,8 @@ class MetricsWriter:
         lists = {name: value for name, value in values.items() if isinstance(value, list)}
         plain = {name: finite_or_none(value) for name, value in values.items() if not isinstance(value, list)}
         line = _dump([{"phase": phase, "step": step, **plain, **lists}])
+        if phase == "eval":
+            self._evaluated.add(step)
         self._hash.update(line.encode())
         self._size += len(line.encode())
         self._file.write(line)
@@ -177,6 +180,10 @@ class MetricsWriter:
         self._plot(phase, step, plain)
         if self._mirror is not None:
             self._mirror.changed()
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the file has an evaluation of a step."""
+        return step in self._evaluated
 
     def mark(self) -> dict[str, Any]:
         """Puts all lines on disk, and returns their size and digest, with which a resumed run finds them unchanged."""
@@ -211,6 +218,11 @@ class NoMetrics:
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat | list[int]]) -> None:
         """No-op."""
+
+    def is_evaluated(self, step: int) -> bool:
+        """Returns False: the leader knows."""
+        del step
+        return False
 
     def mark(self) -> dict[str, Any]:
         """Returns nothing: the mark of the leader is saved."""

@@ -42,7 +42,7 @@ from train.run.display import (
 )
 from train.run.guard import StepGuard
 from train.run.health import serving_health
-from train.run.loop import Programs, evaluation_phase, train, write_evaluation
+from train.run.loop import Programs, evaluation_phase, saving_on_failure, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
@@ -254,7 +254,7 @@ def _reinforce(
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
         if evaluation is not None:
-            with bars.phase(evaluation_phase(context, 0)):
+            with bars.phase(evaluation_phase(context, 0)), saving_on_failure(watch, state, 0):
                 write_evaluation(context, evaluation, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()

@@ -29,10 +29,13 @@ REQUESTS = 4 * 8
 
 
 class Records:
-    """Keeps the metrics of the steps."""
+    """Keeps the metrics of the steps; no step is evaluated."""
 
     def __init__(self) -> None:
         self.records: list[dict] = []
+
+    def is_evaluated(self, step: int) -> bool:
+        return False
 
     def write(self, phase: str, step: int, values: dict) -> None:
         if phase == "train":
@@ -42,7 +45,7 @@ class Records:
         assert values["rollout_tokens_per_second"] > 0
 
 
-def go_on(steps, server: Digits, directory, count: int, *options: str):
+def go_on(steps, server: Digits, directory, count: int, *options: str, evaluates: bool = False):
     """Trains until `count` steps are done, from the last checkpoint if there is one; saves only where it has to."""
     source = "rollout.source={{type: openai, url: '{}', model: m, sync: none, retries: 0, timeout: 20.0}}"
     rare = ("temperature=1.0", "eval.every=1000", "checkpoint.every=1000", f"steps={count}")
@@ -63,6 +66,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
                 watch=StepGuard(config, checkpoints, directory.with_name("nonfinite")),
                 interrupt=Interrupt(),
                 advance=lambda note: None,
+                evaluation=answers if evaluates else None,
             )
     return state, writer.records
 
@@ -81,6 +85,24 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     continued, rest = go_on(steps, Digits(EOS), tmp_path / "broken", 3)
     assert rest == records[2:]
     jax.tree.map(np.testing.assert_array_equal, continued.trainable, uninterrupted.trainable)
+
+
+def test_failed_evaluation_loses_no_step(steps, tmp_path, monkeypatch):
+    evaluated = []
+
+    def evaluate(context, stream, policy, writer, step):
+        evaluated.append(step)
+        if evaluated == [0, 2]:
+            raise SourceError("rollout.source: no answer")
+
+    monkeypatch.setattr("train.run.loop.write_evaluation", evaluate)
+    every = ("eval.every=2",)
+    with pytest.raises(SourceError, match=r"no answer\nThe run is saved after step 2; continue it with --resume"):
+        go_on(steps, Digits(EOS), tmp_path, 3, *every, evaluates=True)
+    assert RunCheckpoints(tmp_path, Checkpoint()).steps() == [2]
+    _, rest = go_on(steps, Digits(EOS), tmp_path, 3, *every, evaluates=True)
+    assert [record["step"] for record in rest] == [3]
+    assert evaluated == [0, 2, 2, 3]
 
 
 def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,17 @@ def test_a_resumed_file_is_the_uninterrupted_one(tmp_path, resume_step):
     assert path.read_bytes() != expected
     record(tmp_path / "resumed", resume_step, first=resume_step + 1, last=6)
     assert path.read_bytes() == expected
+
+
+def test_evaluations_are_known_to_a_resumed_run(tmp_path):
+    with closing(MetricsWriter(tmp_path)) as writer:
+        writer.write("eval", 0, {"accuracy": 1.0})
+        writer.write("train", 2, {"reward": 1.0})
+        writer.write("eval", 4, {"accuracy": 2.0})
+    with closing(MetricsWriter(tmp_path, resume_step=2)) as writer:
+        assert [step for step in range(5) if writer.is_evaluated(step)] == [0]
+        writer.write("eval", 2, {"accuracy": 1.5})
+        assert writer.is_evaluated(2)
 
 
 def test_resume_keeps_separately_counted_warm_start_steps(tmp_path):
