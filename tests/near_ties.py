@@ -47,17 +47,15 @@ def assert_same_samples(
     expected: Any,
     *,
     key: jax.Array,
-    prompt_length: int,
     probs_at: Callable[[int, int], np.ndarray],
     roundings: float,
 ) -> None:
     """Compares samples row by row, to the end or up to the first near tie.
 
     Args:
-      actual: samples, with tokens and completion mask [B, T] and log-probs.
+      actual: samples, with tokens and completion mask [B, T], prompt lengths [B] and log-probs.
       expected: those of another program.
       key: the random key of both.
-      prompt_length: the columns of the prompts.
       probs_at: a function of row and column, the probabilities [V] of that token given the expected ones before it.
       roundings: by which the log-probs of equal tokens may differ, by norm.
     """
@@ -73,7 +71,8 @@ def assert_same_samples(
     for row in np.flatnonzero(first < actual.tokens.shape[1]):
         column = int(first[row])
         pair = int(actual.tokens[row, column]), int(expected.tokens[row, column])
-        numbers = np.asarray(token_uniforms(key, jnp.array([row]), column - prompt_length, 1, jnp.float32))[0, 0]
+        number = column - int(expected.prompt_lengths[row])
+        numbers = np.asarray(token_uniforms(key, jnp.array([row]), number, 1, jnp.float32))[0, 0]
         assert is_near_tie(probs_at(int(row), column), numbers, pair), (
             f"row {row}, token {column}: drew {pair[0]} and {pair[1]}, which is no near tie"
         )

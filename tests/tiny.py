@@ -150,7 +150,7 @@ def rollout_batch(seed: int = 0) -> Batch:
     completion_mask = (column >= PROMPT) & (column < PROMPT + completions)
     tokens = rng.integers(0, 256, (ROWS, LENGTH))
     tokens[:, :PROMPT] = tokens[::SAMPLES, :PROMPT].repeat(SAMPLES, axis=0)
-    return Batch(
+    drawn = Batch(
         tokens=jnp.asarray(tokens, jnp.int32),
         token_mask=jnp.asarray(((column >= PROMPT - prompts) & (column < PROMPT)) | completion_mask),
         completion_mask=jnp.asarray(completion_mask),
@@ -158,6 +158,21 @@ def rollout_batch(seed: int = 0) -> Batch:
         group_ids=jnp.asarray(np.repeat(np.arange(ROWS // SAMPLES), SAMPLES), jnp.int32),
         rollout_log_probs=jnp.asarray(np.where(completion_mask, -5 + rng.normal(size=completion_mask.shape), 0), "f4"),
     )
+    return from_column_0(drawn)
+
+
+def from_column_0(drawn: Batch, prompt: int = PROMPT) -> Batch:
+    """Moves rows that were drawn with their completions from column `prompt` on, and keeps what is beside them."""
+    mask = np.asarray(drawn.token_mask)
+    columns = (np.arange(mask.shape[1]) + mask.argmax(-1)[:, None]) % mask.shape[1]
+
+    def move(x: jax.Array) -> jax.Array:
+        if x.ndim < 2:
+            return x
+        return jnp.asarray(np.take_along_axis(np.asarray(x), columns.reshape(*mask.shape, *[1] * (x.ndim - 2)), axis=1))
+
+    lengths = jnp.asarray(mask[:, :prompt].sum(-1), jnp.int32)
+    return dataclasses.replace(jax.tree.map(move, drawn), prompt_lengths=lengths)
 
 
 def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:

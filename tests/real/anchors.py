@@ -24,16 +24,23 @@ from train.process.console import run_command
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.run.saved_run import SavedRun
 from train.run.setup import make_context
+from train.sequences.batch import move_columns
 
 LAGS = (0, 1, 4, 16)
 PROMPTS = 16
 
 
-def reply_logits(scored: ScoredPolicy, sequences: Sequences, first: int, temperature: float) -> jax.Array:
-    """Computes the logits `[N, T, V]` of the tokens from position `first` on, divided by the temperature."""
-    hidden = hidden_states(scored, sequences)[:, first - 1 : -1]
+def reply_logits(scored: ScoredPolicy, sequences: Sequences, longest: int, temperature: float) -> jax.Array:
+    """Computes the logits `[N, C, V]` of the tokens of replies, divided by the temperature."""
+    hidden = move_columns(hidden_states(scored, sequences), prompt_lengths_of(sequences) - 1, longest)
     logits = jax.vmap(make_logits(scored.model, scored.policy.params), (0, None))(hidden, jnp.float32)
     return logits / temperature
+
+
+def prompt_lengths_of(sequences: Sequences) -> jax.Array:
+    """Counts the tokens before each reply."""
+    assert sequences.completion_mask is not None
+    return jnp.sum(sequences.token_mask & ~sequences.completion_mask, axis=1)
 
 
 def audit(run: Path, step: int | None, lags: Sequence[int]) -> kljax.audit.AnchorAudit:
@@ -48,13 +55,13 @@ def audit(run: Path, step: int | None, lags: Sequence[int]) -> kljax.audit.Ancho
     temperature = saved.config.temperature
     with jax.set_mesh(context.mesh):
         policies = {lag: saved.policy(context.model, context.mesh, saved.step(last - lag)) for lag in lags}
-        sequences, first = draw_replies(context, policies[0], PROMPTS), saved.config.data.max_prompt_length
+        sequences, longest = draw_replies(context, policies[0], PROMPTS), saved.config.data.completion_length()
         compute = jax.jit(
-            lambda policy: reply_logits(ScoredPolicy(context.model, policy), sequences, first, temperature)
+            lambda policy: reply_logits(ScoredPolicy(context.model, policy), sequences, longest, temperature)
         )
         logits = {lag: np.asarray(compute(policy)) for lag, policy in policies.items()}
         reference = np.asarray(compute(kljax.Policy(policies[0].params)))
-        replies = np.asarray(sequences.completion_mask)[:, first:]
+        replies = np.asarray(move_columns(sequences.completion_mask, prompt_lengths_of(sequences), longest))
     return kljax.audit.audit_anchors(logits[0], reference, logits, replies, bootstrap=0)
 
 

@@ -21,6 +21,7 @@ from tests.real.replies import draw_replies, score
 from train.process.console import run_command
 from train.run.saved_run import SavedRun
 from train.run.setup import make_context
+from train.sequences.batch import move_columns
 
 PROMPTS = 8
 FORMS: Mapping[str, tuple[str, ...]] = {"adapter": (), "merged": ("--merge", "--dtype", "float32")}
@@ -51,7 +52,11 @@ def reply_arrays(run: Path) -> dict[str, np.ndarray]:
         replies = draw_replies(context, policy, PROMPTS, greedy=True)
         scored = score(context.model, policy, replies)
     arrays = {"tokens": replies.tokens, "token_mask": replies.token_mask, "replies": replies.completion_mask}
-    return {name: np.asarray(value) for name, value in {**arrays, "log_probs": scored}.items()}
+    prompts = np.asarray(replies.token_mask & ~replies.completion_mask).sum(1)
+    # transformers completes prompts that are padded on the left.
+    by = prompts - prompts.max()
+    width = int(prompts.max()) + saved.config.data.completion_length()
+    return {name: move_columns(np.asarray(value), by, width) for name, value in {**arrays, "log_probs": scored}.items()}
 
 
 def compare(run: Path, torch_env: Path, directory: Path) -> dict[str, ExportedScores]:

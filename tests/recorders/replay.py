@@ -75,9 +75,10 @@ def verl_differences(recorded: pathlib.Path, model: pathlib.Path) -> dict[str, f
     context = make_context(load_replay(recorded, model, *VERL).config)
     with jax.set_mesh(context.mesh):
         batch = prepared_batch(context.config, collect(context, open_stream(context), 0).batch)
-    first = context.config.data.max_prompt_length
+    first = np.asarray(batch.prompt_lengths)[:, None]
     with np.load(recorded / "advantages.npz") as arrays:
-        off = np.abs(np.asarray(batch.advantages)[:, first] - arrays["advantages"])
+        of_rows = np.take_along_axis(np.asarray(batch.advantages), first, axis=1)[:, 0]
+        off = np.abs(of_rows - arrays["advantages"])
     return {"advantages": float(off.max())}
 
 

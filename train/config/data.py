@@ -126,6 +126,14 @@ class Data(Section):
     solutions: Count = 1
     """arithmetic: solutions per training problem, each with errors of its own, so that none is memorised."""
 
+    def row_length(self) -> int:
+        """Returns the columns of a batch, which are the most tokens of a sequence."""
+        return self.max_prompt_length + self.max_completion_length
+
+    def completion_length(self) -> int:
+        """Returns the most tokens that a sequence has after its prompt, of a token at least."""
+        return min(self.max_completion_length, self.row_length() - 1)
+
 
 class Rewards(Section):
     weights: Weights | None = None

@@ -84,23 +84,33 @@ AVERAGES = ("ema", "bema")
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
+    """How the rows of a batch go through the model. Static in compiled programs.
 
     Attributes:
-      prompt_length: P, the columns before those of completions.
+      prompt: P, the most tokens of a prompt.
+      completion: C, the most tokens after it; None: as many as the row has.
+      length: T, the most tokens of a row.
       group: consecutive rows that share one prompt, which goes through the layers once for all of them.
     """
 
-    prompt_length: int = 1
+    prompt: int = 0
+    completion: int | None = None
+    length: int = 0
     group: int = 1
 
     @classmethod
     def of(cls, config: Config) -> "Layout":
         """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
-        if not config.optim.share_prompts:
-            return cls(config.data.max_prompt_length)
-        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
-        return cls(config.data.max_prompt_length, group)
+        data = config.data
+        shares = config.optim.share_prompts
+        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch()) if shares else 1
+        return cls(data.max_prompt_length, data.completion_length(), data.row_length(), group)
+
+    def slots(self, rows: int) -> int:
+        """Returns the slots in which so many rows go through the model."""
+        if self.group == 1:
+            return rows * self.length
+        return rows // self.group * self.prompt + rows * (self.completion or 0)
 
 
 @dataclass(frozen=True)

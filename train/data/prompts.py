@@ -1,13 +1,12 @@
 """Batches of examples: length filter, padding, and shuffled epochs indexed by step.
 
-A sequence is laid out as `[prompt, left-padded to P | completion, right-padded to C]`. The masks mark the
-real tokens. They come from the lengths, never from the pad id. All arrays are numpy, int32 and bool.
+The masks mark the real tokens. They come from the lengths, never from the pad id. All arrays are numpy, int32 and bool.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import grain
 import numpy as np
@@ -16,25 +15,15 @@ from train.config.errors import UserError
 from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
 from train.data.tokenizers.protocol import EpisodeTokenizer
+from train.sequences.batch import Batch, move_columns
 from train.sequences.padding import pad_rows
 from train.sequences.token_fields import shorten
 
 _LOG = logging.getLogger(__name__)
 
 
-class SupervisedBatch(NamedTuple):
-    """Prompts with their solutions: `tokens` int32, `token_mask` and `completion_mask` bool, each `[B, P + C]`.
-
-    `completion_mask` marks the solution and its EOS, the tokens of the supervised loss, but those that
-    `Example.solution_mask` leaves out.
-    """
-
-    tokens: np.ndarray
-    token_mask: np.ndarray
-    completion_mask: np.ndarray
-
-
-def _prompt_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+def prompt_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+    """Returns the ids of the prompt of an example."""
     return tokenizer.prompt_ids(example) if example.prompt_ids is None else example.prompt_ids
 
 
@@ -54,7 +43,7 @@ def _demonstrated(example: Example, tokenizer: Tokenizer) -> Example:
             "assistant with one observation between two"
         )
     writer = cast(EpisodeTokenizer, tokenizer)
-    prompt = list(_prompt_ids(example, tokenizer))
+    prompt = list(prompt_ids(example, tokenizer))
     ids = list(prompt)
     mask: list[bool] = []
     messages = writer.messages(example)
@@ -73,7 +62,7 @@ def _demonstrated(example: Example, tokenizer: Tokenizer) -> Example:
 
 
 def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes the prompt of each example, left-padded.
+    """Encodes the prompt of each example, padded on the left, for the sampler.
 
     Returns:
       Tokens `[N, length]` int32 and mask `[N, length]` bool, True at real tokens.
@@ -81,24 +70,25 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     Raises:
       ValueError: a prompt is longer than `length`; filter the examples with `keep_prompts` first.
     """
-    prompts = [_prompt_ids(example, tokenizer) for example in examples]
-    rows = pad_rows(prompts, [()] * len(prompts), lengths=(length, 0), pad_id=tokenizer.pad_id)
-    return rows["tokens"], rows["token_mask"]
+    prompts = [prompt_ids(example, tokenizer) for example in examples]
+    rows = pad_rows(prompts, [()] * len(prompts), length=length, pad_id=tokenizer.pad_id)
+    by = rows["prompt_lengths"] - length
+    return move_columns(rows["tokens"], by, length, tokenizer.pad_id), move_columns(rows["token_mask"], by, length)
 
 
-def encode_solutions(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, prompt_length: int, completion_length: int
-) -> SupervisedBatch:
-    """Encodes prompt, solution and EOS of each example in the layout of a sampled batch."""
-    prompts = [_prompt_ids(example, tokenizer) for example in examples]
+def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, length: int) -> Batch:
+    """Encodes prompt, solution and EOS of each example as a batch, which trains the solution and its EOS.
+
+    Tokens that `Example.solution_mask` leaves out are observations. The arrays are of NumPy.
+    """
+    prompts = [prompt_ids(example, tokenizer) for example in examples]
     solutions = [_solution_ids(example, tokenizer) for example in examples]
-    lengths = (prompt_length, completion_length)
-    rows = pad_rows(prompts, solutions, lengths=lengths, pad_id=tokenizer.pad_id)
-    for row, example in enumerate(examples):
-        if example.solution_mask is not None:
-            columns = slice(prompt_length, prompt_length + len(solutions[row]))
-            rows["completion_mask"][row, columns] = example.solution_mask
-    return SupervisedBatch(rows["tokens"], rows["token_mask"], rows["completion_mask"])
+    masks = [
+        np.ones(len(ids), bool) if example.solution_mask is None else example.solution_mask
+        for example, ids in zip(examples, solutions, strict=True)
+    ]
+    rows = pad_rows(prompts, solutions, length=length, pad_id=tokenizer.pad_id, sampled=masks)
+    return Batch(**rows)
 
 
 def decode_completions(
@@ -138,7 +128,7 @@ def keep_prompts(
     Raises:
       UserError: no prompt fits (the message names the setting to raise), or a prompt has no tokens.
     """
-    ids = [np.asarray(_prompt_ids(example, tokenizer), np.int32) for example in examples]
+    ids = [np.asarray(prompt_ids(example, tokenizer), np.int32) for example in examples]
     for example, row in zip(examples, ids, strict=True):
         if not len(row):
             raise UserError(
@@ -251,14 +241,11 @@ class Supervised:
     ) -> None:
         fitting = keep_prompts(examples, tokenizer, prompt_length)
         self.examples = keep_solutions(fitting, tokenizer, completion_length)
+        self._length = prompt_length + completion_length
         self.dropped = len(examples) - len(self.examples)
         self._tokenizer = tokenizer
-        self._lengths = (prompt_length, completion_length)
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
-    def batch(self, step: int, rows: Iterable[int] | None = None) -> SupervisedBatch:
+    def batch(self, step: int, rows: Iterable[int] | None = None) -> Batch:
         """Returns the arrays of `step`: the rows `rows`, numbers below `batch_size`, or all."""
-        prompt_length, completion_length = self._lengths
-        return encode_solutions(
-            self._batch(step, rows), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length
-        )
+        return encode_solutions(self._batch(step, rows), self._tokenizer, length=self._length)

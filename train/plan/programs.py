@@ -189,7 +189,7 @@ class AbstractRun:
             prompts=section.prompts_per_step,
             samples=section.samples_per_prompt - section.fork_rows,
             prompt_length=config.data.max_prompt_length,
-            length=config.data.max_completion_length,
+            length=config.data.completion_length(),
         )
         sizes = engine.engine.sizes
         largest = extend_name(max(sizes.extends), sizes.lengths[-1])
@@ -231,7 +231,7 @@ class AbstractRun:
             lowered = program.lower(*arguments)
         count = prompts * samples
         slots = min(config.rollout.slots or count, count)
-        steps = config.data.max_completion_length * math.ceil(count / slots) - 1
+        steps = config.data.completion_length() * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
         parts = {"KV cache": self._sampler_cache(prompts, samples)}
         loops |= self._expert_tiles(math.ceil(slots / layout.row_parts)) | expected_visits(length)
@@ -244,14 +244,14 @@ class AbstractRun:
         count = prompts * samples
         slots = min(config.rollout.slots or count, count)
         length = config.data.max_prompt_length
-        tokens = slots * (length + config.data.max_completion_length) + prompts * length
+        tokens = slots * (length + config.data.completion_length()) + prompts * length
         return state_bytes(layout.model.config, tokens) // layout.mesh.size
 
     def _rollout_batch(self) -> Batch:
         config = self.context.config
         mesh = self.context.mesh
         rows = config.rows_per_batch()
-        length = config.data.max_prompt_length + config.data.max_completion_length
+        length = config.data.row_length()
 
         def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
@@ -272,6 +272,7 @@ class AbstractRun:
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
             completion_mask=array(jnp.bool, length),
+            prompt_lengths=array(jnp.int32),
             group_ids=array(jnp.int32),
             episode_rows=array(jnp.int32) if config.rollout.fork_rows else None,
             rollout_log_probs=array(log_probs.dtype, length) if config.rollout.record_log_probs else None,
@@ -286,14 +287,14 @@ class AbstractRun:
         config = self.context.config
         kind = self.context.mesh.devices.flat[0].device_kind
         rows = config.rows_per_micro_batch()
-        completion = config.data.max_completion_length
+        layout = self.context.plan.layout
+        completion = config.data.completion_length()
         if fused:
             tokens = config.log_probs.token_chunk or head_defaults(kind).token_chunk
         else:
             tokens = (tile(config.log_probs) or head_defaults(kind).tile).tokens
-        prompt = config.data.max_prompt_length
-        experts = self._expert_tiles(rows * (prompt + completion) // config.mesh.context)
-        visits = expected_visits(prompt + self.context.plan.layout.group * completion)
+        experts = self._expert_tiles(rows * config.data.row_length() // config.mesh.context)
+        visits = expected_visits(layout.slots(layout.group))
         return {"token_tiles": math.ceil(rows * completion / tokens), **visits, **experts}
 
     def _expert_tiles(self, tokens: int) -> dict[str, float]:

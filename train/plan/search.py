@@ -124,8 +124,7 @@ def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -
     mesh = config.mesh
     optim = config.optim
     model = run.context.model.config
-    length = config.data.max_prompt_length + config.data.max_completion_length
-    tokens = config.rows_per_micro_batch() * length // mesh.context
+    tokens = config.rows_per_micro_batch() * config.data.row_length() // mesh.context
     width = 2 if model.dtype == "bfloat16" else 4
     saved = tokens * model.layers * model.width * width
     if model.remat == "dots":

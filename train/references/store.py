@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from train.config.errors import warn
 from train.config.plan import Plan
 from train.distributed.exchange import agree
-from train.distributed.global_arrays import held_rows, to_host
+from train.distributed.global_arrays import held_rows, to_host, to_host_rows
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.policy import ScoredPolicy
 from train.rl.step import ReferenceScore, make_reference_score
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, move_columns, prompt_lengths
 
 MIB = 2**20
 
@@ -39,7 +39,7 @@ def make_reference_store(plan: Plan, model: Decoder, mesh: Mesh, rows: int | Non
     if rows is None or not plan.keeps_ref_log_probs or source.type != "file":
         return None
     agree("rollout.source", {"rows": rows})
-    columns = config.data.max_completion_length
+    columns = config.data.completion_length()
     needed = -(-rows * columns * np.dtype(np.float32).itemsize // MIB)
     if needed > source.max_reference_mib:
         warn(
@@ -72,7 +72,7 @@ class ReferenceStore:
         """
         if self._scored[rows].all():
             self.collect()
-            return self._onto_devices(rows, batch.tokens.shape[1])
+            return self._onto_devices(rows, batch)
         log_probs, scores = self._score(base, reference, batch)
         scores.copy_to_host_async()
         self._under_way.append((rows, scores))
@@ -82,12 +82,12 @@ class ReferenceStore:
     def collect(self) -> None:
         """Takes over the log-probs that were computed, for which it waits."""
         for rows, scores in self._under_way:
-            self._log_probs[rows] = to_host(scores)[:, -self._log_probs.shape[1] :]
+            self._log_probs[rows] = to_host(scores)
         self._under_way.clear()
 
-    def _onto_devices(self, rows: np.ndarray, length: int) -> jax.Array:
-        """Puts the log-probs of rows on the devices; they are 0 in the columns of the prompts."""
+    def _onto_devices(self, rows: np.ndarray, batch: Batch) -> jax.Array:
+        """Puts the log-probs of rows on the devices; they are 0 at the tokens of prompts."""
         local_rows = rows[held_rows(batch_sharding(self._mesh), len(rows))]
-        log_probs = np.zeros((len(local_rows), length), np.float32)
-        log_probs[:, -self._log_probs.shape[1] :] = self._log_probs[local_rows]
+        prompts = np.asarray(to_host_rows(prompt_lengths(batch)))
+        log_probs = move_columns(self._log_probs[local_rows], -prompts, batch.tokens.shape[1])
         return shard_rows(log_probs, self._mesh)

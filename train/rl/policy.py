@@ -18,7 +18,7 @@ from train.models.experts import NO_EXPERT, Routed
 from train.models.head import stored_head
 from train.models.parameters import bind, value_head_structure
 from train.models.sharding import axis_size, divides, mesh_is_set, partition_spec
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.forest import Forest, group_forest, row_forest
 from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 
@@ -56,7 +56,7 @@ class Sequences:
 
     Attributes:
       tokens: [B, T] int32.
-      token_mask: [B, T] bool, True at real tokens.
+      token_mask: [B, T] bool, True at real tokens, which come first.
       completion_mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
       fields: [B, T, ...] by name, as in `Batch`. With `kept_ids`, log-probs are renormalised over these tokens;
         entropies and the exact KL are over the whole vocabulary.
@@ -86,9 +86,10 @@ class Sequences:
         if packed is not None:
             forest = packed
         elif layout.group > 1 and divides(len(batch.tokens) // layout.group, "rows"):
-            forest = group_forest(batch.token_mask, layout.prompt_length, layout.group)
+            shape = layout.prompt, layout.completion or 0
+            forest = group_forest(batch.token_mask, prompt_lengths(batch), shape, layout.group)
         else:
-            forest = row_forest(batch.token_mask, layout.prompt_length)
+            forest = row_forest(batch.token_mask, prompt_lengths(batch), layout.completion)
         return cls(batch.tokens, batch.token_mask, forest, batch.completion_mask, batch.fields)
 
     @property

@@ -35,6 +35,8 @@ from train.sequences.batch import (
     map_micro_batches,
     merge_micro_batches,
     micro_batches,
+    move_columns,
+    prompt_lengths,
     required,
     row_count,
     take_rows,
@@ -165,10 +167,10 @@ def make_score(plan: Plan, model: Decoder, mesh: Mesh) -> ScoreProgram:
 
 
 def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceScore:
-    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: log-probs of the reference alone, [B, T] float32.
+    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: log-probs of the reference alone, in float32.
 
-    The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
-    computed as in `make_score`, and treated as constants.
+    The first, [B, T], are split over the mesh as the batch; the second, of completions alone, [B, C], are whole on
+    every device, for the host. They are computed as in `make_score`, and treated as constants.
     """
     stats_of = _make_stats(plan)
     layout = plan.layout
@@ -182,7 +184,7 @@ def make_reference_score(plan: Plan, model: Decoder, mesh: Mesh) -> ReferenceSco
             return jax.lax.stop_gradient(kljax.masked(stats.log_prob, part.completion_mask))
 
         log_probs = map_micro_batches(score_rows, batch, score_parts, group=layout.group)
-        return log_probs, log_probs
+        return log_probs, move_columns(log_probs, prompt_lengths(batch), layout.completion or log_probs.shape[1])
 
     return jax.jit(traced_once(score_reference), out_shardings=(batch_sharding(mesh), replicated(mesh)))
 

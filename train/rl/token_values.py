@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import kljax
 from train.models.sharding import replicated
-from train.sequences.batch import Batch, per_token_fields, present_arrays, required
+from train.sequences.batch import Batch, per_token_fields, present_arrays, prompt_lengths, required
 from train.sequences.token_fields import recorded_names
 
 Array = jax.Array
@@ -30,10 +30,11 @@ class TokenValues(NamedTuple):
 
 
 def recorded_arrays(batch: Batch) -> dict[str, Array]:
-    """Returns rewards `[B]`, arrays `[B, T]` and fields `[B, T, ...]` of a batch, by the keys of recordings."""
+    """Returns rewards and prompt lengths `[B]`, and arrays `[B, T, ...]` of a batch, by the keys of recordings."""
     arrays = present_arrays(per_token_fields(batch)) | batch.fields
     keys = {name: key for key, name in recorded_names().items()}
-    return {keys.get(name, name): x for name, x in arrays.items() if x.ndim > 1} | {"rewards": required(batch.rewards)}
+    of_rows = {"rewards": required(batch.rewards), "prompt_lengths": prompt_lengths(batch)}
+    return {keys.get(name, name): x for name, x in arrays.items() if x.ndim > 1} | of_rows
 
 
 def make_select(mesh: Mesh) -> Callable[[Mapping[str, Array], Sequence[TokenValues], Array], dict[str, Array]]:

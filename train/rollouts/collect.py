@@ -23,7 +23,7 @@ from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, has_log_prob, measure_rows, without_floors
 from train.rollouts.source import Array, Completions, SourceError, batch_rows
 from train.rollouts.stream import Stream
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.token_fields import LAGS, VERSIONS
 from train.storage.paths import as_path
 
@@ -93,13 +93,13 @@ def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
 def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
     samples = context.config.rollout.samples_per_prompt
-    prompt_length = context.config.data.max_prompt_length
-    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples, prompt_length)
+    longest = context.config.data.max_prompt_length
+    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples, longest)
     records = run_together("recording", rows_of)
     numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
-    on_leader("recording", lambda: write_rows(directory, step, name_parents(rows, samples, prompt_length)))
+    on_leader("recording", lambda: write_rows(directory, step, name_parents(rows, samples, longest)))
 
 
 def shard_completions(context: RunContext, completions: Completions, split: RowSplit, step: int) -> Rollout:
@@ -114,7 +114,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     section = context.config.rollout
 
     def check() -> None:
-        _check_rows(completions, context.model.config.vocab_size, context.config.data.max_prompt_length)
+        _check_rows(completions, context.model.config.vocab_size)
         check_routes(context, completions, split)
 
     run_together("rollout", check)
@@ -137,6 +137,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
         "completion_mask": mask,
+        "prompt_lengths": prompt_lengths(completions),
         "group_ids": group_ids,
         **({"rollout_log_probs": log_probs} if recorded else {}),
         **({"episode_rows": episodes} if section.fork_rows and episodes is not None else {}),
@@ -263,15 +264,13 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
             raise SourceError(f"rollout: row {row} of the batch has {problem}")
 
 
-def _check_rows(completions: Completions, vocab_size: int, prompt_length: int) -> None:
+def _check_rows(completions: Completions, vocab_size: int) -> None:
     """Checks rows that come from the host, in every process before any of them starts the step.
 
     The sampler of this process needs no check; sources of the user have theirs (`UserSource`).
     """
     check_fields(completions.fields, completions.tokens.shape)
-    tokens = completions.tokens
-    token_mask = completions.token_mask
-    mask = completions.completion_mask
-    if not any(isinstance(x, jax.Array) for x in (tokens, token_mask, mask, *completions.fields.values())):
-        rows = np.asarray(tokens), np.asarray(token_mask), np.asarray(mask)
-        check_values(*rows, completions.fields, vocab_size=vocab_size, prompt_length=prompt_length)
+    rows = completions.tokens, completions.token_mask, completions.completion_mask, prompt_lengths(completions)
+    if not any(isinstance(x, jax.Array) for x in (*rows, *completions.fields.values())):
+        tokens, token_mask, mask, prompts = map(np.asarray, rows)
+        check_values(tokens, token_mask, mask, prompts, completions.fields, vocab_size=vocab_size)

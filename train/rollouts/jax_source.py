@@ -22,7 +22,6 @@ from train.rl.tracing import traced_once
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, InTurn, Request
-from train.sequences.token_fields import TOKEN_FIELDS
 
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32
@@ -73,8 +72,8 @@ def make_sampler(
       record_routes: whether to record the experts of every token.
 
     Returns:
-      A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
-      prompts of `data.max_prompt_length`. `rows` are as of `WindowedSampler`.
+      A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has the
+      columns of a batch. `rows` are as of `WindowedSampler`.
     """
     sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
     sampling = dataclasses.replace(sampling, record_routes=record_routes)
@@ -142,43 +141,29 @@ def _sampling_programs(context: RunContext, name: str, samples: int, sampling: S
     # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
     stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
     return {
-        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, sampling=sampling, stop=stop)
+        bucket: sampling_program(context, f"{name}_{bucket}", samples, sampling=sampling, stop=stop)
         for bucket in prompt_buckets(context.config.data.max_prompt_length)
     }
 
 
 def sampling_program(
-    context: RunContext, name: str, prompt_length: int, samples: int, *, sampling: Sampling, stop: StopTable | None
+    context: RunContext, name: str, samples: int, *, sampling: Sampling, stop: StopTable | None
 ) -> WindowedSampler:
     """Makes the not yet compiled sampler of `make_sampler` for one prompt length."""
     config = context.config
     layout = context.layout
-    padding = config.data.max_prompt_length - prompt_length
-
-    def pad_left(x: jax.Array, fill: float = 0) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (padding, 0), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
-
-    def to_longest_prompts(samples: Samples) -> Samples:
-        return dataclasses.replace(
-            samples,
-            tokens=pad_left(samples.tokens, context.tokenizer.pad_id),
-            token_mask=pad_left(samples.token_mask),
-            completion_mask=pad_left(samples.completion_mask),
-            fields={name: pad_left(x, TOKEN_FIELDS[name].fill) for name, x in samples.fields.items()},
-        )
-
     return WindowedSampler(
         layout.model,
         layout.mesh,
         name=name,
-        max_new_tokens=config.data.max_completion_length,
+        max_new_tokens=config.data.completion_length(),
         sampling=sampling,
         eos_ids=context.tokenizer.eos_ids,
         stop=stop,
         slots=config.rollout.slots,
         group=samples,
+        length=config.data.row_length(),
         unroll=layout.unroll,
-        transform=to_longest_prompts,
     )
 
 
@@ -227,6 +212,7 @@ def completions_of(context: RunContext, samples: Samples, examples: Sequence[Exa
         tokens=samples.tokens,
         token_mask=samples.token_mask,
         completion_mask=samples.completion_mask,
+        prompt_lengths=samples.prompt_lengths,
         finish=finish,
         fields=samples.fields,
     )

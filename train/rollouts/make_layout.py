@@ -127,7 +127,7 @@ def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> i
     section = config.rollout
     slots = max(section.slots or config.rows_per_batch(), config.eval.rows())
     prompts = max(section.prompts_per_step, config.eval.rows())
-    columns = config.data.max_prompt_length + config.data.max_completion_length
-    tokens = slots * columns + prompts * config.data.max_prompt_length
+    prompt = config.data.max_prompt_length
+    tokens = slots * (prompt + config.data.completion_length()) + prompts * prompt
     logits = LOGITS * slots * model.config.vocab_size * 4
     return (state_bytes(model.config, tokens) + logits) // (data * tensor)

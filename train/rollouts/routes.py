@@ -9,6 +9,7 @@ from train.config.plan import Layout
 from train.context import RunContext
 from train.distributed.global_arrays import RowSplit
 from train.rollouts.source import Completions, SourceError
+from train.sequences.batch import prompt_lengths
 from train.sequences.token_fields import ROUTES
 
 
@@ -43,7 +44,8 @@ def check_routes(context: RunContext, completions: Completions, rows: RowSplit) 
         return
     mask = np.asarray(completions.token_mask)
     _check_experts(routes, mask, experts.count, rows.held)
-    fed = mask & (np.arange(mask.shape[1]) < _last_columns(mask)[:, None])
+    columns = np.arange(mask.shape[1])
+    fed = columns < mask.sum(-1, keepdims=True) - 1
     missing = (routes < 0).any((2, 3)) & fed
     if missing.any() and config.routing.missing == "error":
         row = int(np.argmax(missing.any(1)))
@@ -57,10 +59,11 @@ def check_routes(context: RunContext, completions: Completions, rows: RowSplit) 
     group = math.gcd(config.rollout.samples_per_prompt, len(routes)) if packed else layout.group
     if group > 1:
         # A row whose completion is empty needs no experts.
-        fed_prompts = fed[:, : layout.prompt_length].reshape(-1, group, layout.prompt_length)
-        completed = mask[:, layout.prompt_length :].any(1).reshape(-1, group, 1)
-        prompts = routes[:, : layout.prompt_length].reshape(-1, group, layout.prompt_length, *shape)
-        prompts = np.sort(prompts, axis=-1)
+        lengths = np.asarray(prompt_lengths(completions))
+        longest = int(lengths.max(initial=0))
+        fed_prompts = (fed & (columns < lengths[:, None]))[:, :longest].reshape(-1, group, longest)
+        completed = (mask.sum(-1) > lengths).reshape(-1, group, 1)
+        prompts = np.sort(routes[:, :longest].reshape(-1, group, longest, *shape), axis=-1)
         first = np.take_along_axis(prompts, np.argmax(completed, axis=1)[..., None, None, None], axis=1)
         differ = (prompts != first).any((-2, -1)) & fed_prompts & completed
         if differ.any():
@@ -82,8 +85,3 @@ def _check_experts(routes: np.ndarray, mask: np.ndarray, count: int, rows: np.nd
             f"rollout: {ROUTES}: row {rows[row]}, column {column}, layer {layer}: got the experts "
             f"{routes[row, column, layer].tolist()}, expected different ones from 0 to {count - 1}, or -1 for all"
         )
-
-
-def _last_columns(mask: np.ndarray) -> np.ndarray:
-    """Returns the column of the last real token of each row."""
-    return mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)

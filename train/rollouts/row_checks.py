@@ -28,22 +28,23 @@ def check_values(
     tokens: np.ndarray,
     token_mask: np.ndarray,
     completion_mask: np.ndarray,
+    prompt_lengths: np.ndarray,
     fields: Mapping[str, np.ndarray],
     *,
     vocab_size: int,
-    prompt_length: int,
 ) -> None:
     """Checks the values of rows `[B, T]` on the host.
 
     Raises:
-      SourceError: a token is not of the vocabulary, a completion has padding in it or begins before its column, or a
-        value of a completion is not finite, or a log-prob is above 0.
+      SourceError: a token is not of the vocabulary, a row does not begin at column 0 or has padding in it, a token of
+        a prompt is sampled, or a value of a completion is not finite, or a log-prob is above 0.
     """
     columns = np.arange(tokens.shape[1])
     problems = {
         f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
         "completion tokens that the token mask leaves out": completion_mask & ~token_mask,
-        f"completion tokens in the {prompt_length} columns of the prompts": completion_mask & (columns < prompt_length),
+        "tokens after padding": token_mask & (columns >= token_mask.sum(-1, keepdims=True)),
+        "completion tokens in their prompts": completion_mask & (columns < prompt_lengths[:, None]),
         **{f"{name} that are not finite": _not_finite(name, x[completion_mask]) for name, x in fields.items()},
     }
     if "rollout_log_probs" in fields:

@@ -1,6 +1,7 @@
 """The protocol between the trainer and a source of completions: requests, completions and streams of them."""
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,11 +13,14 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.context import RunContext
+from train.data.prompts import prompt_ids
 from train.data.tasks import Example
+from train.data.tokenizers import Tokenizer
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
-from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, TokenFields
+from train.sequences.batch import move_columns
+from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
 
@@ -78,25 +82,47 @@ class Request:
         rows = RowSplit(len(examples), held, own)
         return cls(examples, 1, step, key, rows, first_row=first, greedy=greedy)
 
+    def prompt_of(self, row: int, tokenizer: Tokenizer) -> list[int]:
+        """Returns the ids of the prompt of a row."""
+        return [int(token) for token in prompt_ids(self.examples[row // self.samples], tokenizer)]
+
+    def align(self, completions: "Completions", tokenizer: Tokenizer) -> "Completions":
+        """Moves completions to column 0, whose prompts may be padded on the left, and notes the prompt lengths."""
+        first = completions.token_mask.argmax(-1)
+        move = functools.partial(move_columns, by=first, length=completions.tokens.shape[1])
+        lengths = [len(self.prompt_of(row, tokenizer)) for row in self.rows.held.tolist()]
+        return dataclasses.replace(
+            completions,
+            **{name: move(getattr(completions, name)) for name in ("tokens", "token_mask", "completion_mask")},
+            prompt_lengths=np.array(lengths, np.int32),
+            fields={name: move(x, fill=TOKEN_FIELDS[name].fill) for name, x in completions.fields.items()},
+        )
+
+    def with_other_prompts(self, tokens: np.ndarray, token_mask: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+        """Lists the rows, of those that this process holds, that begin with another prompt."""
+        rows = zip(self.rows.held.tolist(), np.where(token_mask, tokens, UNKNOWN), strict=True)
+        return [row for row, ids in rows if (prompt := self.prompt_of(row, tokenizer)) != ids[: len(prompt)].tolist()]
+
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Rows of prompts, left-padded to P, with completions, right-padded to C.
+    """Rows of prompts with completions, from column 0 on, padded on the right.
 
     The completions of a prompt are in consecutive rows. With several processes, arrays on the devices have all rows,
     `tokens`, masks and `fields` on the host `rows.held` of the request, and everything else `rows.own`.
 
     Attributes:
       examples: [B] example of each row.
-      tokens: [B, P + C] int32.
-      token_mask: [B, P + C] bool, True on real tokens.
-      completion_mask: [B, P + C] bool, True on sampled tokens, including EOS.
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True on real tokens.
+      completion_mask: [B, T] bool, True on sampled tokens, including EOS.
       finished: [B] bool; True for rows that ended with EOS or a stop, not at the length limit.
       texts: [B] text of each completion.
       finish: waits for the devices, and returns `finished`, `texts`, `metrics` and `timings`, which are empty until
         then; None if nothing is under way.
-      fields: [B, P + C, ...] by name, values of the sampled tokens such as `log_probs`, as `TOKEN_FIELDS` declares
+      fields: [B, T, ...] by name, values of the sampled tokens such as `log_probs`, as `TOKEN_FIELDS` declares
         them.
+      prompt_lengths: [B] int32, the tokens of each prompt; None: all before the first sampled one.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       episode_rows: [B] int32, the row of the episode that a row belongs to: its own, or an earlier one that it forked
         from; -1 for rows without an episode that counts, which have no sampled token. None: each row is an episode.
@@ -114,6 +140,7 @@ class Completions:
     texts: Sequence[str] = ()
     finish: Callable[[], Mapping[str, Any]] | None = None
     fields: TokenFields = dataclasses.field(default_factory=dict)
+    prompt_lengths: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     episode_rows: np.ndarray | None = None
     sampled: Sequence[Sequence[Any]] | None = None

@@ -1,5 +1,6 @@
 """The stream of samples of a run: requests in flight, batches that are full, and what a checkpoint keeps of them."""
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +10,14 @@ import numpy as np
 import kljax
 from train.config.errors import UserError, warn
 from train.context import RunContext
-from train.data.prompts import decode_completions, encode_prompts
+from train.data.prompts import decode_completions
 from train.distributed.exchange import any_of, run_together
 from train.distributed.global_arrays import gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.process.interrupt import StepLeftError
 from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError, batch_rows
+from train.sequences.batch import prompt_lengths
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, recorded_names
 from train.weights.orbax import RunCheckpoints
 
@@ -179,17 +181,16 @@ class Stream:
         context = self._context
         request = Request.of(context, step)
         rows = request.rows
-        data = context.config.data
-        expected = (len(rows.held), data.max_prompt_length + data.max_completion_length)
+        expected = (len(rows.held), context.config.data.row_length())
         if arrays["tokens"].shape != expected:
             raise UserError(
                 f"rollout.ahead: the batch of step {step + 1} that was saved has {list(arrays['tokens'].shape)} tokens "
                 f"in this process, expected {list(expected)}; resume with the rollout and data of the run"
             )
-        tokens, mask = encode_prompts(request.examples, context.tokenizer, data.max_prompt_length)
-        prompts = np.where(mask, tokens, UNKNOWN)[rows.held // request.samples]
-        saved = np.where(arrays["token_mask"], arrays["tokens"], UNKNOWN)[:, : data.max_prompt_length]
-        if not np.array_equal(saved, prompts):
+        # Earlier releases padded prompts on the left.
+        saved = Completions([], **{name: arrays[name] for name in ARRAYS}, fields=dict(arrays["fields"]))
+        saved = request.align(saved, context.tokenizer)
+        if request.with_other_prompts(np.asarray(saved.tokens), np.asarray(saved.token_mask), context.tokenizer):
             raise UserError(
                 f"rollout.ahead: the batch that was saved with step {step} has other prompts than the data has at that "
                 "step; restore the data, or resume from an earlier checkpoint"
@@ -202,12 +203,11 @@ class Stream:
             ]
         else:
             texts = decode_completions(own["tokens"], own["token_mask"], own["completion_mask"], context.tokenizer)
-        return Completions(
+        return dataclasses.replace(
+            saved,
             examples=[request.examples[row // request.samples] for row in rows.own],
-            **{name: arrays[name] for name in ARRAYS},
             finished=own["finished"],
             texts=texts,
-            fields=dict(arrays["fields"]),
             rewards=rewards or None,
         )
 
@@ -233,7 +233,10 @@ def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) 
     names = [{*part.fields} for part in completions if len(part.tokens)]
     if any(other != names[0] for other in names):
         raise SourceError("rollout.source: samples of one request have different token fields")
-    arrays = {name: np.concatenate([getattr(part, name) for part in completions])[order] for name in ARRAYS}
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in completions])[order] for name in ARRAYS
+    }
+    arrays["prompt_lengths"] = np.concatenate([prompt_lengths(part) for part in completions])[order]
     fields = {name: _concatenate(name, completions)[order] for name in completions[0].fields}
     if any_of("rollout", not np.array_equal(split.own, split.held)):
         gathered = gather_rows("rollout", {**arrays, **fields}, split.own, split.count)
@@ -253,9 +256,7 @@ def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) 
         timings["rollout_tokens_per_second"] = float(arrays["completion_mask"].sum()) / max(seconds)
     return Completions(
         examples=[examples[row] for row in order],
-        tokens=arrays["tokens"],
-        token_mask=arrays["token_mask"],
-        completion_mask=arrays["completion_mask"],
+        **arrays,
         finished=np.concatenate([part.finished for part in completions])[order],
         texts=[texts[row] for row in order],
         fields=fields,

@@ -14,7 +14,6 @@ from train.config.errors import UserError
 from train.config.rollout import UserSourceSection
 from train.config.user_functions import check_members, make_with, user_code
 from train.context import RunContext
-from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit, to_host_rows
 from train.process.waiting import waiting_for
@@ -132,6 +131,7 @@ class UserSource:
             if finished.rows is not None:
                 request = dataclasses.replace(request, rows=RowSplit(len(finished.rows), finished.rows, finished.rows))
             self._check_form(completions, request, method)
+            completions = request.align(completions, self._context.tokenizer)
         version = self._versions[finished.request]
         finish = completions.finish
         if finish is None:
@@ -179,9 +179,8 @@ class UserSource:
         """Checks types and shapes, which need no values."""
         if not isinstance(completions, Completions):
             raise SourceError(f"{self._label}: {method} returned {type(completions).__name__}, expected Completions")
-        data = self._context.config.data
         rows = request.rows
-        width = data.max_prompt_length + data.max_completion_length
+        width = self._context.config.data.row_length()
         kinds = {"tokens": ("i", "integers"), "token_mask": ("b", "booleans"), "completion_mask": ("b", "booleans")}
         for name, (kind, text) in kinds.items():
             x = getattr(completions, name)
@@ -209,9 +208,9 @@ class UserSource:
         held = len(request.rows.held)
         arrays = {name: to_host_rows(x)[:held] if isinstance(x, jax.Array) else x for name, x in arrays.items()}
         tokens, token_mask, completion_mask = (arrays.pop(name) for name in names)
-        length = self._context.config.data.max_prompt_length
-        vocab_size = self._context.model.config.vocab_size
-        check_values(tokens, token_mask, completion_mask, arrays, vocab_size=vocab_size, prompt_length=length)
+        lengths = np.asarray(completions.prompt_lengths)
+        size = self._context.model.config.vocab_size
+        check_values(tokens, token_mask, completion_mask, lengths, arrays, vocab_size=size)
         log_probs = completions.fields.get("rollout_log_probs")
         if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["rollout_log_probs"][completion_mask]).all():
             raise SourceError(
@@ -224,15 +223,10 @@ class UserSource:
             # Of some rows, the joined ones are checked.
             rows = dataclasses.replace(completions, fields=arrays, token_mask=token_mask)
             check_routes(self._context, rows, request.rows)
-        prompts, prompt_mask = encode_prompts(request.examples, self._context.tokenizer, length)
-        number = request.rows.held // request.samples
-        differs = (token_mask[:, :length] != prompt_mask[number]).any(1)
-        differs |= ((tokens[:, :length] != prompts[number]) & prompt_mask[number]).any(1)
-        if differs.any():
-            row = int(np.argmax(differs))
+        if others := request.with_other_prompts(tokens, token_mask, self._context.tokenizer):
             raise SourceError(
-                f"{self._label}: tokens: row {request.rows.held[row]} has other tokens before column {length} than the "
-                f"prompt {request.examples[number[row]].prompt[:80]!r} of the request, padded on the left"
+                f"{self._label}: tokens: row {others[0]} begins with other tokens than the prompt "
+                f"{request.examples[others[0] // request.samples].prompt[:80]!r} of the request"
             )
 
     def _check_rows(self, completions: Completions, request: Request) -> None:

@@ -23,7 +23,7 @@ from train.models.sharding import replicated
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
 from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.token_fields import UNKNOWN, VERSIONS
 from train.weights.files import usable_directory
 
@@ -148,7 +148,7 @@ class RolloutRecorder:
         def write(path: Path) -> int:
             arrays = jax.device_get(selected)
             rewards = arrays.pop("rewards")
-            arrays = whole_completions(arrays, self._config.data.max_prompt_length)
+            arrays = whole_completions(arrays, arrays.pop("prompt_lengths"))
             records = [described[row] | {"reward": float(reward)} for row, reward in zip(rows, rewards, strict=True)]
             metadata = {"step": step, "samples_per_prompt": self._config.rollout.samples_per_prompt}
             return write_table(path, TokenRows(records, arrays), self._texts, metadata)
@@ -161,12 +161,12 @@ class RolloutRecorder:
             self._files.close()
 
 
-def whole_completions(arrays: Mapping[str, np.ndarray], prompt_length: int) -> dict[str, np.ndarray]:
+def whole_completions(arrays: Mapping[str, np.ndarray], prompts: np.ndarray) -> dict[str, np.ndarray]:
     """Returns rows whose completions have all tokens after the prompt, with NaN for what was not computed of them.
 
     Tokens without a log-prob, and observations of an episode, are in no mask of the batch.
     """
-    completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompt_length)
+    completions = arrays["token_mask"] & (np.arange(arrays["token_mask"].shape[1]) >= prompts[:, None])
     left_out = completions & ~arrays["completion_mask"]
     numbers = {
         name: np.where(left_out, np.nan, x).astype(x.dtype)
@@ -205,9 +205,8 @@ def chosen_rows(config: Config, step: int) -> list[int]:
 def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
     completions = rollout.completions
-    prompt_length = config.data.max_prompt_length
-    masks = completions.token_mask, completions.completion_mask
-    token_mask, completion_mask = (rollout.rows.select_own(mask)[:, prompt_length:] for mask in masks)
+    arrays = completions.token_mask, completions.completion_mask, prompt_lengths(completions)
+    token_mask, completion_mask, prompts = map(rollout.rows.select_own, arrays)
     episodes = rollout.rows.own
     if completions.episode_rows is not None:
         episodes = rollout.rows.select_own(completions.episode_rows)
@@ -229,7 +228,7 @@ def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) 
             "finished": bool(completions.finished[index]),
             "rewards": {name: float(values[index]) for name, values in rollout.scores.items()},
             "episode": int(episodes[index]),
-            "completion_mask": completion_mask[index][token_mask[index]].tolist(),
+            "completion_mask": completion_mask[index][token_mask[index]][prompts[index] :].tolist(),
         }
     return described
 

@@ -23,7 +23,7 @@ def check_user_functions(plan: Plan) -> None:
     """
     config = plan.config
     rows = config.rows_per_batch()
-    length = config.data.max_prompt_length + config.data.max_completion_length
+    length = config.data.row_length()
     batch = _abstract_batch(rows, length)
     if plan.advantage is not None and isinstance(config.advantage, UserFunction):
         jax.eval_shape(functools.partial(estimate_advantages, plan, config.advantage), batch)

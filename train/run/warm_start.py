@@ -13,7 +13,7 @@ import kljax
 from train.config.errors import GuardError
 from train.config.schema import Config
 from train.context import RunContext
-from train.data.prompts import Supervised, SupervisedBatch
+from train.data.prompts import Supervised
 from train.distributed.global_arrays import held_rows
 from train.models import Decoder
 from train.models.shard_rows import shard_rows
@@ -24,14 +24,13 @@ from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import init_optimizer_state, keep_unless
 from train.rl.tracing import traced_once
 from train.run.guard import nonfinite_array
+from train.sequences.batch import Batch
 
 Tree = Any
 Report = Callable[[int, dict[str, float]], None]
 
 
-def supervised_loss(
-    config: Config, model: Decoder, params: Tree, batch: SupervisedBatch
-) -> tuple[jax.Array, kljax.WeightedSum]:
+def supervised_loss(config: Config, model: Decoder, params: Tree, batch: Batch) -> tuple[jax.Array, kljax.WeightedSum]:
     """Computes the mean negative log-prob of the solutions' tokens, at the sampling temperature."""
     tokens, token_mask, mask = map(jnp.asarray, (batch.tokens, batch.token_mask, batch.completion_mask))
     sequences = Sequences.rows(tokens, token_mask, mask)
@@ -57,14 +56,14 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 def make_step(
     config: Config, model: Decoder, optimizer: optax.GradientTransformation, start: tuple[Tree, Tree], mesh: Mesh
-) -> Callable[[Tree, Tree, SupervisedBatch], tuple[Tree, Tree, kljax.WeightedSum]]:
+) -> Callable[[Tree, Tree, Batch], tuple[Tree, Tree, kljax.WeightedSum]]:
     """Compiles `(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated.
 
     A step whose loss or gradient is not finite is skipped, and its loss is NaN. So is one whose gradient is 0: numbers
     that overflow in a norm leave hidden states of 0, so that no output depends on the weights any more.
     """
 
-    def step(params: Tree, opt_state: Tree, batch: SupervisedBatch) -> tuple[Tree, Tree, kljax.WeightedSum]:
+    def step(params: Tree, opt_state: Tree, batch: Batch) -> tuple[Tree, Tree, kljax.WeightedSum]:
         gradient = jax.grad(lambda p: supervised_loss(config, model, p, batch), has_aux=True)
         grads, loss = gradient(params)
         norm = optax.tree.norm(grads)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kljax
 from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, TokenFields
@@ -28,12 +29,14 @@ GROUP = {**PER_ROW, "padding": -1}
 class Batch:
     """Rows of tokens with their masks, rewards, log-probs and so on. Position t of a field belongs to token t.
 
-    Prompts are padded on the left, completions on the right. Fields that were not computed are None.
+    A row is a sequence from column 0 on, padded on the right. Fields that were not computed are None.
 
     Attributes:
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True on real tokens, which are attended.
       completion_mask: [B, T] bool, True on the sampled tokens, which are trained.
+      prompt_lengths: [B] int32, tokens before the completion, which may begin with an observation; None: all before the
+        first sampled one.
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
       episode_rows: [B] int32, the row whose advantage a row has, of the episode that it forked from; -1 for none. None
@@ -62,6 +65,7 @@ class Batch:
     tokens: Array
     token_mask: Array
     completion_mask: Array
+    prompt_lengths: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
     episode_rows: Array | None = dataclasses.field(default=None, metadata=GROUP)
@@ -91,6 +95,29 @@ def required(field: Array | None) -> Array:
     if field is None:
         raise ValueError("a field of the batch is missing")
     return field
+
+
+def prompt_lengths(rows: Any) -> Any:
+    """Returns the prompt lengths [B] of a batch or of completions; without any the tokens before the first sampled."""
+    if rows.prompt_lengths is not None:
+        return rows.prompt_lengths
+    return (rows.token_mask & (rows.completion_mask.cumsum(-1) == 0)).sum(-1, dtype=np.int32)
+
+
+def move_columns(x: Any, by: Any, length: int, fill: Any = 0) -> Any:
+    """Moves the values of each row to the left by its number of columns, [B, W, ...] and [B] to [B, length, ...].
+
+    Columns that get no value hold `fill`. Arrays of NumPy stay on the host.
+
+    Example:
+      >>> move_columns(np.array([[0, 0, 5], [0, 6, 7]]), np.array([2, 1]), 4).tolist()
+      [[5, 0, 0, 0], [6, 7, 0, 0]]
+    """
+    xp: Any = jnp if isinstance(x, jax.Array) else np
+    at = np.arange(length) + by[:, None]
+    exists = ((at >= 0) & (at < x.shape[1])).reshape(*at.shape, *[1] * (x.ndim - 2))
+    index = xp.clip(at, 0, x.shape[1] - 1).reshape(exists.shape)
+    return xp.where(exists, xp.take_along_axis(x, index, axis=1), xp.asarray(fill, x.dtype))
 
 
 def place_rewards(batch: Batch) -> Array:

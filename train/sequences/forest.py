@@ -120,60 +120,53 @@ class Forest:
         return Spans(self.end, self.start, window_start, self.lengths, window, self.group)
 
 
-def row_forest(token_mask: Array, prompt: int = 0) -> Forest:
+def row_forest(token_mask: Array, prompt_lengths: Array | None = None, completion: int | None = None) -> Forest:
     """Makes rows of one sequence each, from slot 0 on.
 
     Args:
-      token_mask: [B, T] bool, True at real tokens; padding may be anywhere.
-      prompt: columns before those of completions; a row without a real token after them is not counted.
+      token_mask: [B, T] bool, True at real tokens, which come first.
+      prompt_lengths: [B] int32, tokens before the first that may be trained; a row with no more is not counted. None:
+        any token may be.
+      completion: C, the most tokens after a prompt; None: as many as there are.
     """
     rows, width = token_mask.shape
-    order, places = _compact(token_mask)
     slots = jnp.arange(width, dtype=jnp.int32)
-    lengths = jnp.sum(token_mask, axis=-1, keepdims=True, dtype=jnp.int32)
-    real = slots < lengths
-    completed = jnp.any(token_mask[:, prompt:], axis=-1, keepdims=True)
+    lengths = jnp.sum(token_mask, axis=-1, dtype=jnp.int32)
+    prompts = jnp.zeros_like(lengths) if prompt_lengths is None else prompt_lengths
+    trained = None if completion is None else min(completion, width)
+    real = slots < lengths[:, None]
     none = jnp.zeros((rows, 0), jnp.int32)
     return Forest(
-        readers=jnp.where(real, order, -1)[..., None],
-        places=places,
+        readers=jnp.where(real, slots, -1)[..., None],
+        places=jnp.where(real, slots, -1),
         depth=jnp.where(real, slots, 0),
-        end=jnp.where(real, lengths, slots + 1),
+        end=jnp.where(real, lengths[:, None], slots + 1),
         start=jnp.where(real, 0, slots),
         branches=none,
         parents=none,
-        counts=(real & completed).astype(jnp.int32),
-        lengths=jnp.maximum(lengths[:, 0], 1),
-        first_trained=jnp.sum(token_mask[:, :prompt], axis=-1, dtype=jnp.int32) if prompt else None,
-        trained_width=width - prompt if prompt else None,
+        counts=(real & (lengths > prompts)[:, None]).astype(jnp.int32),
+        lengths=jnp.maximum(lengths, 1),
+        first_trained=None if trained is None else jnp.minimum(prompts, width - trained),
+        trained_width=trained,
         units=rows,
     )
 
 
-def group_forest(token_mask: Array, prompt: int, group: int) -> Forest:
+def group_forest(token_mask: Array, prompt_lengths: Array, shape: tuple[int, int], group: int) -> Forest:
     """Makes rows of a prompt with its completions, [prompt | completion | ... | completion], each from its slot 0 on.
 
     Args:
-      token_mask: [B, P + C] bool, True at real tokens; padding may be anywhere, and is equal in the prompts of a group.
-      prompt: P.
+      token_mask: [B, T] bool, True at real tokens, which come first.
+      prompt_lengths: [B] int32, tokens of the prompt, which are equal in a group.
+      shape: P and C, the slots of a prompt and of a completion.
       group: G consecutive sequences that share a prompt.
     """
+    prompt, length = shape
     rows = len(token_mask) // group
-    columns = token_mask.shape[1]
-    length = columns - prompt
+    columns = jnp.arange(token_mask.shape[1], dtype=jnp.int32)
     width = prompt + group * length
-    of_prompts = token_mask[::group, :prompt]
-    of_completions = token_mask[:, prompt:]
-    prompt_order, prompt_places = _compact(of_prompts)
-    order, places = _compact(of_completions)
-    # Numbers of completions within their group, [G, 1], and the tokens and slots at which they begin.
-    number = jnp.arange(group, dtype=jnp.int32)[:, None]
-    order = (order.reshape(rows, group, length) + number * columns + prompt).reshape(rows, -1)
-    places = places.reshape(rows, group, length)
-    places = jnp.where(places >= 0, places + number * length + prompt, -1).reshape(-1, length)
-
-    sizes = jnp.sum(of_prompts, axis=-1, keepdims=True, dtype=jnp.int32)
-    counts = jnp.sum(of_completions, axis=-1, dtype=jnp.int32).reshape(rows, group)
+    sizes = prompt_lengths[::group, None]
+    counts = jnp.sum(token_mask, axis=-1, dtype=jnp.int32).reshape(rows, group) - sizes
     completed = counts > 0
     slots = jnp.arange(width, dtype=jnp.int32)
     begins = prompt + jnp.arange(group, dtype=jnp.int32) * length
@@ -181,28 +174,26 @@ def group_forest(token_mask: Array, prompt: int, group: int) -> Forest:
     in_prompt = slots < prompt
     size = jnp.concatenate([jnp.broadcast_to(sizes, (rows, prompt)), jnp.repeat(counts, length, axis=-1)], axis=-1)
     real = slots - begin < size
+    depth = slots - begin + jnp.where(in_prompt, 0, sizes)
     # A row without a completion has no experts for the last token of its prompt.
-    prompt_order += jnp.argmax(completed, axis=-1, keepdims=True).astype(jnp.int32) * columns
+    first = jnp.argmax(completed, axis=-1, keepdims=True).astype(jnp.int32)
+    reader = jnp.where(in_prompt, first, (slots - prompt) // length)
+    in_rows = jnp.repeat(sizes, group, axis=0)
+    places = jnp.where(columns < in_rows, columns, columns - in_rows + jnp.tile(begins, rows)[:, None])
     last = jnp.max(jnp.where(completed, begins + counts, sizes), axis=-1, keepdims=True)
     sharing = jnp.sum(completed, axis=-1, keepdims=True, dtype=jnp.int32)
     return Forest(
-        readers=jnp.where(real, jnp.concatenate([prompt_order, order], axis=-1), -1)[..., None],
-        places=jnp.concatenate([jnp.repeat(prompt_places, group, axis=0), places], axis=-1),
-        depth=jnp.where(real, slots - begin + jnp.where(in_prompt, 0, sizes), 0),
+        readers=jnp.where(real, reader * len(columns) + depth, -1)[..., None],
+        places=jnp.where(token_mask, places, -1),
+        depth=jnp.where(real, depth, 0),
         end=jnp.where(real, jnp.where(in_prompt, last, begin + size), slots + 1),
         start=jnp.where(real, 0, slots),
         branches=jnp.broadcast_to(begins, (rows, group)),
         parents=jnp.broadcast_to(jnp.maximum(sizes - 1, 0), (rows, group)),
         counts=jnp.where(real, jnp.where(in_prompt, sharing, 1), 0),
-        group=(prompt, length),
+        group=shape,
         units=rows,
     )
-
-
-def _compact(mask: Array) -> tuple[Array, Array]:
-    """Returns the order [B, T] int32 of columns that puts real ones first, and the places of these in it; -1: none."""
-    order = jnp.argsort(~mask, axis=-1, stable=True).astype(jnp.int32)
-    return order, jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, -1)
 
 
 def _take(x: Array, index: Array, units: int, fill: float) -> Array:

@@ -1,8 +1,8 @@
 """The places of rows in packed rows, chosen on the host from the lengths of a batch.
 
 An update has n rows, in M micro-batches and over the S devices that split rows: a cell is the part of a micro-batch on
-one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W = P + C
-slots, so that every row fits into one.
+one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W = T slots,
+so that every row fits into one.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from train.config.plan import Plan
 from train.distributed.global_arrays import to_host
 from train.models.sharding import axis_size, replicated
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.forest import Forest
 from train.sequences.token_fields import TOKEN_FIELDS
 from train.sequences.write_forest import Placed, write_forest
@@ -38,8 +38,8 @@ class Lengths(NamedTuple):
       prompts: [B] int.
       completions: [B] int; 0 for rows that need no place.
       groups: [B] int, rows with one number share their prompt.
-      tokens: [B, C] int, the tokens of completions, or numbers that are equal in rows of a group that can share one, if
-        these share those with which they begin alike; None if they share their prompt alone.
+      tokens: [B, T] int, the tokens of rows, or numbers that are equal in rows of a group that can share one, if these
+        share those with which they begin alike; None if they share their prompt alone.
     """
 
     prompts: np.ndarray
@@ -52,9 +52,9 @@ class Lengths(NamedTuple):
         prompt = int(self.prompts[second])
         if self.tokens is None:
             return prompt
-        length = min(self.completions[first], self.completions[second])
-        differ = np.flatnonzero(self.tokens[first, :length] != self.tokens[second, :length])
-        return prompt + int(differ[0] if len(differ) else length)
+        end = prompt + int(min(self.completions[first], self.completions[second]))
+        differ = np.flatnonzero(self.tokens[first, prompt:end] != self.tokens[second, prompt:end])
+        return prompt + int(differ[0]) if len(differ) else end
 
     def real(self, rows: np.ndarray) -> int:
         """Counts the tokens of rows, with each prompt once."""
@@ -107,7 +107,6 @@ class Cells:
     """The cells of a pass over n rows.
 
     Attributes:
-      prompt: P.
       width: W.
       shards: S.
       padded: tokens of a cell of padded rows, which packed ones may not exceed.
@@ -115,7 +114,6 @@ class Cells:
       group: consecutive rows that stay in one micro-batch if rows do not move.
     """
 
-    prompt: int
     width: int
     shards: int
     padded: int
@@ -143,16 +141,16 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     layout = plan.layout
     if not config.optim.packing:
         return None
-    prompt = config.data.max_prompt_length
     scores = plan.scores_policy or plan.reference
-    width = prompt + config.data.max_completion_length
+    width = config.data.row_length()
     shards = axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
     prefixes = config.optim.share_prefixes
 
     def measured(batch: Batch) -> tuple[jax.Array, ...]:
-        lengths = _measure(batch.token_mask, prompt)
-        return (*lengths, _number_tokens(batch, prompt, config.rollout.samples_per_prompt)) if prefixes else lengths
+        prompts = prompt_lengths(batch)
+        lengths = prompts, batch.token_mask.sum(-1) - prompts
+        return (*lengths, _number_tokens(batch, config.rollout.samples_per_prompt)) if prefixes else lengths
 
     measure = jax.jit(measured, out_shardings=replicated(mesh))
     sizes: set[tuple[int, ...] | None] = set()
@@ -162,12 +160,9 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
         groups = np.arange(len(prompts)) // config.rollout.samples_per_prompt
         lengths = Lengths(prompts, completions, groups, *tokens)
 
-        def padded_tokens(rows: int) -> int:
-            return rows // layout.group * (prompt + layout.group * (width - prompt))
-
         def pack_rows(rows: np.ndarray, parts: int, moves: bool) -> Packing | None:
-            padded = padded_tokens(len(rows) // (parts * shards))
-            cells = Cells(prompt, width, shards, padded, config.optim.share_prompts, layout.group)
+            padded = layout.slots(len(rows) // (parts * shards))
+            cells = Cells(width, shards, padded, config.optim.share_prompts, layout.group)
             return choose_packing(cells, lengths, rows, parts, together, moves=moves)
 
         parts = config.optim.micro_batches
@@ -177,7 +172,7 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
         chosen = [(rows, pack_rows(np.asarray(rows), parts, plan.rows_move)) for rows in updates]
         sizes.update(None if packing is None else packing.packed.readers.shape for _, packing in chosen)
         shares = [
-            lengths.real(np.asarray(rows)) / padded_tokens(len(rows)) if packing is None else packing.share
+            lengths.real(np.asarray(rows)) / layout.slots(len(rows)) if packing is None else packing.share
             for rows, packing in chosen
         ]
         return StepPacking(
@@ -190,24 +185,14 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     return pack
 
 
-def _measure(token_mask: jax.Array, prompt: int) -> tuple[jax.Array, jax.Array]:
-    """Measures the prompt and the completion of each row, from its first to its last real token."""
-    columns = jnp.arange(token_mask.shape[1])
-    real = token_mask[:, :prompt]
-    first = columns[:prompt]
-    prompts = jnp.max(jnp.where(real, prompt - first, 0), axis=1)
-    completions = jnp.max(jnp.where(token_mask[:, prompt:], columns[prompt:] - prompt + 1, 0), axis=1)
-    return prompts, completions
-
-
-def _number_tokens(batch: Batch, prompt: int, group: int) -> jax.Array:
-    """Numbers the tokens of completions, [B, C] int32: each by the first row of its group that has the same there.
+def _number_tokens(batch: Batch, group: int) -> jax.Array:
+    """Numbers the tokens of rows, [B, T] int32: each by the first row of its group that has the same there.
 
     The same are tokens of one id and with equal fields, on which log-probs depend.
     """
     scored = (x for name, x in batch.fields.items() if TOKEN_FIELDS[name].scored)
-    shape = (-1, group, batch.tokens.shape[1] - prompt)
-    arrays = [jnp.reshape(x[:, prompt:], (*shape, math.prod(x.shape[2:]))) for x in (batch.tokens, *scored)]
+    shape = (-1, group, batch.tokens.shape[1])
+    arrays = [jnp.reshape(x, (*shape, math.prod(x.shape[2:]))) for x in (batch.tokens, *scored)]
 
     def number(row: jax.Array, numbers: jax.Array) -> jax.Array:
         rows = [jax.lax.dynamic_index_in_dim(x, row, axis=1) for x in arrays]
@@ -301,7 +286,8 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
     by_prompt = np.lexsort((-sizes, number, -totals))
     if lengths.tokens is not None:
         # Depth first: after a row come those with which it shares the most.
-        texts = [lengths.tokens[row, : lengths.completions[row]].tolist() for row in rows]
+        ends = lengths.prompts[rows] + sizes
+        texts = [lengths.tokens[row, lengths.prompts[row] : end].tolist() for row, end in zip(rows, ends, strict=True)]
         by_prompt = np.array(sorted(by_prompt, key=lambda row: (-totals[row], number[row], texts[row])))
 
     def fit(order: Iterable[int]) -> list[dict[int, list[int]]]:
@@ -345,7 +331,7 @@ def _write_places(
         prompt = int(lengths.prompts[number])
         length = prompt + int(lengths.completions[number])
         shared = 0 if before is None else lengths.shared(int(of_cell[before]), number)
-        return Placed(row, cells.prompt - prompt, length, prompt, shared)
+        return Placed(row, length, prompt, shared)
 
     units = [
         [

@@ -16,7 +16,6 @@ class Placed(NamedTuple):
 
     Attributes:
       number: of the sequence within its unit.
-      first: the column of its first token; the others follow.
       length: its tokens.
       trained: tokens before the first that may be trained.
       shared: its first tokens that are tokens of the sequence before it in the row too, and share their slots. Of all
@@ -24,7 +23,6 @@ class Placed(NamedTuple):
     """
 
     number: int
-    first: int
     length: int
     trained: int
     shared: int = 0
@@ -52,7 +50,7 @@ def write_forest(
             row = _Row(width)
             for placed in of_unit[at] if at < len(of_unit) else ():
                 path = row.append(placed, columns)
-                places[unit, placed.number, placed.first : placed.first + placed.length] = at * width + path
+                places[unit, placed.number, : placed.length] = at * width + path
             row.close()
             written.append(row)
     most = _power_of_two(max(FEWEST_BRANCHES, *(len(row.branches) for row in written)))
@@ -107,7 +105,7 @@ class _Row:
         self.depth[new] = np.arange(shared, placed.length)
         self.start[new] = path[0]
         self.counts[path] += 1
-        tokens = placed.number * columns + placed.first + np.arange(placed.length, dtype=np.int32)
+        tokens = placed.number * columns + np.arange(placed.length, dtype=np.int32)
         self.readers[0][new] = tokens[shared:]
         self._may_train[new] = np.arange(shared, placed.length) >= placed.trained
         for depth in range(placed.trained, shared):

@@ -102,9 +102,8 @@ def update_bytes(plan: Plan, model: Decoder, mesh: Mesh, remat: Remat) -> int:
     shape = mesh.shape
     width = jnp.dtype(config.dtype).itemsize
     rows = run.rows_per_micro_batch()
-    completions = rows * run.data.max_completion_length
-    prompts = rows // plan.layout.group * run.data.max_prompt_length
-    tokens = math.ceil((prompts + completions) / shape["context"])
+    completions = rows * run.data.completion_length()
+    tokens = math.ceil(plan.layout.slots(rows) / shape["context"])
     # Queries, keys, values, what attention makes of them, and the two inputs of the activation.
     inner = 2 * (config.heads + config.kv_heads) * config.head_dim + 2 * config.mlp_width
     outer = 2 * config.width

@@ -240,7 +240,7 @@ def _layers(sizes: KernelSizes, *, interpret: bool) -> KernelDistance:
     length = sizes.prompt + sizes.completion
     rows = sizes.rows * sizes.samples
     mask = jnp.ones((rows, length), bool)
-    forest = group_forest(mask, sizes.prompt, sizes.samples)
+    forest = group_forest(mask, jnp.full(rows, sizes.prompt), (sizes.prompt, sizes.completion), sizes.samples)
     prompts = jax.random.randint(jax.random.key(2), (sizes.rows, sizes.prompt), 0, config.vocab_size)
     completions = jax.random.randint(jax.random.key(3), (rows, sizes.completion), 0, config.vocab_size)
     tokens = jnp.concatenate([jnp.repeat(prompts, sizes.samples, axis=0), completions], axis=1)

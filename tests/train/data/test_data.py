@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -32,21 +33,20 @@ def test_prompts_are_left_padded_after_bos():
 
 
 def test_solutions_are_right_padded_and_trained_through_eos():
-    batch = encode_solutions(
-        [Example("a", "", "xy"), Example("bc", "", "")], TOKENIZER, prompt_length=3, completion_length=4
-    )
+    batch = encode_solutions([Example("a", "", "xy"), Example("bc", "", "")], TOKENIZER, length=7)
     np.testing.assert_array_equal(
-        batch.tokens, [[PAD, BOS, *b"a", *b"xy", EOS, PAD], [BOS, *b"bc", EOS, PAD, PAD, PAD]]
+        batch.tokens, [[BOS, *b"a", *b"xy", EOS, PAD, PAD], [BOS, *b"bc", EOS, PAD, PAD, PAD]]
     )
     np.testing.assert_array_equal(batch.token_mask, batch.tokens != PAD)
-    np.testing.assert_array_equal(batch.completion_mask, [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0]])
-    assert [array.dtype for array in batch] == [np.int32, np.bool_, np.bool_]
+    np.testing.assert_array_equal(batch.completion_mask, [[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0]])
+    arrays = batch.tokens, batch.token_mask, batch.completion_mask
+    assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.bool_]
 
 
 def test_text_of_the_exact_length_fits_not_longer():
     example = Example("1+2=", "", "")
     assert encode_prompts([example], TOKENIZER, 5)[1].all()
-    with pytest.raises(ValueError, match=r"row 0: got 5 \+ 0 tokens, expected at most 4 \+ 0"):
+    with pytest.raises(ValueError, match=r"row 0: got 5 \+ 0 tokens, expected at most 4 together"):
         encode_prompts([example], TOKENIZER, 4)
 
 
@@ -61,7 +61,7 @@ def test_supervised_solutions_decode_to_themselves():
     source = Supervised(examples(12), TOKENIZER, prompt_length=5, completion_length=3, batch_size=5, seed=0)
     batch = source.batch(7)
     assert batch.tokens.shape == (5, 8)
-    solutions = decode_completions(*batch, TOKENIZER)
+    solutions = decode_completions(batch.tokens, batch.token_mask, batch.completion_mask, TOKENIZER)
     rows = decode_completions(batch.tokens, batch.token_mask, batch.token_mask, TOKENIZER)
     assert rows == [f"\N{REPLACEMENT CHARACTER}{solution}={solution}" for solution in solutions]
 
@@ -99,7 +99,8 @@ def test_selected_rows_equal_the_rows_of_a_batch(rows):
 
 def test_selected_supervised_rows_equal_the_rows_of_batches():
     data = Supervised(examples(9), TOKENIZER, prompt_length=5, completion_length=3, batch_size=4, seed=0)
-    for some, full in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
+    both = (jax.tree.leaves(batch) for batch in (data.batch(1, np.array([1, 3])), data.batch(1)))
+    for some, full in zip(*both, strict=True):
         np.testing.assert_array_equal(some, full[[1, 3]])
 
 

@@ -109,7 +109,7 @@ def test_template_that_changes_observations_is_refused(tmp_path):
 def test_warm_start_leaves_observations_out():
     ids = [ord("a"), 257, ord("b"), ord("c"), 257]
     masked = Example("?", "", "x", solution_ids=ids, solution_mask=[True, True, False, True, True])
-    batch = encode_solutions([masked, Example("?", "", "x")], ByteTokenizer(), prompt_length=2, completion_length=6)
+    batch = encode_solutions([masked, Example("?", "", "x")], ByteTokenizer(), length=8)
     assert batch.completion_mask.tolist() == [
         [False, False, True, True, False, True, True, False],
         [False, False, True, True, False, False, False, False],

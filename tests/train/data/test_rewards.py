@@ -110,17 +110,17 @@ def test_batch_uses_the_composed_reward_and_logs_names():
     rows, longest = len(EXAMPLES), config.data.max_completion_length
     shape = (rows, tiny.PROMPT + longest)
     mask = np.zeros(shape, bool)
-    mask[0, tiny.PROMPT :] = mask[1:, tiny.PROMPT] = True
+    mask[:, : tiny.PROMPT + 1] = mask[0] = True
     completions = Completions(
         examples=EXAMPLES,
         tokens=np.zeros(shape, np.int32),
         token_mask=mask,
-        completion_mask=mask,
+        completion_mask=mask & (np.arange(shape[1]) >= tiny.PROMPT),
         texts=["x"] * rows,
         finished=np.ones(rows, bool),
     )
     rollout = tiny.rollout_of(context, completions)
-    expected = 2 - 0.5 * mask.sum(1) / longest
+    expected = 2 - 0.5 * mask[:, tiny.PROMPT :].sum(1) / longest
     np.testing.assert_allclose(np.asarray(rollout.batch.rewards), expected, rtol=1e-6)
     np.testing.assert_allclose(rollout.metrics["length_penalty"], (expected - 2).mean(), rtol=1e-6)
     np.testing.assert_allclose(rollout.metrics["reward"], expected.mean(), rtol=1e-6)

@@ -192,15 +192,17 @@ def test_decoded_tokens_have_the_routes_of_whole_rows():
 
 def test_forests_use_and_return_the_routes_of_their_sequences():
     model, params = draw()
-    tokens = TOKENS.at[1::2, :4].set(TOKENS[::2, :4])
-    mask = MASK.at[1::2].set(MASK[::2])
+    prompts, columns = jnp.array([4, 4, 3, 3]), jnp.arange(8)
+    in_prompt = columns < prompts[:, None]
+    mask = columns < jnp.array([[8], [6], [7], [5]])
+    tokens = jnp.where(in_prompt, jnp.repeat(TOKENS[::2], 2, axis=0), TOKENS)
     bound = model.bind(params)
     run = jax.jit(lambda routes: bound.routed(tokens, mask, routes=routes))
     _, routed = run(jnp.full((4, 8, *SHAPE.route_shape), -1, jnp.int16))
     replayed = jnp.where(mask[..., None, None], (routed.routes + 2) % 6, -1).astype(jnp.int16)
     # The prompts of a group agree here, but not the routes of its second sequence, which are those of the first.
-    shared = replayed.at[1::2, :4].set(replayed[::2, :4])
-    for forest, routes in ((group_forest(mask, 4, 2), shared), (row_forest(mask), replayed)):
+    shared = jnp.where(in_prompt[..., None, None], jnp.repeat(replayed[::2], 2, axis=0), replayed)
+    for forest, routes in ((group_forest(mask, prompts, (4, 4), 2), shared), (row_forest(mask), replayed)):
         sequences = Sequences(tokens, mask, forest, None, {ROUTES: replayed})
         hidden, used = jax.jit(slot_states)(ScoredPolicy(model, kljax.Policy(params)), sequences)
         expected, _ = run(routes)

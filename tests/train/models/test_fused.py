@@ -160,10 +160,14 @@ def computed(form, name="adapter", dtype="float32", rows="groups", mesh=None):
     policy = policy_of(name, mesh)
     sizes = jnp.array([[6, 10], [6, 1], [6, 7], [2, 3], [2, 10], [2, 0]] * 2)
     slots = jnp.arange(PROMPT + LENGTH)
-    mask = (slots >= PROMPT - sizes[:, :1]) & (slots < PROMPT + sizes[:, 1:])
-    prompts = jnp.repeat(jax.random.randint(jax.random.key(3), (4, PROMPT), 0, 24), GROUP, axis=0)
-    tokens = jnp.concatenate([prompts, jax.random.randint(jax.random.key(4), (4 * GROUP, LENGTH), 0, 24)], axis=1)
-    forest = group_forest(mask, PROMPT, GROUP) if rows == "groups" else row_forest(mask, PROMPT)
+    mask = slots < sizes.sum(1, keepdims=True)
+    prompts = jnp.repeat(jax.random.randint(jax.random.key(3), (4, len(slots)), 0, 24), GROUP, axis=0)
+    completions = jax.random.randint(jax.random.key(4), (4 * GROUP, len(slots)), 0, 24)
+    tokens = jnp.where(slots < sizes[:, :1], prompts, completions)
+    if rows == "groups":
+        forest = group_forest(mask, sizes[:, 0], (PROMPT, LENGTH), GROUP)
+    else:
+        forest = row_forest(mask, sizes[:, 0], LENGTH)
     weights = jax.random.normal(jax.random.key(5), (*forest.depth.shape, 32))
     real = forest.readers[..., 0] >= 0
 
@@ -263,7 +267,7 @@ def test_gpus_fuse_in_bfloat16_and_cpus_never(monkeypatch):
 def test_xla_attention_leaves_all_kernels_out(fused):
     tokens = jnp.zeros((2, PROMPT + LENGTH), jnp.int32)
     mask = jnp.ones(tokens.shape, bool)
-    forest = row_forest(mask, PROMPT)
+    forest = row_forest(mask, jnp.full(2, PROMPT), LENGTH)
     mesh = make_mesh()
 
     def program(attention):

@@ -161,7 +161,7 @@ def test_recurrent_layers_decode_as_whole_sequences(hybrid, slots, unroll):
 def test_rows_of_recurrent_layers_do_not_join(hybrid):
     model, policy = hybrid
     tokens, mask = prompts()
-    sequences = Sequences(tokens, mask, group_forest(mask, 2, 1))
+    sequences = Sequences(tokens, mask, group_forest(mask, jnp.full(len(mask), 2), (2, mask.shape[1] - 2), 1))
     with pytest.raises(ValueError, match=r"optim\.share_prompts: expected false for a model with recurrent layers"):
         slot_states(ScoredPolicy(model, policy), sequences)
     assert state_bytes(model.config, 10) == state_bytes(dataclasses.replace(SHAPE, layers=1), 10)

@@ -16,6 +16,7 @@ from train.models import Decoder, DecoderState
 from train.models.head import head
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
+from train.sequences.batch import move_columns
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.fused import is_gpt_oss
@@ -59,7 +60,9 @@ def logits_of(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
 def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict]:
     """Loss, log-probs, logits and the gradient of the loss, in one program."""
     model, policy = loaded(family, adapted)
-    tokens, mask = jnp.asarray(golden(family)["tokens"]), jnp.asarray(golden(family)["mask"])
+    padded = golden(family)["mask"]
+    begins = padded.argmax(1)
+    tokens, mask = (jnp.asarray(from_left(x, begins)) for x in (golden(family)["tokens"], padded))
     scored = mask & jnp.roll(mask, 1, axis=1).at[:, 0].set(False)
 
     def loss(policy: kljax.Policy) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -70,7 +73,13 @@ def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray,
 
     (value, (log_probs, logits)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)
     grads = gradient.adapter if adapted else gradient.params
-    return jax.device_get((value, log_probs, logits, grads))
+    value, log_probs, logits, grads = jax.device_get((value, log_probs, logits, grads))
+    return value, from_left(log_probs, -begins), from_left(logits, -begins), grads
+
+
+def from_left(x: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Rows of transformers, which are padded on the left, from column 0 on."""
+    return move_columns(x, begins, x.shape[1])
 
 
 def tensors(model: Decoder, tree: dict) -> dict[str, np.ndarray]:
@@ -189,8 +198,11 @@ def test_greedy_continuations_match_transformers(family):
 def test_a_mesh_changes_no_number():
     model, mesh = loaded("gemma3")[0], make_mesh(fsdp=2, tensor=2)
     spread = load_params(GOLDENS / "gemma3", model, mesh)
-    tokens, mask = golden("gemma3")["tokens"][:2], golden("gemma3")["mask"][:2]
+    tokens, padded = golden("gemma3")["tokens"][:2], golden("gemma3")["mask"][:2]
+    begins = padded.argmax(1)
+    tokens, mask = from_left(tokens, begins), from_left(padded, begins)
     with jax.set_mesh(mesh):
         hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(spread)), Sequences.rows(tokens, mask))
         logits = jax.jit(logits_of, static_argnums=0)(model, spread, hidden)
-    assert_close(np.where(mask[..., None], logits, 0), golden("gemma3")["logits"][:2], "logits")
+    logits = from_left(np.where(mask[..., None], logits, 0), -begins)
+    assert_close(logits, golden("gemma3")["logits"][:2], "logits")

@@ -23,17 +23,17 @@ HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
 
 
 def batch(seed=0):
-    """Prompts padded on the left, completions of 0 to all columns, and tokens [B, P + C] of which 0 is the padding."""
+    """Tokens [B, P + C] of which 0 is the padding, their mask and prompt lengths; completions of 0 to C tokens."""
     rng = np.random.default_rng(seed)
-    column, lengths = np.arange(PROMPT + NEW_TOKENS), np.array([5, 0, 3, 1, 5, 2])[:, None]
-    begins = np.array([2, 0]).repeat(GROUP)[:, None]
-    mask = (column >= begins) & (column < PROMPT + lengths)
+    column, lengths = np.arange(PROMPT + NEW_TOKENS), np.array([5, 0, 3, 1, 5, 2])
+    prompts = np.array([5, 7]).repeat(GROUP)
+    mask = column < (prompts + lengths)[:, None]
     tokens = rng.integers(1, CONFIG.vocab_size, mask.shape)
-    tokens[:, :PROMPT] = tokens[::GROUP, :PROMPT].repeat(GROUP, axis=0)
-    return jnp.asarray(np.where(mask, tokens, PAD), jnp.int32), jnp.asarray(mask)
+    tokens = np.where(column < prompts[:, None], tokens[::GROUP].repeat(GROUP, axis=0), tokens)
+    return jnp.asarray(np.where(mask, tokens, PAD), jnp.int32), jnp.asarray(mask), jnp.asarray(prompts)
 
 
-TOKENS, MASK = batch()
+TOKENS, MASK, PROMPT_LENGTHS = batch()
 
 
 def poisoned():
@@ -63,9 +63,9 @@ def blocks_of(size, monkeypatch):
     monkeypatch.setitem(attention._BY_BLOCKS, "blocks", (functools.partial(attend_in_blocks, block=size), size))
 
 
-def in_groups(transformer, tokens, prompt=PROMPT, group=GROUP):
+def in_groups(transformer, tokens):
     """Hidden states [B, T, D] of sequences whose prompts go through the layers once."""
-    forest = group_forest(MASK, prompt, group)
+    forest = group_forest(MASK, PROMPT_LENGTHS, (PROMPT, NEW_TOKENS), GROUP)
     spans = forest.spans(CONFIG.sliding_window)
     return forest.gather(transformer.run(forest.take(tokens), forest.take(MASK), forest.depth, spans)[0])
 
@@ -73,13 +73,13 @@ def in_groups(transformer, tokens, prompt=PROMPT, group=GROUP):
 WEIGHT = np.random.default_rng(2).standard_normal((*TOKENS.shape, CONFIG.width)).astype(np.float32)
 
 
-@functools.partial(jit, static_argnames=("prompt", "group"))
-def hidden_and_gradient(params, weight, **options):
-    """Hidden states, and the gradient of their weighted sum over real tokens; of whole rows, without options."""
+@functools.partial(jit, static_argnames="shared")
+def hidden_and_gradient(params, weight, shared=False):
+    """Hidden states, and the gradient of their weighted sum over real tokens; of whole rows, or with shared prompts."""
 
     def run(params):
         transformer = Decoder(CONFIG).bind(params)
-        hidden = in_groups(transformer, TOKENS, **options) if options else transformer(TOKENS, MASK)
+        hidden = in_groups(transformer, TOKENS) if shared else transformer(TOKENS, MASK)
         return jnp.where(MASK[..., None], hidden * weight, 0).sum(), hidden
 
     gradient, hidden = jax.grad(run, has_aux=True)(params)
@@ -88,9 +88,9 @@ def hidden_and_gradient(params, weight, **options):
 
 def test_shared_hidden_states_and_gradients_equal_full_rows():
     """The gradient of the states of completions; those of a prompt are not gathered for a gradient."""
-    weight = np.where(np.arange(TOKENS.shape[1])[:, None] >= PROMPT, WEIGHT, 0)
+    weight = np.where((np.arange(TOKENS.shape[1]) >= PROMPT_LENGTHS[:, None])[..., None], WEIGHT, 0)
     full, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
-    shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), weight, prompt=PROMPT, group=GROUP))
+    shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), weight, shared=True))
     real = np.asarray(MASK)
     chex.assert_trees_all_close(shared[real], full[real], atol=5e-6)
     chex.assert_tree_all_finite((shared, gradient))
@@ -99,9 +99,9 @@ def test_shared_hidden_states_and_gradients_equal_full_rows():
 
 
 def test_rows_of_a_gpu_go_by_their_lengths(monkeypatch):
-    """By lengths alone, with the window of a kernel, rows with padding anywhere are what their masks say."""
+    """By lengths alone, with the window of a kernel, rows are what their masks say."""
     config, params = dataclasses.replace(CONFIG, attention_softcap=None), poisoned()
-    mask = MASK.at[0, PROMPT + 1].set(False)
+    mask = MASK
     sequences = Sequences.rows(TOKENS, mask)
 
     def run(params):
@@ -133,12 +133,12 @@ def test_rows_of_a_gpu_go_by_their_lengths(monkeypatch):
 def test_completion_attends_to_itself_and_its_prompt():
     model, params = Decoder(CONFIG), poisoned()
     run = jit(lambda tokens: in_groups(model.bind(params), tokens))
-    before, at = run(TOKENS), (0, PROMPT + 2)
+    before, at = run(TOKENS), (0, int(PROMPT_LENGTHS[0]) + 2)
     after = run(TOKENS.at[at].set(1 + TOKENS[at] % 23))
     changed = np.abs(np.asarray(after - before)).max(-1) > 0
     assert changed[at]
     assert not changed[1:].any()
-    assert not changed[0, : PROMPT + 2].any()
+    assert not changed[at[0], : at[1]].any()
 
 
 def real_results(operands, spans, options, real):
@@ -160,9 +160,9 @@ def test_kernels_of_groups_have_equal_gradients(kernel, sliding, softcap, monkey
     """Interpreted: what a kernel computes, not how fast. Rows whose width is no multiple of its block."""
     prompt, length = 110, 20
     column = np.arange(prompt + 2 * length)
-    real = np.stack([(column >= 7) & (column < 145), (column < 124) | (column >= 130)])
-    mask = np.concatenate([np.stack([real[:, :prompt]] * 2, 1), real[:, prompt:].reshape(2, 2, length)], axis=2)
-    forest = group_forest(jnp.asarray(mask.reshape(4, -1)), prompt, 2)
+    prompts, completions = np.array([103, 103, 110, 110]), np.array([20, 15, 14, 20])
+    mask = column[: prompt + length] < (prompts + completions)[:, None]
+    forest = group_forest(jnp.asarray(mask), jnp.asarray(prompts), (prompt, length), 2)
     real = np.asarray(forest.readers[..., 0] >= 0)
     spans, options = forest.spans(WINDOW), AttentionOptions(sliding, 0.7, softcap)
     operands = heads(2, len(column), (2, 1, 1))
@@ -176,7 +176,7 @@ def test_kernels_of_groups_have_equal_gradients(kernel, sliding, softcap, monkey
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_rectangles_of_groups_have_equal_gradients(window, monkeypatch):
     """The two calls of cuDNN, computed by XLA."""
-    forest = group_forest(MASK, PROMPT, GROUP)
+    forest = group_forest(MASK, PROMPT_LENGTHS, (PROMPT, NEW_TOKENS), GROUP)
     real = np.asarray(forest.readers[..., 0] >= 0)
     spans, options = forest.spans(window), AttentionOptions(window is not None)
     operands = heads(*real.shape)

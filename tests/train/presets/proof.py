@@ -99,7 +99,7 @@ def full_batch(name: str = "") -> Batch:
     def per_token(values: np.ndarray) -> jax.Array:
         return jnp.asarray(np.pad(values, ((0, 0), (recordings.PROMPT_LENGTH, 0))))
 
-    return Batch(
+    drawn = Batch(
         tokens=jnp.asarray(recorded.tokens, jnp.int32),
         token_mask=jnp.asarray(recorded.token_mask),
         completion_mask=per_token(recorded.mask),
@@ -110,6 +110,7 @@ def full_batch(name: str = "") -> Batch:
         ref_log_probs=per_token(recorded.ref_log_probs),
         values=per_token(recorded.old_values),
     )
+    return tiny.from_column_0(drawn, recordings.PROMPT_LENGTH)
 
 
 @functools.cache

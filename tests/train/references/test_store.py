@@ -180,13 +180,16 @@ def test_cached_log_probs_have_the_program_sharding():
     def score(base, reference, batch):
         calls.append(np.asarray(batch.tokens)[:, 0].tolist())
         log_probs = gather(batch.tokens)
-        return jax.device_put(log_probs, batch_sharding(mesh)), jax.device_put(log_probs, replicated(mesh))
+        return jax.device_put(log_probs, batch_sharding(mesh)), jax.device_put(
+            log_probs[:, tiny.PROMPT :], replicated(mesh)
+        )
 
     selected = ReferenceStore(score, mesh, rows=6, columns=tiny.NEW_TOKENS)
 
     def log_probs(*rows):
         tokens = jnp.tile(jnp.array(rows)[:, None], (1, tiny.LENGTH))
-        batch = Batch(tokens, jnp.ones(tokens.shape, bool), jnp.ones(tokens.shape, bool))
+        mask = jnp.ones(tokens.shape, bool)
+        batch = Batch(tokens, mask, mask.at[:, : tiny.PROMPT].set(False))
         actual = selected.score(None, None, batch, np.array(rows))
         np.testing.assert_array_equal(actual, values[list(rows)])
         return actual

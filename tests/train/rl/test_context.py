@@ -1,5 +1,6 @@
 """A mesh whose axis context splits the tokens of a row: the numbers of one device, and errors before device work."""
 
+import dataclasses
 import functools
 import re
 
@@ -22,6 +23,7 @@ from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.run.setup import first_state
+from train.sequences.batch import Batch
 
 PROMPT = tiny.PROMPT - 1
 OPTIONS = (
@@ -39,6 +41,14 @@ def weights() -> dict:
     return jax.device_get(tiny.drawn(tiny.model_of(tiny.config_of(*OPTIONS)), jax.random.key(0)))
 
 
+def narrow_batch() -> Batch:
+    """Rows of 4 + 4 tokens: the longest prompts lack their first token."""
+    batch = tiny.rollout_batch()
+    longest = (batch.prompt_lengths > PROMPT)[:, None]
+    narrow = jax.tree.map(lambda x: jnp.where(longest, x[:, 1:], x[:, :-1]) if x.ndim > 1 else x, batch)
+    return dataclasses.replace(narrow, prompt_lengths=jnp.minimum(batch.prompt_lengths, PROMPT))
+
+
 @functools.cache
 def updated(mesh_shape, options=()):
     """Scored log-probs, loss and gradient of one update on a mesh."""
@@ -52,9 +62,7 @@ def updated(mesh_shape, options=()):
             ScoredPolicy(model, other),
             first_state(Plan.of(config), model, mesh, params.params, optimizer),
         )
-        # Rows of 4 + 4 tokens: a column of prompts less than in other tests.
-        batch = jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
-        batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, reference, batch)
+        batch = make_score(Plan.of(config), model, mesh)(state.trainable, None, reference, narrow_batch())
         scored = batch.ref_log_probs
         batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)
         (rows,) = update_rows(config, purpose_key(0, "rows"))
@@ -82,7 +90,7 @@ def test_loss_and_gradients_equal_one_device(mesh):
 def test_tokens_are_split_and_scored_on_their_device():
     """Here in four parts, with the hidden states of one device."""
     config, mesh = tiny.config_of(*OPTIONS), make_mesh(context=4)
-    model, batch = tiny.model_of(config), jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
+    model, batch = tiny.model_of(config), narrow_batch()
     with jax.set_mesh(mesh):
         policy = tiny.placed(kljax.Policy(weights()), model, mesh)
 

@@ -13,7 +13,6 @@ import kljax
 from tests import tiny
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.data.prompts import SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import batch_sharding
 from train.rl import policy, step
@@ -148,13 +147,13 @@ def test_warm_start_and_samplers_hold_no_logits(shape):
         optimizer = warm_start.make_optimizer(config)
         start = (params, optimizer.init(params))
         mask = np.broadcast_to(np.arange(LENGTH) >= tiny.PROMPT, (ROWS, LENGTH))
-        batch = SupervisedBatch(np.zeros((ROWS, LENGTH), np.int32), np.ones_like(mask), mask)
+        batch = Batch(np.zeros((ROWS, LENGTH), np.int32), np.ones_like(mask), mask)
         batch = jax.device_put(batch, batch_sharding(mesh))
         imitate = compiled(warm_start.make_step(config, model, optimizer, start, mesh).lower(*start, batch))
         assert largest(imitate) < logits(mesh, ROWS)
         # Those of one decode step are what a token is drawn from.
         built = tiny.context_of(config, model=model, mesh=mesh)
-        sampler = sampling_program(built, "held_out", tiny.PROMPT, 1, sampling=Sampling(), stop=None)
+        sampler = sampling_program(built, "held_out", 1, sampling=Sampling(), stop=None)
         prompts = jax.device_put(batch.tokens[:, : tiny.PROMPT], batch_sharding(mesh))
         drawn = compiled(sampler.lower(kljax.Policy(params), prompts, prompts > -1, jax.random.key(0)))
         assert largest(drawn) < logits(mesh, ROWS)

@@ -23,7 +23,7 @@ from train.sequences.forest import row_forest
 CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
-MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
+MASK = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], bool)
 SEQUENCES = Sequences.rows(TOKENS, MASK)
 
 hidden_of = jax.jit(hidden_states)
@@ -75,14 +75,15 @@ def test_logits_of_both_layouts_are_the_product(tie, largest, dtype, monkeypatch
     assert (np.abs(np.asarray(logits, np.float64) - wide @ kernel) <= bound).all()
 
 
-def test_left_padding_changes_nothing():
+def test_padding_changes_nothing():
     policy = policy_of(MODEL)
     near, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     padding = np.full((1, 5), 7, np.int32)
-    wide_row, wide_mask = np.concatenate([padding, TOKENS[:1]], axis=1), np.arange(11)[None] >= 5
+    wide_row, wide_mask = np.concatenate([TOKENS[:1], padding], axis=1), np.arange(11)[None] < 6
     far, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(wide_row, wide_mask), temperature=1.0)
     assert MASK[0].all()
-    np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
+    np.testing.assert_allclose(far.log_prob[:, :6], near.log_prob[:1], atol=1e-6)
+    assert not far.log_prob[:, 6:].any()
 
 
 def test_only_the_tokens_of_the_mask_are_scored():

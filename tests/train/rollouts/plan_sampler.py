@@ -61,7 +61,7 @@ def context_on(mesh: Mesh, rollout: dict[str, Any]) -> RunContext:
 def compile_sampler(context: RunContext, weights: Any) -> CompiledProgram:
     """Compiles the program that samples with weights of these shapes and shardings."""
     layout = context.layout
-    program = sampling_program(context, "sample", LENGTH, SAMPLES, sampling=Sampling(), stop=None)
+    program = sampling_program(context, "sample", SAMPLES, sampling=Sampling(), stop=None)
     with jax.set_mesh(layout.mesh):
         tokens = jax.ShapeDtypeStruct((PROMPTS, LENGTH), jnp.int32, sharding=batch_sharding(layout.mesh))
         mask = jax.ShapeDtypeStruct(tokens.shape, jnp.bool, sharding=tokens.sharding)

@@ -19,13 +19,14 @@ def completions_of(**changes) -> Completions:
     config = tiny.config_of("rollout.samples_per_prompt=2")
     shape = (4, tiny.PROMPT + config.data.max_completion_length)
     mask = np.zeros(shape, bool)
-    mask[:, tiny.PROMPT] = True
+    mask[:, : tiny.PROMPT + 1] = True
+    completion_mask = mask & (np.arange(shape[1]) >= tiny.PROMPT)
     full = Completions(
         examples=EXAMPLES,
         tokens=np.full(shape, 7, np.int32),
         token_mask=mask,
-        completion_mask=mask,
-        fields={"rollout_log_probs": np.where(mask, -1.0, np.nan).astype(np.float32)},
+        completion_mask=completion_mask,
+        fields={"rollout_log_probs": np.where(completion_mask, -1.0, np.nan).astype(np.float32)},
         texts=["x"] * 4,
         finished=np.ones(4, bool),
     )
@@ -68,7 +69,8 @@ def test_lags_are_measured_over_tokens() -> None:
     versions[0, tiny.PROMPT : tiny.PROMPT + 3] = 5, 4, 2
     versions[1, tiny.PROMPT] = 9
     fields = {"rollout_log_probs": np.where(mask, -1.0, 0).astype(np.float32), VERSIONS: versions}
-    rollout = collected(completions_of(token_mask=mask, completion_mask=mask, fields=fields), step=5)
+    in_prompt = np.arange(shape[1]) < tiny.PROMPT
+    rollout = collected(completions_of(token_mask=mask | in_prompt, completion_mask=mask, fields=fields), step=5)
     assert rollout.metrics["rollout_lag"] == (0 + 1 + 3) / 3
     assert rollout.metrics["rollout_lag_max"] == 3
     assert rollout.lag is None

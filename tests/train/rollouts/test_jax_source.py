@@ -42,6 +42,7 @@ def scripted(texts: list[str], finished: list[bool]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.concatenate([prompt_mask, mask], axis=1),
             completion_mask=jax.numpy.asarray(both),
+            prompt_lengths=prompt_mask.sum(1),
             fields={"rollout_log_probs": jax.numpy.where(both, -1.5, 0)},
             finished=jax.numpy.asarray(np.array(finished)),
         )

@@ -117,11 +117,9 @@ def test_tokens_equal_one_device(training, sampling, overrides):
         "context": 1,
         "tensor": sampling[1],
     }
-    prompt_length = samples.tokens.shape[1] - LENGTH
     near_ties.assert_same_samples(
         *(samples, expected),
         key=jax.random.key(1),
-        prompt_length=prompt_length,
         probs_at=lambda row, column: probs_of_one_device(row, column, *overrides),
         roundings=BOUND,
     )
@@ -136,20 +134,19 @@ def test_tokens_equal_one_device(training, sampling, overrides):
 def test_sampled_token_beyond_a_near_tie_fails():
     """Each row in turn with another token; the distribution and the random numbers are those of the draw."""
     samples = on_one_device()
-    prompt_length = samples.tokens.shape[1] - LENGTH
     compare = functools.partial(
         near_ties.assert_same_samples,
         expected=samples,
         key=jax.random.key(1),
-        prompt_length=prompt_length,
         probs_at=probs_of_one_device,
         roundings=BOUND,
     )
     compare(samples)
     for row in (0, 3):
         tokens = np.array(samples.tokens)
-        tokens[row, prompt_length] = (tokens[row, prompt_length] + 1) % 256
-        with pytest.raises(AssertionError, match=f"row {row}, token {prompt_length}: .* no near tie"):
+        column = int(samples.prompt_lengths[row])
+        tokens[row, column] = (tokens[row, column] + 1) % 256
+        with pytest.raises(AssertionError, match=f"row {row}, token {column}: .* no near tie"):
             compare(dataclasses.replace(samples, tokens=tokens))
     planted = rounding.planted(samples.fields["rollout_log_probs"], roundings=10 * BOUND)
     with pytest.raises(AssertionError, match="roundings of the norm"):
@@ -159,7 +156,7 @@ def test_sampled_token_beyond_a_near_tie_fails():
 def test_token_at_the_bound_is_a_near_tie():
     """The distribution of the first token, with the random number moved onto its border to the next."""
     samples = on_one_device()
-    column = samples.tokens.shape[1] - LENGTH
+    column = int(samples.prompt_lengths[0])
     probs = probs_of_one_device(0, column)[:CHUNK].astype(np.float64)
     borders = np.cumsum(probs) / probs.sum()
     token = int(np.argmax(probs[:-1] + probs[1:]))
@@ -260,7 +257,7 @@ def decode_program(context: RunContext) -> str:
     # A number of rows that is no size of a weight.
     layout, prompts = context.layout, jnp.zeros((12, tiny.PROMPT), jnp.int32)
     weights = layout.weights(policy_on(context))
-    program = sampling_program(context, "census", tiny.PROMPT, 2, sampling=Sampling(), stop=None)
+    program = sampling_program(context, "census", 2, sampling=Sampling(), stop=None)
     with layout.active(), compiled_anew():
         return program.lower(weights, prompts, prompts >= 0, jax.random.key(0)).compile().as_text()
 

@@ -97,7 +97,7 @@ def test_kept_tokens_are_read_back(tmp_path):
 
 
 def prompts_of(context, source, steps) -> list[list[int]]:
-    return [collect(context, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
+    return [collect(context, source, step).completions.tokens[::2, 1].tolist() for step in steps]
 
 
 def test_epochs_are_permutations_and_resume_continues_them(tmp_path):
@@ -113,7 +113,7 @@ def test_epochs_are_permutations_and_resume_continues_them(tmp_path):
     assert prompts_of(ordered, open_stream(ordered), range(3)) == [[0, 1], [2, 3], [4, 0]]
     batch = collect(ordered, open_stream(ordered), 1).batch
     np.testing.assert_array_equal(batch.rewards, [0, 1, 0, 1])
-    np.testing.assert_array_equal(batch.rollout_log_probs[0, tiny.PROMPT :], [-2, -0.5, 0, 0])
+    np.testing.assert_array_equal(batch.rollout_log_probs[0, 2:], [-2, -0.5, 0, *[0] * 4])
 
 
 def test_texts_are_encoded_and_scored_like_a_run(tmp_path):
@@ -150,8 +150,8 @@ def test_tokens_with_floors_have_no_log_prob(tmp_path):
     rollout = collect(context, open_stream(context), 0)
     mask = np.asarray(rollout.batch.completion_mask)
     assert [tuple(indices) for indices in np.argwhere(rollout.completions.completion_mask & ~mask)] == [
-        (3, tiny.PROMPT + 1),
-        (5, tiny.PROMPT),
+        (3, 2 + 1),
+        (5, 2),
     ]
     assert rollout.metrics["log_probs_missing"] == 2 / (128 * 3)
     # Another recording of the rows has null where this one has it.

@@ -48,6 +48,7 @@ def episodes_of(request):
         texts=["x"] * 8,
         finished=np.ones(8, bool),
         rewards={"reward": np.arange(8, dtype=np.float32), "correct": np.zeros(8, np.float32)},
+        prompt_lengths=np.full(8, tiny.PROMPT, np.int32),
         episode_rows=np.array([0, 1, 1, -1, 4, 5, 6, -1], np.int32),
     )
 

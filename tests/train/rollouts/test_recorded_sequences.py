@@ -86,7 +86,7 @@ class RecordedEpisodes(InTurn):
     def sample(self, request):
         prompts = [[256, 49, 43, 50], [256, 49]]
         examples = [Example(text, "3", "") for text in ("1+2", "1")]
-        shape = RowShape(tiny.PROMPT, packing.NEW_TOKENS, ByteTokenizer().pad_id, 4, fork_rows=2, shared=self._shared)
+        shape = RowShape(tiny.PROMPT, packing.WIDTH, ByteTokenizer().pad_id, 4, fork_rows=2, shared=self._shared)
         episodes = episodes_of(prompts)
         if self._shared:
             # The fork that begins within the prompt has another.
@@ -291,14 +291,14 @@ def test_example_of_the_docs_is_read(tmp_path):
     batch = read(tmp_path / "a.jsonl", shape=SMALL).batch
     assert np.asarray(batch.rewards).tolist() == [1.0, 0.5, 1.0, 0.0]
     assert np.asarray(batch.completion_mask).sum(-1).tolist() == [3, 2, 2, 0]
-    assert np.asarray(batch.tokens)[1, 3:9].tolist() == [256, 49, 51, 67, 53, 257]
+    assert np.asarray(batch.tokens)[1, :6].tolist() == [256, 49, 51, 67, 53, 257]
 
 
 def test_list_of_rewards_gives_tokens_their_parts(tmp_path):
     rows = [trunk(rewards=[None, None, 0, 0.5, 0, None, 0.0, 1.0]) for _ in range(4)]
     batch = read(write(tmp_path / "a.jsonl", rows), shape=SMALL).batch
     assert np.asarray(batch.rewards).tolist() == [1.5] * 4
-    assert np.asarray(batch.fields["token_rewards"])[0, tiny.PROMPT :][:5].tolist() == [0.5, 0, 0, 0, 1.0]
+    assert np.asarray(batch.fields["token_rewards"])[0, len(PROMPT) :][:5].tolist() == [0.5, 0, 0, 0, 1.0]
 
 
 def test_prompt_beyond_its_columns_continues_as_an_observation(tmp_path):

@@ -55,7 +55,7 @@ def test_recorded_rewards_and_prompts_are_trained_on(tmp_path):
     for step in range(2):
         batch = collect(context, source, step).batch
         np.testing.assert_array_equal(batch.rewards, [0, 1] * 4)
-        np.testing.assert_array_equal(batch.tokens[::2, tiny.PROMPT - 1], np.arange(4) + 2 + 4 * step)
+        np.testing.assert_array_equal(batch.tokens[::2, 1], np.arange(4) + 2 + 4 * step)
 
 
 @pytest.mark.parametrize(

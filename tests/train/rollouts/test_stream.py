@@ -17,7 +17,7 @@ from tests.train.rollouts.conftest import EOS, OPTIONS, REQUESTS, SECONDS, SOURC
 from tests.train.rollouts.fake_engines import FakeEngine
 from tests.train.rollouts.fake_server import PROBES, Answer, serving
 from tests.train.rollouts.test_ahead import assert_equal
-from tests.train.rollouts.test_user_source import CONTEXT, ROWS, Changed, right_rows
+from tests.train.rollouts.test_user_source import CONTEXT, ROWS, Changed, right_rows, shifted
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
@@ -372,6 +372,31 @@ def test_batch_that_an_earlier_release_saved_is_trained(tmp_path):
     assert [set(row[mask]) for row, mask in zip(lags, rows.completion_mask, strict=True)] == [{1}, {1}, {0}, {1}]
     np.testing.assert_array_equal(completions.fields["rollout_log_probs"], rows.fields["rollout_log_probs"])
     assert len(completions.texts) == ROWS
+
+
+def test_saved_rows_padded_on_the_left_are_moved(tmp_path):
+    """As releases before saved them, with prompts of any length."""
+    data = CONTEXT.config.data.model_copy(update={"max_prompt_length": 8})
+    config = AHEAD.config.model_copy(update={"data": data})
+    context = dataclasses.replace(AHEAD, plan=Plan.of(config))
+    rows = right_rows(Request.of(context, 3))
+    padded = shifted(rows, 8 - tiny.PROMPT, config.data.row_length())
+    arrays = {name: getattr(padded, name) for name in ("tokens", "token_mask", "completion_mask", "finished")}
+    arrays["fields"] = dict(padded.fields)
+    with jax.set_mesh(context.mesh), closing(RunCheckpoints(tmp_path, Checkpoint())) as checkpoints:
+        checkpoints.batch_of = lambda step: shard_rows({"3": arrays}, context.mesh)
+        checkpoints.save(tiny.state_of(config, context.optimizer), 3)
+        checkpoints.wait()
+        stream = Stream(context, UserSource(context, "mine.py:make", RowByRow()))
+        stream.attach(checkpoints, 3)
+        stream.update(None, 3)
+        restored = stream.batch(3)
+    np.testing.assert_array_equal(restored.tokens[:, : tiny.LENGTH][rows.token_mask], rows.tokens[rows.token_mask])
+    np.testing.assert_array_equal(restored.token_mask[:, : tiny.LENGTH], rows.token_mask)
+    np.testing.assert_array_equal(
+        restored.fields["rollout_log_probs"][:, : tiny.LENGTH], rows.fields["rollout_log_probs"]
+    )
+    assert restored.prompt_lengths.tolist() == [tiny.PROMPT] * ROWS
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])

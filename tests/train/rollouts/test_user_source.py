@@ -138,12 +138,12 @@ FIRST, BEFORE = (1, tiny.PROMPT), (1, tiny.PROMPT - 1)
 WRONG = {
     "id": (edited("tokens", FIRST, 9999), r"1 tokens outside of the vocabulary of 264"),
     "token mask": (edited("token_mask", FIRST, False), r"1 completion tokens that the token mask leaves out"),
-    "completion in the prompt": (edited("completion_mask", BEFORE, True), r"1 completion tokens in the 5 columns of"),
+    "completion in the prompt": (edited("completion_mask", BEFORE, True), r"1 completion tokens in their prompts"),
     "log-prob above 0": (edited("rollout_log_probs", FIRST, 5.0), r"1 rollout_log_probs above 0"),
     "log-prob": (edited("rollout_log_probs", FIRST, np.nan), r"1 rollout_log_probs that are not finite"),
     "nothing sampled": (edited("completion_mask", ..., False), r"completion_mask: got no completion token in 4 rows"),
-    "prompt": (edited("tokens", BEFORE, 8), r"tokens: row 1 has other tokens before column 5 than the prompt '\d"),
-    "padding of a prompt": (edited("token_mask", BEFORE, False), r"row 1 has other tokens before column 5 than the"),
+    "prompt": (edited("tokens", BEFORE, 8), r"tokens: row 1 begins with other tokens than the prompt '\d"),
+    "padding of a prompt": (edited("token_mask", BEFORE, False), r"the completions have 1 tokens after padding"),
     "order of examples": (
         lambda rows: dataclasses.replace(rows, examples=rows.examples[::-1]),
         r"examples\[0\]: got '.*', expected '.*', the example of row 0 of the request",
@@ -204,6 +204,27 @@ def test_rows_may_have_holes() -> None:
     """Observations between turns, which the trainer does not train."""
     completions = collected(edited("completion_mask", (slice(None), tiny.PROMPT), False))
     assert not completions.completion_mask[:, tiny.PROMPT].any()
+
+
+def shifted(rows: Completions, begins: int, width: int) -> Completions:
+    """Rows that begin at another column of so many."""
+    columns = ((0, 0), (begins, width - rows.tokens.shape[1] - begins))
+    arrays = {name: np.pad(getattr(rows, name), columns) for name in ("tokens", "token_mask", "completion_mask")}
+    return dataclasses.replace(rows, **arrays, fields={name: np.pad(x, columns) for name, x in rows.fields.items()})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_padded_on_the_left_are_moved(place) -> None:
+    config = tiny.config_of("rollout={prompts_per_step: 2, samples_per_prompt: 2}", "data.max_prompt_length=8")
+    context, batches = tiny.context_of(config), []
+    for begins in (0, 8 - tiny.PROMPT):
+        source = Changed(lambda rows, begins=begins: PLACES[place](shifted(rows, begins, config.data.row_length())))
+        drawn = collect.draw(context, Stream(context, UserSource(context, "mine.py:make", source)), 0)
+        drawn.completions.completed()
+        batches.append(drawn.batch)
+    jax.tree.map(np.testing.assert_array_equal, *batches)
+    assert batches[0].prompt_lengths.tolist() == [tiny.PROMPT] * ROWS
+    assert batches[0].token_mask.sum(1).tolist() == [tiny.PROMPT + 2] * ROWS
 
 
 def fail(error: BaseException) -> Any:

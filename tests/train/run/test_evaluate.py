@@ -34,6 +34,7 @@ def knows(digits: set[int], seen: list[int]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.asarray(real),
             completion_mask=jax.numpy.asarray(mask),
+            prompt_lengths=prompt_mask.sum(1),
             fields={"rollout_log_probs": jax.numpy.zeros(mask.shape)},
             finished=jax.numpy.ones(len(answers), bool),
         )

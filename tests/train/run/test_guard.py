@@ -26,7 +26,7 @@ from train.weights.orbax import RunCheckpoints
 MONITOR = "reference.monitor=true"
 VALUES = {"skipped_updates": 0.0, "kl_reference": 0.2, "entropy": 1.0}
 # One token of the batch below: its log-probs are what a collapse of two updates looks like.
-ROW, COLUMN = 3, 6
+ROW, COLUMN = 3, 4
 SPIKE = VALUES | {"kl_reference": 1.2e13, "kl_reference_max": 2.4e14}
 TOKENS = {"kl_reference_max": LargestToken(*map(np.asarray, (2.4e14, ROW, COLUMN, -33.2, -0.08)))}
 REASON = "guard.max_kl: the KL to the reference is 1.2e+13, the limit 10"
@@ -37,9 +37,9 @@ NAMED = (
 
 
 def spiked_batch():
-    """A batch whose row `ROW` is `2+3`, padded on the left, and a completion with a 5 at `COLUMN`."""
+    """A batch whose row `ROW` is `2+3`, and a completion with a 5 at `COLUMN`."""
     batch = tiny.rollout_batch()
-    tokens = batch.tokens.at[ROW, 2:5].set(jnp.array([*b"2+3"])).at[ROW, COLUMN].set(ord("5"))
+    tokens = batch.tokens.at[ROW, :3].set(jnp.array([*b"2+3"])).at[ROW, COLUMN].set(ord("5"))
     return dataclasses.replace(batch, tokens=tokens)
 
 

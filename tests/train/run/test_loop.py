@@ -65,7 +65,7 @@ def test_missing_fields_are_named_with_present_ones():
     require_fields(batch, ["rewards", "rollout_log_probs"])
     message = (
         "the batch lacks returns, ref_log_probs, which the objective of this config needs; present: tokens, "
-        "token_mask, completion_mask, rewards, group_ids, rollout_log_probs"
+        "token_mask, completion_mask, prompt_lengths, rewards, group_ids, rollout_log_probs"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         require_fields(batch, ["returns", "rewards", "ref_log_probs"])

@@ -169,14 +169,14 @@ def test_first_update_alone_measures_the_sampling_bias():
 
 
 def test_left_out_tokens_are_recorded_without_numbers(tmp_path):
-    mask = np.array([[False, True, True, True, False]])
+    mask = np.array([[True, True, True, False, False]])
     arrays = {
-        "tokens": np.array([[0, 65, 66, 67, 0]], np.int32),
+        "tokens": np.array([[65, 66, 67, 0, 0]], np.int32),
         "token_mask": mask,
-        "completion_mask": np.array([[False, False, False, True, False]]),
-        "log_probs": np.array([[0, 0, 0, -2.0, 0]], np.float32),
+        "completion_mask": np.array([[False, False, True, False, False]]),
+        "log_probs": np.array([[0, 0, -2.0, 0, 0]], np.float32),
     }
-    rows = TokenRows([{"row": 0}], whole_completions(arrays, 2))
+    rows = TokenRows([{"row": 0}], whole_completions(arrays, np.array([1])))
     (record,) = make_table(rows, token_texts(ByteTokenizer())).to_pylist()
     assert (record["prompt_ids"], record["completion_ids"]) == ([65], [66, 67])
     assert record["log_probs"] == [None, -2.0]

@@ -1,5 +1,6 @@
 """The warm start: imitation of the solutions at the temperature of the run, reported step by step."""
 
+import dataclasses
 import functools
 
 import chex
@@ -66,7 +67,7 @@ def test_only_solutions_are_imitated():
     np.testing.assert_allclose(loss, metric.value(), rtol=1e-6)
     assert float(metric.weight) == batch.completion_mask.sum()
     beyond = ~batch.token_mask
-    changed = batch._replace(tokens=np.where(beyond, 7, batch.tokens))
+    changed = dataclasses.replace(batch, tokens=np.where(beyond, 7, batch.tokens))
     assert beyond.any()
     np.testing.assert_array_equal(loss_of(tiny.host_params(), changed)[0], loss)
 

@@ -48,17 +48,16 @@ def draw_forest(
             if used + size - shared > width:
                 of_unit.append([])
                 used = shared = 0
-            first = int(rng.integers(0, columns - size + 1))
-            placed = Placed(number, first, size, int(rng.integers(1, size // 2 + 1)), shared)
+            placed = Placed(number, size, int(rng.integers(1, size // 2 + 1)), shared)
             if shared:
                 assert before is not None
                 source = unit * sequences + before.number
-                tokens[row, first : first + shared] = tokens[source, before.first : before.first + shared]
+                tokens[row, :shared] = tokens[source, :shared]
                 groups[row] = groups[source]
             of_unit[-1].append(placed)
             used += size - shared
-            token_mask[row, first : first + size] = True
-            completion_mask[row, first + placed.trained : first + size] = rng.random(size - placed.trained) < 0.8
+            token_mask[row, :size] = True
+            completion_mask[row, placed.trained : size] = rng.random(size - placed.trained) < 0.8
         rows.append(of_unit)
     most = max(map(len, rows))
     forest = write_forest(rows, rows=most, width=width, sequences=sequences, columns=columns)
@@ -66,17 +65,19 @@ def draw_forest(
 
 
 def draw_groups(seed: int, *, units: int = 2, sequences: int = 5, prompt: int = 5, vocab: int = 24) -> Drawn:
-    """Draws prompts, padded on the left, and completions of them in a forest of groups; as wide as `draw_forest`'s."""
+    """Draws prompts and completions of them in a forest of groups; as wide as `draw_forest`'s."""
     rng = np.random.default_rng(seed)
     columns, count = 11, units * sequences
     groups = np.arange(count, dtype=np.int32) // sequences * sequences
     tokens = rng.integers(0, vocab, (count, columns)).astype(np.int32)
-    tokens[:, :prompt] = tokens[groups, :prompt]
-    begins, ends = rng.integers(0, prompt, count)[groups], rng.integers(prompt + 1, columns + 1, count)
+    begins = rng.integers(1, prompt + 1, count)[groups]
+    ends = begins + rng.integers(1, columns - prompt + 1, count)
     column = np.arange(columns)
-    token_mask = (column >= begins[:, None]) & (column < ends[:, None])
-    completion_mask = token_mask & (column >= prompt) & (rng.random(tokens.shape) < 0.8)
-    return Drawn(tokens, token_mask, completion_mask, groups, group_forest(token_mask, prompt, sequences))
+    tokens = np.where(column < begins[:, None], tokens[groups], tokens)
+    token_mask = column < ends[:, None]
+    completion_mask = token_mask & (column >= begins[:, None]) & (rng.random(tokens.shape) < 0.8)
+    forest = group_forest(token_mask, begins, (prompt, columns - prompt), sequences)
+    return Drawn(tokens, token_mask, completion_mask, groups, forest)
 
 
 def paths(forest: Forest, token_mask: np.ndarray) -> list[np.ndarray]:

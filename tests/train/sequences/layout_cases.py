@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests import tiny
 from train.sequences.batch import Batch
 
 PROMPT, COMPLETION = 6, 8
@@ -194,7 +195,7 @@ def batch_of(case: BatchCase, seed: int = 0) -> Batch:
     shift = np.array([case.mismatch.get(row, 0) for row in range(ROWS)])[:, None]
     rewards = rng.normal(size=ROWS) if case.rewards is None else np.array(case.rewards)
     log_probs = np.where(trained, -5.6 + 0.3 * rng.normal(size=trained.shape) + shift, 1e4)
-    return Batch(
+    drawn = Batch(
         tokens=jnp.asarray(tokens * live[:, None]),
         token_mask=jnp.asarray(real),
         completion_mask=jnp.asarray(trained),
@@ -203,6 +204,7 @@ def batch_of(case: BatchCase, seed: int = 0) -> Batch:
         rollout_log_probs=jnp.asarray(log_probs, jnp.float32),
         fields={"token_lags": jnp.asarray(np.where(trained, lags, -1), jnp.int32)},
     )
+    return tiny.from_column_0(drawn, PROMPT)
 
 
 def drawn_by_prefix(batch: Batch, row: int, column: int, seed: int) -> np.random.Generator:
@@ -226,7 +228,7 @@ def with_routes(batch: Batch, layers: int, experts: int, active: int, *, by_row:
     routes = np.full((*batch.tokens.shape, layers, active), -1, np.int16)
     for row, column in np.argwhere(np.asarray(batch.token_mask)):
         if column + 1 < WIDTH and batch.token_mask[row, column + 1]:
-            rng = drawn_by_prefix(batch, row, column, int(row) if by_row and column >= PROMPT else 0)
+            rng = drawn_by_prefix(batch, row, column, int(row) if by_row and column >= batch.prompt_lengths[row] else 0)
             routes[row, column] = [np.sort(rng.permutation(experts)[:active]) for _ in range(layers)]
     return dataclasses.replace(batch, fields={**batch.fields, "routed_experts": jnp.asarray(routes)})
 

@@ -85,6 +85,7 @@ def test_fields_are_batch_fields_and_new_ones():
     added = {"images", "entropies", "difficulty", "votes"}
     assert {field.name for field in dataclasses.fields(Batch)} | added == {*ATTRIBUTES, "fields"}
     assert [name for name in FIELDS if per_row(name)] == [
+        "prompt_lengths",
         "rewards",
         "group_ids",
         "episode_rows",

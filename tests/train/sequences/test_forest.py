@@ -18,21 +18,21 @@ from train.config.plan import Plan
 from train.models.head import stored_head
 from train.rl.objective import coefficients, make_objective, with_token_weights
 from train.sequences.batch import Batch
-from train.sequences.forest import group_forest, row_forest
+from train.sequences.forest import Forest, group_forest, row_forest
 from train.sequences.write_forest import Placed, write_forest
 
 SEEDS = st.integers(0, 2**31)
 PROMPT, GROUP, NEW_TOKENS = 5, 3, 4
 
 
-def masks(seed: int, *, holes: bool) -> np.ndarray:
-    """Masks [B, P + C] of prompts that groups share, padded on the left, and completions; with `holes` anywhere."""
+SHAPE = (PROMPT, NEW_TOKENS)
+
+
+def lengths_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Masks [B, P + C] of rows, and the lengths of their prompts, which groups share; both may be empty."""
     rng, column = np.random.default_rng(seed), np.arange(PROMPT + NEW_TOKENS)
-    begins = rng.integers(0, PROMPT, 4).repeat(GROUP)[:, None]
-    mask = (column >= begins) & (column < PROMPT + rng.integers(0, NEW_TOKENS + 1, (4 * GROUP, 1)))
-    drawn = rng.random(mask.shape) < 0.7
-    drawn[:, :PROMPT] = drawn[::GROUP, :PROMPT].repeat(GROUP, axis=0)
-    return mask & drawn if holes else mask
+    prompts = rng.integers(0, PROMPT + 1, 4).repeat(GROUP)
+    return column < (prompts + rng.integers(0, NEW_TOKENS + 1, 4 * GROUP))[:, None], prompts
 
 
 @settings(max_examples=25, deadline=None)
@@ -43,35 +43,63 @@ def test_slots_see_what_is_before_them_in_their_sequences(seed, window):
 
 
 @settings(max_examples=15, deadline=None)
-@given(SEEDS, st.sampled_from([None, 1, 3, 30]), st.booleans())
-def test_rows_and_groups_are_forests(seed, window, holes):
-    """With padding anywhere, empty completions and empty prompts."""
-    mask = masks(seed, holes=holes)
+@given(SEEDS, st.sampled_from([None, 1, 3, 30]))
+def test_rows_and_groups_are_forests(seed, window):
+    """With empty completions and empty prompts."""
+    mask, prompts = lengths_of(seed)
     assert_is_forest(row_forest(jnp.asarray(mask)), mask, window)
     # A completion of an empty prompt has no prompt's slot, which `paths` would begin with.
-    assert_is_forest(group_forest(jnp.asarray(mask), PROMPT, GROUP), mask, window)
+    assert_is_forest(group_forest(jnp.asarray(mask), jnp.asarray(prompts), SHAPE, GROUP), mask, window)
+
+
+@settings(max_examples=10, deadline=None)
+@given(SEEDS, st.integers(0, 3))
+def test_forests_of_narrower_rows_hold_all_tokens(seed, missing):
+    """Rows and groups have the slots of their tokens also where rows have fewer columns than P + C."""
+    mask, prompts = lengths_of(seed)
+    width = PROMPT + NEW_TOKENS - missing
+    fits = (mask.sum(-1) <= width).reshape(-1, GROUP).all(-1).repeat(GROUP)
+    mask, prompts = mask[fits], prompts[fits]
+    if len(mask):
+        for_width = group_forest(jnp.asarray(mask[:, :width]), jnp.asarray(prompts), SHAPE, GROUP)
+        expected = group_forest(jnp.asarray(mask), jnp.asarray(prompts), SHAPE, GROUP)
+        np.testing.assert_array_equal(for_width.places, expected.places[:, :width])
+        np.testing.assert_array_equal(for_width.end, expected.end)
+        tokens = jnp.arange(mask.size).reshape(mask.shape)
+        np.testing.assert_array_equal(for_width.take(tokens[:, :width], -1), expected.take(tokens, -1))
+        assert_is_forest(for_width, mask[:, :width], None)
+        rows = row_forest(jnp.asarray(mask[:, :width]), jnp.asarray(prompts), NEW_TOKENS)
+        slots = jnp.arange(1, width + 1) * jnp.ones((len(mask), 1), int)
+        kept = rows.uncut(rows.cut(slots)) > 0
+        assert not (mask[:, :width] & (np.arange(width) >= prompts[:, None]) & ~np.asarray(kept)).any()
+
+
+def forest_of(mask: np.ndarray, prompts: np.ndarray, in_groups: bool) -> Forest:
+    arrays = jnp.asarray(mask), jnp.asarray(prompts)
+    return group_forest(*arrays, SHAPE, GROUP) if in_groups else row_forest(*arrays, NEW_TOKENS)
 
 
 @settings(max_examples=10, deadline=None)
 @given(SEEDS, st.booleans())
 def test_counts_are_the_sequences_with_a_completion(seed, in_groups):
-    mask = masks(seed, holes=False)
-    forest = group_forest(jnp.asarray(mask), PROMPT, GROUP) if in_groups else row_forest(jnp.asarray(mask), PROMPT)
+    mask, prompts = lengths_of(seed)
+    forest = forest_of(mask, prompts, in_groups)
     expected = np.zeros(forest.depth.size, int)
-    for path, row in zip(paths(forest, mask), mask, strict=True):
-        expected[path] += row[PROMPT:].any()
+    some = mask.any(-1)
+    for path, row, prompt in zip(paths(forest, mask), mask[some], prompts[some], strict=True):
+        expected[path] += row.sum() > prompt
     np.testing.assert_array_equal(np.asarray(forest.counts).reshape(-1), expected)
 
 
 @settings(max_examples=10, deadline=None)
-@given(SEEDS, st.booleans(), st.booleans())
-def test_head_gets_the_slots_of_completions(seed, in_groups, holes):
-    """As many as the columns of completions, in which every token of one is."""
-    mask = masks(seed, holes=holes)
-    forest = group_forest(jnp.asarray(mask), PROMPT, GROUP) if in_groups else row_forest(jnp.asarray(mask), PROMPT)
+@given(SEEDS, st.booleans())
+def test_head_gets_the_slots_of_completions(seed, in_groups):
+    """As many as the most tokens of completions, in which every token of one is."""
+    mask, prompts = lengths_of(seed)
+    forest = forest_of(mask, prompts, in_groups)
     of_completions = np.zeros(forest.depth.size, bool)
-    for path, row in zip(paths(forest, mask), mask[mask.any(-1)], strict=True):
-        of_completions[path[row[:PROMPT].sum() :]] = True
+    for path, prompt in zip(paths(forest, mask), prompts[mask.any(-1)], strict=True):
+        of_completions[path[prompt:]] = True
     slots = jnp.arange(1.0, forest.depth.size + 1).reshape(forest.depth.shape)
     cut, pull = jax.vjp(forest.cut, slots)
     assert cut.size == NEW_TOKENS * len(mask)
@@ -86,7 +114,8 @@ def test_prompt_of_a_group_is_read_where_a_completion_follows():
     mask = np.ones((2 * GROUP, PROMPT + NEW_TOKENS), bool)
     mask[:2, PROMPT:] = mask[GROUP:, PROMPT:] = False
     rows = np.broadcast_to(np.arange(2 * GROUP)[:, None], mask.shape)
-    read = np.asarray(group_forest(jnp.asarray(mask), PROMPT, GROUP).take(jnp.asarray(rows), -1))
+    forest = forest_of(mask, np.full(2 * GROUP, PROMPT), in_groups=True)
+    read = np.asarray(forest.take(jnp.asarray(rows), -1))
     np.testing.assert_array_equal(read[:, :PROMPT], np.array([[2], [GROUP]]).repeat(PROMPT, axis=1))
 
 
@@ -123,7 +152,7 @@ def test_values_travel_between_tokens_and_slots(seed):
 
 def test_token_is_read_where_it_is_trained():
     """A prompt of one sequence is a completion of the one before, or the other way round."""
-    of_unit = [[Placed(0, 0, 4, 1), Placed(1, 0, 6, 4, shared=4)], [Placed(2, 0, 4, 4), Placed(3, 0, 4, 2, shared=3)]]
+    of_unit = [[Placed(0, 4, 1), Placed(1, 6, 4, shared=4)], [Placed(2, 4, 4), Placed(3, 4, 2, shared=3)]]
     forest = write_forest([of_unit], rows=2, width=8, sequences=4, columns=6)
     np.testing.assert_array_equal(forest.readers[0, :, 0], [0, 1, 2, 3, 10, 11, -1, -1])
     np.testing.assert_array_equal(forest.readers[1, :, 0], [12, 13, 20, 15, 21, -1, -1, -1])
@@ -147,8 +176,9 @@ CASES = {
 
 @functools.cache
 def gradient_of(options: tuple[str, ...]):
-    # Sequences are drawn with trained tokens from the second column on.
-    drawn = ("rollout.prompts_per_step=10", "optim.share_prompts=false", "data.max_prompt_length=1")
+    # Sequences of 11 columns are drawn with trained tokens from the second one on.
+    lengths = ("data.max_prompt_length=1", "data.max_completion_length=10")
+    drawn = ("rollout.prompts_per_step=10", "optim.share_prompts=false", *lengths)
     config = tiny.config_of(*drawn, *options)
     objective = make_objective(Plan.of(config), tiny.model_of(config))
     return config, jax.jit(jax.value_and_grad(objective, has_aux=True))

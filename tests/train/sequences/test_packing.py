@@ -55,7 +55,7 @@ def rollout_batch(lengths: Lengths, seed: int = 0) -> Batch:
     tokens[:, :PROMPT] = tokens[:: tiny.SAMPLES, :PROMPT].repeat(tiny.SAMPLES, axis=0)
     rows = len(tokens)
     log_probs = np.where(completion_mask, -5.6 + rng.normal(size=tokens.shape) / 4, 0)
-    return Batch(
+    drawn = Batch(
         tokens=jnp.asarray(tokens, jnp.int32),
         token_mask=jnp.asarray(token_mask),
         completion_mask=jnp.asarray(completion_mask),
@@ -63,6 +63,7 @@ def rollout_batch(lengths: Lengths, seed: int = 0) -> Batch:
         group_ids=jnp.asarray(lengths.groups, jnp.int32),
         rollout_log_probs=jnp.asarray(log_probs, jnp.float32),
     )
+    return tiny.from_column_0(drawn, PROMPT)
 
 
 def full_batch(lengths: Lengths) -> Batch:
@@ -88,7 +89,7 @@ def full_batch(lengths: Lengths) -> Batch:
 
 
 def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.SAMPLES) -> Cells:
-    return Cells(PROMPT, WIDTH, shards, rows // group * (PROMPT + group * NEW_TOKENS), shared, group)
+    return Cells(WIDTH, shards, rows // group * (PROMPT + group * NEW_TOKENS), shared, group)
 
 
 def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
@@ -101,7 +102,7 @@ def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
     for cell, numbers in enumerate(packing.rows[places].reshape(cell_count, rows)):
         for row, number in enumerate(numbers):
             prompt, length = lengths.prompts[number], lengths.completions[number]
-            columns = np.arange(PROMPT - prompt, PROMPT + length)
+            columns = np.arange(prompt + length)
             slots = slots_of[cell, row, columns]
             if length == 0:
                 assert (slots_of[cell, row] < 0).all()
@@ -143,7 +144,7 @@ def test_packed_completions_share_what_they_begin_with():
     """Of two tokens, so that many begin alike: fewer slots, and a forest still."""
     rng = np.random.default_rng(2)
     lengths = drawn_lengths(rng, 16, 8)
-    tokens = rng.integers(0, 2, (16, NEW_TOKENS))
+    tokens = rng.integers(0, 2, (16, WIDTH))
     cells = cells_of(1, 16, group=8)
     apart = choose_packing(cells, lengths, np.arange(16), 1, 8, moves=True)
     packing = choose_packing(cells, lengths._replace(tokens=tokens), np.arange(16), 1, 8, moves=True)
@@ -151,14 +152,13 @@ def test_packed_completions_share_what_they_begin_with():
     rows = packing.rows
     column = np.arange(WIDTH)
     completed = lengths.completions[rows, None] > 0
-    mask = completed & (column >= PROMPT - lengths.prompts[rows, None])
-    mask &= column < PROMPT + lengths.completions[rows, None]
+    ends = lengths.prompts[rows, None] + lengths.completions[rows, None]
+    mask = completed & (column < ends)
     assert_is_forest(forest, mask, None)
     assert (forest.places[~mask] < 0).all()
     taken = [int((packed.readers[..., 0] >= 0).sum()) for packed in (packing.packed, apart.packed)]
     assert taken[0] < 0.9 * taken[1]
-    every = np.full((16, WIDTH), -1, np.int32)
-    every[:, PROMPT:] = tokens[rows]
+    every = np.where(column < lengths.prompts[rows, None], -1, tokens[rows]).astype(np.int32)
     np.testing.assert_array_equal(forest.gather(forest.take(every), -1)[mask], every[mask])
 
 
@@ -170,10 +170,10 @@ def test_packed_completions_share_tokens_of_equal_fields_alone(name):
     batch = dataclasses.replace(batch, tokens=batch.tokens[:: tiny.SAMPLES].repeat(tiny.SAMPLES, axis=0))
     values = np.ones((tiny.ROWS, WIDTH, *[2] * len(TOKEN_FIELDS[name].axes)), TOKEN_FIELDS[name].dtype)
     equal = placed(config_of(), dataclasses.replace(batch, fields={name: jnp.asarray(values)}), **TREES)
-    values[1, PROMPT + 2] = 0
+    values[1, 2 + 2] = 0
     other = placed(config_of(), dataclasses.replace(batch, fields={name: jnp.asarray(values)}), **TREES)
     assert [int((forest.readers[..., 0] >= 0).sum()) for forest in (equal, other)] == [2 + 4, 2 + 4 + 2]
-    assert (other.places[0] == other.places[1])[PROMPT - 2 : PROMPT + 4].tolist() == [True] * 4 + [False] * 2
+    assert (other.places[0] == other.places[1])[: 2 + 4].tolist() == [True] * 4 + [False] * 2
 
 
 def test_immovable_rows_stay_in_micro_batch_and_shard():

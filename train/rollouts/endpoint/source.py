@@ -117,7 +117,7 @@ class EndpointSource(InTurn):
         held_out = request.first_row is not None
         shape = RowShape(
             self._lengths.prompt,
-            self._lengths.completion,
+            self._lengths.total,
             self._tokenizer.pad_id,
             request.samples,
             fork_rows=0 if held_out else self._context.config.rollout.fork_rows,

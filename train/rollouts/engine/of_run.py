@@ -42,7 +42,7 @@ def engine_of_run(context: RunContext) -> TurnEngine | None:
     """Makes the engine that a config asks for; None if its rollouts have none."""
     config = context.config
     source = config.rollout.source
-    columns = config.data.max_prompt_length + config.data.max_completion_length
+    columns = config.data.row_length()
     if source.type == "endpoint":
         return make_engine(context, rows_of_run(context, source.rows), columns)
     if config.environment is not None and source.type == "jax":

@@ -9,7 +9,8 @@ from train.data.tasks import Example
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.episodes.turns import Sequence as TurnSequence
 from train.rollouts.source import Completions, SourceError
-from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, UNKNOWN, VERSIONS
+from train.sequences.padding import pad_rows
+from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
 
 FAILURES = {
     "exception": "episodes_failed_exception",
@@ -28,8 +29,8 @@ class RowShape:
     """The form of the rows of a batch.
 
     Attributes:
-      prompt_length: P.
-      completion_length: C.
+      prompt: P, the most tokens of a prompt.
+      length: T, the most tokens of a row.
       pad_id: of the tokenizer.
       samples: rows of a group.
       fork_rows: how many of them are left for the sequences of episodes that forked.
@@ -37,8 +38,8 @@ class RowShape:
       last_only: whether an episode has the row of its last sequence alone, as held-out ones, which are not trained.
     """
 
-    prompt_length: int
-    completion_length: int
+    prompt: int
+    length: int
     pad_id: int
     samples: int
     fork_rows: int = 0
@@ -122,41 +123,31 @@ def make_rows(
     Raises:
       SourceError: prompts are shared, and sequences of a group begin with other ones; or rewards have other names.
     """
-    size = len(rows), shape.prompt_length + shape.completion_length
-    tokens = np.full(size, shape.pad_id, np.int32)
-    token_mask, completion_mask = np.zeros((2, *size), bool)
-    log_probs = np.zeros(size, TOKEN_FIELDS["rollout_log_probs"].dtype)
-    versions = np.full(size, UNKNOWN, np.int32)
-    token_rewards = np.zeros(size, np.float32)
-    turns = {name: np.full(size, TOKEN_FIELDS[name].fill, TOKEN_FIELDS[name].dtype) for name in (TURN_IDS, TURN_SCORES)}
+    names = ["rollout_log_probs", VERSIONS]
+    names += [TOKEN_REWARDS] * turn_rewards + [TURN_IDS, TURN_SCORES] * turn_scores
     numbers = [shape.episode_of(row) if placed is None else placed[0] for row, placed in enumerate(rows)]
+    pairs = []
     for row, placed in enumerate(rows):
-        prompt = list(prompts[numbers[row]])
-        if shape.shared:
-            prompt = list(prompts[_first_placed(rows, row, shape)])
+        prompt = list(prompts[_first_placed(rows, row, shape) if shape.shared else numbers[row]])
+        sequence = TurnSequence() if placed is None else placed[1]
         if placed is None:
-            prompt = prompt[: shape.prompt_length]
-            columns = slice(shape.prompt_length - len(prompt), shape.prompt_length)
-            tokens[row, columns] = prompt
-            token_mask[row, columns] = True
-            continue
-        sequence = placed[1]
-        if shape.shared and sequence.ids[: len(prompt)] != prompt:
+            sequence.observe(prompt[: shape.prompt])
+        elif shape.shared and sequence.ids[: len(prompt)] != prompt:
             raise SourceError(
                 f"rollout: the episodes of the prompt {examples[numbers[row]].prompt[:80]!r} begin with other tokens; "
                 "set optim.share_prompts=false"
             )
         # Ids before the first sampled one that do not fit before the completion are observations in it.
-        before = min(len(prompt) if shape.shared else sequence.sampled.index(True), shape.prompt_length)
-        columns = slice(shape.prompt_length - before, shape.prompt_length - before + len(sequence.ids))
-        tokens[row, columns] = sequence.ids
-        token_mask[row, columns] = True
-        completion_mask[row, columns] = sequence.sampled
-        log_probs[row, columns] = sequence.rollout_log_probs
-        versions[row, columns] = sequence.versions
-        token_rewards[row, columns] = sequence.rewards
-        turns[TURN_IDS][row, columns] = sequence.turn_ids
-        turns[TURN_SCORES][row, columns] = sequence.turn_scores
+        before = len(prompt) if shape.shared else [*sequence.sampled, True].index(True)
+        pairs.append((sequence, min(before, shape.prompt)))
+    padded = pad_rows(
+        [sequence.ids[:length] for sequence, length in pairs],
+        [sequence.ids[length:] for sequence, length in pairs],
+        {name: [sequence.fields[name][length:] for sequence, length in pairs] for name in names},
+        length=shape.length,
+        pad_id=shape.pad_id,
+        sampled=[sequence.sampled[length:] for sequence, length in pairs],
+    )
     of_rows = [episodes[number] for number in numbers]
     is_empty = np.array([placed is None for placed in rows])
     rewards = _rewards(episodes)
@@ -164,17 +155,9 @@ def make_rows(
         rewards = {name: np.where(is_empty, np.float32(0), values[numbers]) for name, values in rewards.items()}
     return Completions(
         examples=[examples[number] for number in numbers],
-        tokens=tokens,
-        token_mask=token_mask,
-        completion_mask=completion_mask,
+        **padded,
         finished=np.array([episode.finished for episode in of_rows]) & ~is_empty,
         texts=[episode.texts[-1] if episode.texts else "" for episode in of_rows],
-        fields={
-            "rollout_log_probs": log_probs,
-            VERSIONS: versions,
-            **({TOKEN_REWARDS: token_rewards} if turn_rewards else {}),
-            **(turns if turn_scores else {}),
-        },
         rewards=rewards,
         episode_rows=np.array([-1 if placed is None else shape.row_of(placed[0]) for placed in rows], np.int32),
         sampled=[[] if placed is None else list(placed[1].turns) for placed in rows],

@@ -90,8 +90,7 @@ class EpisodeSource(InTurn):
             )
         self._tools = self._environments.tools if self._tokenizer.has_template else []
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
-        self._prompt_length = config.data.max_prompt_length
-        self._longest = config.data.max_completion_length
+        self._data = config.data
         self._engine: TurnEngine | ServerTurns | None = None
         if servers.type == "openai":
             try:
@@ -126,8 +125,8 @@ class EpisodeSource(InTurn):
             raise ValueError("policy: missing; call `update` before `sample`")
         held_out = request.first_row is not None
         shape = RowShape(
-            self._prompt_length,
-            self._longest,
+            self._data.max_prompt_length,
+            self._data.row_length(),
             self._tokenizer.pad_id,
             request.samples,
             fork_rows=0 if held_out else self._context.config.rollout.fork_rows,
@@ -212,10 +211,10 @@ class EpisodeSource(InTurn):
             state.prompt = self._tokenizer.prompt_ids(example)
         else:
             state.prompt = example.prompt_ids.tolist()
-        if len(state.prompt) > self._prompt_length:
+        if len(state.prompt) > self._data.max_prompt_length:
             raise SourceError(
-                f"data.max_prompt_length: got {self._prompt_length}, but the prompt {example.prompt[:80]!r} has "
-                f"{len(state.prompt)} tokens with what the environment adds"
+                f"data.max_prompt_length: got {self._data.max_prompt_length}, but the prompt {example.prompt[:80]!r} "
+                f"has {len(state.prompt)} tokens with what the environment adds"
             )
         state.ids = list(state.prompt)
         state.messages = self._tokenizer.messages(example)
@@ -223,12 +222,18 @@ class EpisodeSource(InTurn):
 
     def _ask(self, engine: TurnEngine | ServerTurns, number: int, state: _Running) -> None:
         used = len(state.ids) - len(state.prompt)
-        limit = min(self._longest - used, self._section.turn_tokens or self._longest)
+        left = self._tokens_left(state, state.ids)
+        limit = min(left, self._section.turn_tokens or left)
         # No two tokens of an episode are drawn with one number, also after a fork.
         state.drawn = max(state.drawn, used)
         state.turn = Turn(list(state.ids), limit, state.key, state.drawn, number)
         state.turn_seconds = 0.0
         engine.submit(state.turn)
+
+    def _tokens_left(self, state: _Running, ids: Sequence[int]) -> int:
+        """Returns how many tokens may come after these ids of an episode."""
+        most = min(len(state.prompt) + self._data.max_completion_length, self._data.row_length())
+        return most - len(ids)
 
     def _observe(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
@@ -244,7 +249,7 @@ class EpisodeSource(InTurn):
             state.episode.texts.append(text)
             state.ids += turn.tokens
             state.drawn += len(turn.tokens)
-            if turn.finish == "length" and len(state.ids) - len(state.prompt) >= self._longest:
+            if turn.finish == "length" and self._tokens_left(state, state.ids) <= 0:
                 continue  # the tokens of the episode are used up
             if self._environments.form == "text":
                 questions.append({"do": "step", "episode": number, "text": text})
@@ -298,7 +303,7 @@ class EpisodeSource(InTurn):
         messages = [*state.messages, {"role": "assistant", "content": state.episode.texts[-1]}, observed]
         if self._section.history == "template" and self._tokenizer.has_template:
             ids = self._as_rendered(messages, ids)
-        if len(ids) - len(state.prompt) >= self._longest:
+        if self._tokens_left(state, ids) <= 0:
             return
         state.messages = messages
         state.ids = ids

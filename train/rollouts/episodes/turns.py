@@ -6,7 +6,10 @@ from collections import abc
 from collections.abc import Iterable
 
 from train.rollouts.prefix import common_length
-from train.sequences.token_fields import UNKNOWN
+from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
+
+OF_TURNS = ("rollout_log_probs", VERSIONS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES)
+"""The fields of sampled ids; others of a sequence hold their fill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +38,14 @@ class Sequence:
     """Turns that extend each other: ids, which of them are trained, and the values of each.
 
     Attributes:
+      fields: by the names of `TOKEN_FIELDS`, a value of each id.
       parent: number of the sequence with which it begins alike, and of the ids that both have; None for the first.
       turns: the turns that were sampled in it.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
     sampled: list[bool] = dataclasses.field(default_factory=list)
-    rollout_log_probs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    rewards: list[float] = dataclasses.field(default_factory=list)
-    turn_ids: list[int] = dataclasses.field(default_factory=list)
-    turn_scores: list[float] = dataclasses.field(default_factory=list)
+    fields: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in OF_TURNS})
     parent: tuple[int, int] | None = None
     turns: list[SampledTurn] = dataclasses.field(default_factory=list)
 
@@ -53,23 +53,20 @@ class Sequence:
         """Adds ids that were not sampled here."""
         self.ids += ids
         self.sampled += [False] * len(ids)
-        self.rollout_log_probs += [0.0] * len(ids)
-        self.versions += [UNKNOWN] * len(ids)
-        self.rewards += [0.0] * len(ids)
-        self.turn_ids += [-1] * len(ids)
-        self.turn_scores += [-math.inf] * len(ids)
+        for name, values in self.fields.items():
+            values.extend([TOKEN_FIELDS[name].fill] * len(ids))
 
     def sample(self, turn: SampledTurn, number: int) -> None:
         """Adds the sampled ids of a turn of this number, with its reward and its score on the last."""
         self.turns.append(turn)
         self.ids += turn.ids
         self.sampled += [True] * len(turn.ids)
-        self.rollout_log_probs += turn.rollout_log_probs
-        self.versions += turn.versions
-        self.rewards += [0.0] * (len(turn.ids) - 1) + [turn.reward] * bool(turn.ids)
-        self.turn_ids += [number] * len(turn.ids)
+        self.fields["rollout_log_probs"] += turn.rollout_log_probs
+        self.fields[VERSIONS] += turn.versions
+        self.fields[TURN_IDS] += [number] * len(turn.ids)
         score = -math.inf if turn.score is None else turn.score
-        self.turn_scores += [-math.inf] * (len(turn.ids) - 1) + [score] * bool(turn.ids)
+        for name, value in ((TOKEN_REWARDS, turn.reward), (TURN_SCORES, score)):
+            self.fields[name] += [*[TOKEN_FIELDS[name].fill] * (len(turn.ids) - 1), value][: len(turn.ids)]
 
 
 @dataclasses.dataclass

@@ -168,7 +168,6 @@ class FileSource(InTurn):
 
     def _completions(self, rows: list[RecordedRow], split: RowSplit) -> Completions:
         """Pads the rows that this process holds."""
-        data = self._context.config.data
         judged = [rows[index] for index in split.select_own(np.arange(len(rows)))]
         padded = pad_rows(
             [row.prompt_ids for row in rows],
@@ -177,13 +176,11 @@ class FileSource(InTurn):
                 name: [row.fields[name][0 if TOKEN_FIELDS[name].prompts else row.prompt_length :] for row in rows]
                 for name in self._sizes
             },
-            lengths=(data.max_prompt_length, data.max_completion_length),
+            length=self._context.config.data.row_length(),
             pad_id=self._context.tokenizer.pad_id,
             sizes=self._sizes,
+            sampled=[row.trained[row.prompt_length :] for row in rows],
         )
-        for number, row in enumerate(rows):
-            sampled = row.trained[row.prompt_length :]
-            padded["completion_mask"][number, data.max_prompt_length :][: len(sampled)] = sampled
         rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
             examples=[row.example for row in judged],

@@ -15,6 +15,7 @@ from train.distributed.global_arrays import RowSplit
 from train.rollouts.recorded.files import count_file, file_name
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Completions, SourceError
+from train.sequences.batch import prompt_lengths
 from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, recorded_names
 from train.storage.paths import as_path
 from train.weights.files import usable_directory
@@ -40,7 +41,7 @@ def open_recording(path: str, *, continued: bool) -> Path:
 
 
 def record_rows(
-    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int, prompt_length: int
+    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int, longest: int
 ) -> list[dict[str, Any]]:
     """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies.
 
@@ -52,21 +53,23 @@ def record_rows(
       scores: named rewards, each [B].
       split: the own rows.
       samples: rows of a group.
-      prompt_length: P.
+      longest: P, the most tokens of a prompt.
     """
     masks = completions.token_mask, completions.completion_mask
     tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
     recorded = [(key, name) for key, name in recorded_names().items() if name in completions.fields]
     fields = {name: split.select_own(completions.fields[name]) for _, name in recorded}
     episodes = split.own if completions.episode_rows is None else split.select_own(completions.episode_rows)
-    is_sequence = completions.episode_rows is not None or (token_mask & ~completion_mask)[:, prompt_length:].any()
+    prompts = split.select_own(prompt_lengths(completions))
+    is_later = np.arange(tokens.shape[1]) >= prompts[:, None]
+    is_sequence = completions.episode_rows is not None or (token_mask & ~completion_mask & is_later).any()
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
         is_real = token_mask[row]
         number = int(split.own[row])
         ids = tokens[row][is_real].tolist()
         trained = completion_mask[row][is_real]
-        prompt = int(is_real[:prompt_length].sum())
+        prompt = int(prompts[row])
         record: dict[str, Any] = {
             "group": number // samples,
             "prompt": example.prompt,
@@ -77,7 +80,7 @@ def record_rows(
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
-        if is_sequence and prompt != min(trained.argmax() if trained.any() else len(ids), prompt_length):
+        if is_sequence and prompt != min(trained.argmax() if trained.any() else len(ids), longest):
             record["prompt_length"] = prompt
         if episodes[row] != number or (is_sequence and not trained.any()):
             place = int(episodes[row]) - number // samples * samples
@@ -92,7 +95,7 @@ def record_rows(
     return rows
 
 
-def name_parents(rows: Sequence[dict[str, Any]], samples: int, prompt_length: int) -> list[dict[str, Any]]:
+def name_parents(rows: Sequence[dict[str, Any]], samples: int, longest: int) -> list[dict[str, Any]]:
     """Returns the rows of a batch, where a fork has only the ids after those that it shares with its `parent`.
 
     This is the earlier row of its episode with which it shares most.
@@ -100,7 +103,7 @@ def name_parents(rows: Sequence[dict[str, Any]], samples: int, prompt_length: in
     Args:
       rows: of `record_rows`, of all processes.
       samples: rows of a group.
-      prompt_length: P.
+      longest: P, the most tokens of a prompt.
     """
     written = []
     of_episodes: dict[tuple[int, int], list[tuple[int, dict[str, Any]]]] = {}
@@ -114,15 +117,15 @@ def name_parents(rows: Sequence[dict[str, Any]], samples: int, prompt_length: in
         record = {name: value[shared:] if isinstance(value, list) else value for name, value in row.items()}
         if shared:
             record["parent"] = {"row": at, "tokens": shared}
-            prompt = _prompt_of(row, prompt_length)
-            if prompt != min(_prompt_of(parent, prompt_length), shared):
+            prompt = _prompt_of(row, longest)
+            if prompt != min(_prompt_of(parent, longest), shared):
                 record["prompt_length"] = prompt
         written.append(record)
     return written
 
 
-def _prompt_of(row: Mapping[str, Any], prompt_length: int) -> int:
-    prompt: int = row.get("prompt_length", min([*row["trained"], True].index(True), prompt_length))
+def _prompt_of(row: Mapping[str, Any], longest: int) -> int:
+    prompt: int = row.get("prompt_length", min([*row["trained"], True].index(True), longest))
     return prompt
 
 

@@ -24,6 +24,7 @@ from train.models.sharding import axis_parts, axis_size, batch_sharding, device_
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
+from train.sequences.batch import move_columns
 from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 
 
@@ -43,6 +44,7 @@ def sample(
     prompt_ids: jax.Array | None = None,
     row_ids: jax.Array | None = None,
     limits: jax.Array | None = None,
+    length: int | None = None,
     unroll: bool | None = None,
 ) -> "Samples":
     """Completes left-padded prompts; jittable with `model`, `sampling` and all Python numbers static.
@@ -68,6 +70,7 @@ def sample(
       row_ids: [B] int32, the numbers of the rows for `key`, so that a split or permuted batch draws the same tokens;
         None: 0 .. B - 1.
       limits: [B] int32, the max new tokens of each row, at most `max_new_tokens`; None: `max_new_tokens`.
+      length: T, the most tokens of a row with its prompt; None: P + C.
       unroll: whether decoding unrolls the layers, which takes longer to compile, and memory for a copy of their
         weights; None: where the compiler would copy each layer out of the stack in each step.
 
@@ -78,7 +81,7 @@ def sample(
       ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
         `group` and `prompt_ids`.
     """
-    rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids}
+    rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids, "length": length}
     state = start(
         model,
         policy,
@@ -112,13 +115,14 @@ def start(
     prompt_ids: jax.Array | None = None,
     row_ids: jax.Array | None = None,
     limits: jax.Array | None = None,
+    length: int | None = None,
     window: int | None = None,
 ) -> "State":
     """Prefills the prompts and makes the slots, before their first draw.
 
     Args:
       model, policy, prompts, prompt_mask, key, max_new_tokens, sampling, unroll, slots, group, prompt_ids, row_ids,
-        limits: see `sample`.
+        limits, length: see `sample`.
       window: columns of KV cache for completions; None: `max_new_tokens`.
 
     Raises:
@@ -133,6 +137,8 @@ def start(
     _check_sizes(count, slots, max_new_tokens)
     lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
+    if length is not None:
+        limits = jnp.minimum(limits, length - lengths)
     limits = jnp.where(lengths > 0, limits, 0)
     padded_mask, hidden, states, routes = _prefill(bind(model, policy), prompts, prompt_mask)
     queue = PromptQueue(
@@ -213,30 +219,51 @@ def finish(
     eos_ids: Sequence[int] | jax.Array,
     group: int = 1,
     prompt_ids: jax.Array | None = None,
+    length: int | None = None,
 ) -> "Samples":
     """Collects the completions of all rows, after the last token.
 
     Args:
       state: of `decode`.
-      prompts, prompt_mask, eos_ids, group, prompt_ids: see `sample`.
+      prompts, prompt_mask, eos_ids, group, prompt_ids, length: see `sample`.
     """
     slots = state.slots
     # Every row that has a slot from the start began in the first step, so no completion wraps around.
     outputs = Outputs(slots.draws, slots.length, slots.finished) if slots.outputs is None else slots.write_outputs()
     to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
-    on_prompts = jax.tree.map(
-        lambda x: to_rows(x, 0), {**state.queue.fields, "tokens": jnp.asarray(prompts, jnp.int32)}
+    of_prompts = {**state.queue.fields, "tokens": jnp.asarray(prompts, jnp.int32)}
+    begins = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
+    longest = prompts.shape[1]
+    columns = jnp.arange(length or longest + slots.max_new_tokens)
+    token_mask = columns < (begins + outputs.lengths)[:, None]
+    in_prompt = columns < begins[:, None]
+
+    def on_rows(name: str, fill: jax.Array | float) -> jax.Array:
+        """Moves the draws of completions [B, C, ...] behind the values of their prompts, [B, T, ...]."""
+        x = move_columns(outputs.draws[name], -begins, len(columns), fill)
+        axes = (...,) + (None,) * (x.ndim - 2)
+        if name in of_prompts:
+            left = move_columns(to_rows(of_prompts[name], 0), longest - begins, len(columns))
+            x = jnp.where(in_prompt[axes], left, x.astype(left.dtype))
+        return jnp.where(token_mask[axes], x, jnp.asarray(fill, x.dtype))
+
+    eos_ids = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
+    return Samples(
+        tokens=on_rows("tokens", eos_ids[0] if len(eos_ids) else 0),
+        token_mask=token_mask,
+        completion_mask=token_mask & ~in_prompt,
+        prompt_lengths=begins,
+        finished=outputs.finished,
+        fields={name: on_rows(name, TOKEN_FIELDS[name].fill) for name in outputs.draws if name != "tokens"},
+        steps=slots.step - 1,
+        occupancy=jnp.sum(outputs.lengths, dtype=jnp.float32) / (slots.step * len(slots.row)),
     )
-    mask = to_rows(jnp.asarray(prompt_mask), 0)
-    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), on_prompts, mask)
 
 
 def samples_sharding(mesh: Mesh) -> "Samples":
     """Returns the shardings of the results of `sample`, for `out_shardings`: rows over the mesh, scalars replicated."""
-    rows = batch_sharding(mesh)
-    scalar = replicated(mesh)
-    arrays = dict.fromkeys(("tokens", "token_mask", "completion_mask", "finished", "fields"), rows)
-    return Samples(**arrays, steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
+    arrays: dict[str, Any] = {field.name: batch_sharding(mesh) for field in dataclasses.fields(Samples)}
+    return Samples(**arrays | dict.fromkeys(("steps", "occupancy"), replicated(mesh)))
 
 
 def _prompts_to_rows(prompts: int, group: int, prompt_ids: jax.Array | None) -> PromptsToRows:
@@ -275,54 +302,18 @@ def _prefill(
     return prompt_mask, hidden[:, -1], states, None if routed is None else routed.routes
 
 
-def _to_samples(
-    slots: Slots,
-    outputs: Outputs,
-    eos_ids: jax.Array,
-    prompts: TokenFields,
-    prompt_mask: jax.Array,
-) -> "Samples":
-    """Appends the completions to the prompts [B, P, ...] of their rows, and blanks the columns after their ends."""
-    fields = dict(outputs.draws)
-    lengths = outputs.lengths
-    tokens = fields.pop("tokens")
-    completion_mask = jnp.arange(slots.max_new_tokens) < lengths[:, None]
-
-    def concatenate(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
-
-    def blank(x: jax.Array, mask: jax.Array, fill: float) -> jax.Array:
-        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, jnp.asarray(fill, x.dtype))
-
-    def on_rows(name: str, x: jax.Array) -> jax.Array:
-        """Extends a field of completions to [B, P + C, ...]."""
-        fill = TOKEN_FIELDS[name].fill
-        left = prompts.get(name, jnp.full((*prompt_mask.shape, *x.shape[2:]), fill, x.dtype))
-        return concatenate(blank(left, prompt_mask, fill), blank(x, completion_mask, fill))
-
-    eos_id = eos_ids[0] if len(eos_ids) else 0
-    return Samples(
-        tokens=concatenate(prompts["tokens"], jnp.where(completion_mask, tokens, eos_id)),
-        token_mask=concatenate(prompt_mask, completion_mask),
-        completion_mask=concatenate(jnp.zeros_like(prompt_mask), completion_mask),
-        finished=outputs.finished,
-        fields={name: on_rows(name, x) for name, x in fields.items()},
-        steps=slots.step - 1,
-        occupancy=jnp.sum(lengths, dtype=jnp.float32) / (slots.step * len(slots.row)),
-    )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Prompts with their completions, in the order of the rows.
+    """Prompts with their completions, from column 0 on, in the order of the rows.
 
     Attributes:
-      tokens: [B, P + C] int32; after the end of a row the first EOS id.
-      token_mask: [B, P + C] bool, the real tokens of prompt and completion.
-      completion_mask: [B, P + C] bool, the completions, each with the EOS or the stop string that ended it.
+      tokens: [B, T] int32; after the end of a row the first EOS id.
+      token_mask: [B, T] bool, the real tokens of prompt and completion.
+      completion_mask: [B, T] bool, the completions, each with the EOS or the stop string that ended it.
+      prompt_lengths: [B] int32, the tokens of each prompt.
       finished: [B] bool, the rows that EOS or a stop string ended.
-      fields: [B, P + C, ...] by name, the results of `draw` for each sampled token, and of the prefill for prompts;
+      fields: [B, T, ...] by name, the results of `draw` for each sampled token, and of the prefill for prompts;
         elsewhere the fill of `TOKEN_FIELDS`.
       steps: [] int32, the number of decode steps; each advances all slots.
       occupancy: [] float32, the mean share of slots that drew a token.
@@ -331,6 +322,7 @@ class Samples:
     tokens: jax.Array
     token_mask: jax.Array
     completion_mask: jax.Array
+    prompt_lengths: jax.Array
     finished: jax.Array
     fields: TokenFields
     steps: jax.Array | int = 0

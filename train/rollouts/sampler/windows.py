@@ -71,8 +71,8 @@ class WindowedSampler:
       slots: the number of rows decoded at once; None: all of them.
       group: the number of rows of each prompt, which are consecutive.
       widths: columns of each window, each twice the one before; None: `window_widths`.
+      length: T, the most tokens of a row with its prompt; None: P + C.
       unroll: see `sample`.
-      transform: applied to the results within the last program.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class WindowedSampler:
         slots: int | None = None,
         group: int = 1,
         widths: Sequence[int] | None = None,
+        length: int | None = None,
         unroll: bool | None = None,
-        transform: Callable[[Samples], Samples] = lambda samples: samples,
     ) -> None:
         self.widths = list(widths or window_widths(max_new_tokens))
         self._name = name
@@ -102,14 +102,13 @@ class WindowedSampler:
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
             "slots": slots,
+            "length": length,
             "unroll": unroll,
         }
 
         def draw_all(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Samples:
             rows = _rows(group, rows)
-            return transform(
-                sample(model, policy, prompts, mask, key=key, eos_ids=eos_ids, stop=stop, **options, **rows)
-            )
+            return sample(model, policy, prompts, mask, key=key, eos_ids=eos_ids, stop=stop, **options, **rows)
 
         def begin(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Any:
             window = self.widths[0]
@@ -118,7 +117,7 @@ class WindowedSampler:
 
         def collect(state: State, prompts: jax.Array, mask: jax.Array, rows: Any) -> Samples:
             ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
-            return transform(finish(state, prompts, mask, eos_ids=eos_ids, **ids))
+            return finish(state, prompts, mask, eos_ids=eos_ids, length=length, **ids)
 
         results = samples_sharding(mesh)
         flags = (None, None, replicated(mesh))

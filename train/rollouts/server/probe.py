@@ -147,7 +147,7 @@ def second_prompt(first: Sequence[int]) -> list[int]:
 
 def probe_body(body: dict[str, Any], config: Config, prompt: Sequence[int], temperature: float) -> dict[str, Any]:
     """Makes a probe of a request; `second_prompt` and its completion together are as long as a row of the config."""
-    longest = max(config.data.max_prompt_length + config.data.max_completion_length, LEAST_LENGTH)
+    longest = max(config.data.row_length(), LEAST_LENGTH)
     tokens = min(PROBED_TOKENS, (longest - 2 * len(FIRST_PROMPT)) // 2)
     greedy = body | GREEDY | {"prompt": list(prompt), "temperature": temperature, "max_tokens": tokens}
     return {name: value for name, value in greedy.items() if name != "stop"}

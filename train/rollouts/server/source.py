@@ -17,7 +17,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.context import RunContext
-from train.data.prompts import decode_completions, encode_prompts
+from train.data.prompts import decode_completions
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.routes import records_routes
@@ -178,9 +178,8 @@ class ServerSource:
         for request in requests:
             began = time.perf_counter()
             rows = request.rows
-            of_prompts = self._prompts(request)
             seeds = _seeds(request)
-            prompts = [of_prompts[row // request.samples] for row in rows.own]
+            prompts = [request.prompt_of(row, self._context.tokenizer) for row in rows.own]
             bodies = [self._body(prompt, seeds[row]) for prompt, row in zip(prompts, rows.own, strict=True)]
             if request.greedy:
                 bodies = [{**body, **GREEDY} for body in bodies]
@@ -237,11 +236,6 @@ class ServerSource:
         finally:
             self._client.close()
 
-    def _prompts(self, request: Request) -> list[list[int]]:
-        length = self._context.config.data.max_prompt_length
-        tokens, mask = encode_prompts(request.examples, self._context.tokenizer, length)
-        return [row[real].tolist() for row, real in zip(tokens, mask, strict=True)]
-
     def _body(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         """Returns the request for a completion, with every field that changes what is sampled."""
         config = self._context.config
@@ -250,7 +244,7 @@ class ServerSource:
             "model": self._weights.model,
             "prompt": list(prompt),
             "n": 1,
-            "max_tokens": config.data.max_completion_length,
+            "max_tokens": min(config.data.max_completion_length, config.data.row_length() - len(prompt)),
             "temperature": config.temperature,
             "top_p": section.top_p,
             "top_k": section.top_k or -1,
@@ -309,13 +303,12 @@ class ServerSource:
 
     def _completions(self, sent: Sent, answers: Sequence[ServerAnswer]) -> Completions:
         """Pads and decodes the rows that this process judges."""
-        data = self._context.config.data
         rows = sent.request.rows.own
         padded = pad_rows(
             sent.prompts,
             [answer.tokens for answer in answers],
             {name: [answer.fields[name] for answer in answers] for name in field_sizes(self._context)},
-            lengths=(data.max_prompt_length, data.max_completion_length),
+            length=self._context.config.data.row_length(),
             pad_id=self._context.tokenizer.pad_id,
             sizes=field_sizes(self._context),
         )

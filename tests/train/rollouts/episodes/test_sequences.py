@@ -51,7 +51,7 @@ def test_turn_continues_the_longest_sequence_that_it_extends():
 
 @pytest.mark.parametrize(("last_only", "kept"), [(False, [[1, 2], [3, 4]]), (True, [[3, 4]])])
 def test_held_out_episode_that_forked_has_its_last_sequence(last_only, kept):
-    shape = RowShape(2, 4, 0, samples=2, fork_rows=0 if last_only else 1, last_only=last_only)
+    shape = RowShape(2, 6, 0, samples=2, fork_rows=0 if last_only else 1, last_only=last_only)
     episodes = [Episode([turn([1], [2]), turn([3], [4])]) for _ in range(shape.episodes)]
     rows = place_sequences(episodes, shape)
     assert [row[1].ids for row in rows if row is not None] == kept * shape.episodes
@@ -71,7 +71,7 @@ def test_each_sampled_id_is_trained_once_after_its_prompt(steps):
     trained = sorted(
         (log_prob, token)
         for s in sequences
-        for token, was, log_prob in zip(s.ids, s.sampled, s.rollout_log_probs, strict=True)
+        for token, was, log_prob in zip(s.ids, s.sampled, s.fields["rollout_log_probs"], strict=True)
         if was
     )
     assert trained == sorted(pair for t in turns for pair in zip(t.rollout_log_probs, t.ids, strict=True))
@@ -81,7 +81,7 @@ def test_each_sampled_id_is_trained_once_after_its_prompt(steps):
         assert any(
             s.ids[: len(whole)] == whole
             and all(s.sampled[start : len(whole)])
-            and s.rollout_log_probs[start] == each.rollout_log_probs[0]
+            and s.fields["rollout_log_probs"][start] == each.rollout_log_probs[0]
             for s in sequences
         )
 

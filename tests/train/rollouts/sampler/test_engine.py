@@ -16,6 +16,7 @@ from train.models.shard_rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
+from train.sequences.batch import move_columns
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
 CONFIG = DecoderConfig(
@@ -26,7 +27,7 @@ KEY, EOS, WIDTH, NEW_TOKENS = jax.random.key(11), 5, 6, 7
 NEVER, ENDS = -1, 8
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
-draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "length", "unroll"))
 stats_of = jax.jit(token_stats, static_argnames="entropy")
 
 
@@ -69,6 +70,16 @@ def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples
 LENGTHS = [6, 1, 3, 2, 5, 4, 6, 2]
 
 
+def prompts_in(samples: Samples, x: np.ndarray, width: int = WIDTH) -> np.ndarray:
+    """The values of the prompts, padded on the left with 0."""
+    return move_columns(np.where(samples.completion_mask, 0, x), samples.prompt_lengths - width, width)
+
+
+def completions_in(samples: Samples, x: np.ndarray) -> np.ndarray:
+    """The values of the completions, [B, C]."""
+    return move_columns(x, samples.prompt_lengths, NEW_TOKENS)
+
+
 def test_recorded_log_probs_equal_the_trainer():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
@@ -91,17 +102,18 @@ def test_recorded_log_probs_equal_the_trainer():
 def test_masks_hold_the_completion_through_its_eos():
     tokens, mask = prompts_of(LENGTHS)
     samples = run(tokens, mask)
-    np.testing.assert_array_equal(samples.tokens[:, :WIDTH], tokens)
-    np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
-    np.testing.assert_array_equal(samples.token_mask[:, WIDTH:], samples.completion_mask[:, WIDTH:])
-    assert not samples.completion_mask[:, :WIDTH].any()
-    for row in range(len(LENGTHS)):
-        drawn = samples.tokens[row, WIDTH:]
+    np.testing.assert_array_equal(samples.prompt_lengths, LENGTHS)
+    np.testing.assert_array_equal(prompts_in(samples, samples.tokens), tokens)
+    np.testing.assert_array_equal(prompts_in(samples, samples.token_mask), mask)
+    columns = np.arange(samples.tokens.shape[1])
+    np.testing.assert_array_equal(samples.completion_mask, samples.token_mask & (columns >= np.array(LENGTHS)[:, None]))
+    np.testing.assert_array_equal(samples.token_mask, columns < samples.token_mask.sum(1, keepdims=True))
+    for row, drawn in enumerate(completions_in(samples, samples.tokens)):
         ends = np.flatnonzero(drawn == EOS)
         length = ends[0] + 1 if samples.finished[row] else NEW_TOKENS
         assert samples.finished[row] == (len(ends) > 0)
-        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(NEW_TOKENS) < length)
-        assert (drawn[length:] == EOS).all()
+        assert samples.completion_mask[row].sum() == length
+        assert (samples.tokens[row, LENGTHS[row] + length :] == EOS).all()
     assert not samples.fields["rollout_log_probs"][~samples.completion_mask].any()
 
 
@@ -110,14 +122,14 @@ def test_samples_follow_the_distribution():
     tokens, mask = (np.repeat(x, rows, axis=0) for x in prompts_of([3]))
     policy = policy_of()
     samples = run(tokens, mask, policy, max_new_tokens=1)
-    frequency = np.bincount(samples.tokens[:, WIDTH], minlength=24) / rows
-    each = np.concatenate([tokens[:24], np.arange(24, dtype=np.int32)[:, None]], axis=1)
+    frequency = np.bincount(samples.tokens[:, 3], minlength=24) / rows
+    each = np.concatenate([tokens[:24, -3:], np.arange(24, dtype=np.int32)[:, None]], axis=1)
     stats, _ = stats_of(
         ScoredPolicy(MODEL, policy),
-        Sequences.rows(each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True)),
+        Sequences.rows(each, np.ones(each.shape, bool)),
         temperature=0.8,
     )
-    probability = np.exp(stats.log_prob[:, WIDTH])
+    probability = np.exp(stats.log_prob[:, 3])
     np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)
     error = np.sqrt(probability * (1 - probability) / rows)
     assert (np.abs(frequency - probability) < 5 * error + 1e-3).all()
@@ -140,10 +152,12 @@ def test_row_is_the_same_alone_split_or_permuted():
 def test_left_padding_width_and_content_change_nothing():
     near = run(*prompts_of(LENGTHS))
     far = run(*prompts_of(LENGTHS, width=WIDTH + 5, fill=EOS))
-    np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
-    np.testing.assert_array_equal(far.completion_mask[:, 5:], near.completion_mask)
+    width = WIDTH + NEW_TOKENS
+    np.testing.assert_array_equal(far.tokens[:, :width], near.tokens)
+    np.testing.assert_array_equal(far.completion_mask[:, :width], near.completion_mask)
+    assert not far.token_mask[:, width:].any()
     # Log-probs of several nats: 1e-6 of them is a few units in the last place of float32.
-    np.testing.assert_allclose(far.fields["rollout_log_probs"][:, 5:], near.fields["rollout_log_probs"], rtol=1e-6)
+    np.testing.assert_allclose(far.fields["rollout_log_probs"][:, :width], near.fields["rollout_log_probs"], rtol=1e-6)
 
 
 def test_special_tokens_inside_a_prompt_are_harmless():
@@ -151,8 +165,8 @@ def test_special_tokens_inside_a_prompt_are_harmless():
     tokens[0, 2], tokens[0, WIDTH - 1], tokens[2, WIDTH - 1] = EOS, EOS, 0
     policy = policy_of()
     samples = run(tokens, mask, policy)
-    assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
-    np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
+    assert samples.completion_mask.any(1).all(), "a prompt that ends with EOS is still continued"
+    np.testing.assert_array_equal(prompts_in(samples, samples.tokens), np.where(mask, tokens, 0))
     stats, _ = stats_of(
         ScoredPolicy(MODEL, policy), Sequences.rows(samples.tokens, samples.token_mask), temperature=0.8
     )
@@ -162,8 +176,8 @@ def test_special_tokens_inside_a_prompt_are_harmless():
 
 def test_sampled_padding_id_is_an_ordinary_token():
     drawn = (run(*prompts_of(LENGTHS), eos_ids=(NEVER,), key=jax.random.key(number)) for number in range(100))
-    samples = next(samples for samples in drawn if (samples.tokens[:, WIDTH:] == 0).any())
-    assert samples.completion_mask[:, WIDTH:].all()
+    samples = next(samples for samples in drawn if (completions_in(samples, samples.tokens) == 0).any())
+    assert completions_in(samples, samples.completion_mask).all()
     assert not samples.finished.any()
 
 
@@ -172,12 +186,14 @@ def test_greedy_takes_the_most_likely_token():
     samples = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,))
     again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
+    rows = np.arange(len(LENGTHS))
     for token in range(24):
-        column = WIDTH + token % NEW_TOKENS
+        column = samples.prompt_lengths + token % NEW_TOKENS
         changed = samples.tokens.copy()
-        changed[:, column] = token
+        changed[rows, column] = token
         stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences.rows(changed, samples.token_mask), temperature=0.8)
-        assert (stats.log_prob[:, column] <= samples.fields["rollout_log_probs"][:, column] + 1e-5).all()
+        best = samples.fields["rollout_log_probs"][rows, column]
+        assert (np.asarray(stats.log_prob)[rows, column] <= best + 1e-5).all()
 
 
 def test_loop_stops_when_every_row_is_done():
@@ -186,15 +202,28 @@ def test_loop_stops_when_every_row_is_done():
     assert full.steps == NEW_TOKENS - 1, "the first token needs no step"
     assert full.occupancy == 1
     # Every row ends at the token that it draws third, unless it drew it before.
-    ends = tuple({int(row[WIDTH + 2]) for row in full.tokens})
+    ends = tuple({int(row[prompt + 2]) for row, prompt in zip(full.tokens, LENGTHS, strict=True)})
     early = run(tokens, mask, sampling=GREEDY, eos_ids=ends)
     lengths = early.completion_mask.sum(-1)
     assert early.steps == lengths.max() - 1 < NEW_TOKENS - 1
     assert early.finished.all()
     np.testing.assert_allclose(early.occupancy, lengths.mean() / lengths.max(), rtol=1e-6)
     for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], full.tokens[row, : WIDTH + length])
-        assert early.tokens[row, WIDTH + length - 1] in ends
+        end = LENGTHS[row] + length
+        np.testing.assert_array_equal(early.tokens[row, :end], full.tokens[row, :end])
+        assert early.tokens[row, end - 1] in ends
+
+
+def test_row_of_the_most_tokens_is_not_finished():
+    tokens, mask = prompts_of(LENGTHS)
+    full, cut = (run(tokens, mask, eos_ids=(NEVER,), **options) for options in ({}, {"length": 9}))
+    assert cut.tokens.shape == (len(LENGTHS), 9)
+    np.testing.assert_array_equal(cut.token_mask.sum(1), np.minimum(np.array(LENGTHS) + NEW_TOKENS, 9))
+    np.testing.assert_array_equal(cut.tokens[cut.token_mask], full.tokens[:, :9][cut.token_mask])
+    np.testing.assert_array_equal(
+        cut.fields["rollout_log_probs"], np.where(cut.completion_mask, full.fields["rollout_log_probs"][:, :9], 0)
+    )
+    assert not cut.finished.any()
 
 
 def test_row_without_a_prompt_is_padding():

@@ -104,8 +104,9 @@ def test_rows_are_the_same_with_and_without_queue(queued):
     check_same(queued, run(**NO_QUEUE))
     # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
     check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
-    np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
-    np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
+    for row, prompt in enumerate(PROMPT_IDS):
+        np.testing.assert_array_equal(queued.tokens[row, : queued.prompt_lengths[row]], tokens[prompt, mask[prompt]])
+    np.testing.assert_array_equal(queued.prompt_lengths, mask[PROMPT_IDS].sum(1))
     stats, _ = jax.jit(token_stats)(
         ScoredPolicy(MODEL, policy_of()), Sequences.rows(queued.tokens, queued.token_mask), temperature=0.7
     )
