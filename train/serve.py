@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-model-len",
         metavar="N",
         type=_count,
-        help="most tokens of a conversation; data.max_prompt_length and max_completion_length if left out",
+        help="most tokens of a conversation; as many as a row of the run if left out",
     )
     command.add_argument(
         "--max-requests", metavar="N", type=_count, default=256, help="requests at one time, then 429 (default 256)"
@@ -131,7 +131,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     start_compile_cache(config.compile_cache)
     tokenizer = load_tokenizer(config)
     context = make_bare_context(config, make_policy_model(config, tokenizer), config_mesh(config), tokenizer)
-    total = options.max_model_len or config.data.max_prompt_length + config.data.max_completion_length
+    total = options.max_model_len or config.data.row_length()
     with jax.set_mesh(context.mesh):
         if saved is None:
             step = 0
@@ -143,9 +143,9 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
         model=start.config.name,
         tokenizer=tokenizer,  # type: ignore[arg-type]
         sampling=dataclasses.replace(rollout_sampling(config), record_kept_tokens=False),
-        lengths=SequenceLengths(total, total),
+        lengths=SequenceLengths(total, total, limit=total),
         vocab_size=tokenizer.vocab_size,
-        sessions=Sessions(SequenceLengths(total, total)),
+        sessions=Sessions(SequenceLengths(total, total, limit=total)),
         keys=EndpointKeys(key),
         max_requests=options.max_requests,
     )

@@ -93,6 +93,8 @@ class Data(Section):
     """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
     max_completion_length: Length = 4
     """Max new tokens, EOS included. The default depends on the task."""
+    max_tokens: Length | None = None
+    """Most tokens of a whole sequence; null: max_prompt_length + max_completion_length."""
     chat: bool | None = None
     """Format prompts by the chat template of model.path; null: if it has one."""
     system: Text | None = None
@@ -128,7 +130,7 @@ class Data(Section):
 
     def row_length(self) -> int:
         """Returns the columns of a batch, which are the most tokens of a sequence."""
-        return self.max_prompt_length + self.max_completion_length
+        return self.max_tokens or self.max_prompt_length + self.max_completion_length
 
     def completion_length(self) -> int:
         """Returns the most tokens that a sequence has after its prompt, of a token at least."""

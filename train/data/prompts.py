@@ -236,12 +236,15 @@ class Supervised:
         *,
         prompt_length: int,
         completion_length: int,
+        length: int | None = None,
         batch_size: int,
         seed: int,
     ) -> None:
-        fitting = keep_prompts(examples, tokenizer, prompt_length)
-        self.examples = keep_solutions(fitting, tokenizer, completion_length)
-        self._length = prompt_length + completion_length
+        """Takes the most tokens of a prompt, of a solution, and of both together; None: their sum."""
+        self._length = length or prompt_length + completion_length
+        solved = keep_solutions(keep_prompts(examples, tokenizer, prompt_length), tokenizer, completion_length)
+        lengths = [len(prompt_ids(x, tokenizer)) + len(_solution_ids(x, tokenizer)) for x in solved]
+        self.examples = _keep(solved, lengths, self._length, "prompts with solutions", "data.max_tokens")
         self.dropped = len(examples) - len(self.examples)
         self._tokenizer = tokenizer
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)

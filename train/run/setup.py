@@ -256,6 +256,7 @@ def _run_warm_start(context: RunContext, params: Tree, *, bars: Start, writer: M
         context.tokenizer,
         prompt_length=config.data.max_prompt_length,
         completion_length=config.data.max_completion_length,
+        length=config.data.row_length(),
         batch_size=section.batch_size,
         seed=config.seed,
     )

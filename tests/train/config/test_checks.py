@@ -49,6 +49,17 @@ def test_centered_rmsprop_with_undefined_first_update_is_refused():
         assert bool(jnp.isfinite(first).all()) == finite
 
 
+@pytest.mark.parametrize("most", [7, 12])
+def test_most_tokens_are_more_than_a_prompt(most):
+    (line,) = problems("data.max_prompt_length=7", "data.max_completion_length=4", f"data.max_tokens={most}")
+    assert line == (
+        f"data.max_tokens: got {most}, expected 8 to 11: longer than a prompt, at most with all of a completion"
+    )
+    (line,) = problems("data={max_prompt_length: 8, max_completion_length: 4, max_tokens: 11}", "mesh.context=4",
+                       "optim.share_prompts=false")  # fmt: skip
+    assert line == "data.max_tokens: got 11, expected a multiple of mesh.context = 4"
+
+
 MESH = "mesh={fsdp: 4, tensor: 2}"
 HEADS = "model={heads: 8, kv_heads: 8}"
 EXPERTS = "model.experts={count: 8, width: 8}"

@@ -97,6 +97,14 @@ def test_selected_rows_equal_the_rows_of_a_batch(rows):
         assert prompts().batch(step, rows) == [full[row] for row in rows]
 
 
+def test_solutions_that_end_beyond_the_most_tokens_are_left_out(caplog):
+    fitting, long = Example("a", "", "xy"), Example("abc", "", "xyz")
+    data = Supervised([fitting, long], TOKENIZER, prompt_length=4, completion_length=4, length=7, batch_size=1, seed=0)
+    assert [example.prompt for example in data.examples] == ["a"]
+    assert "1 of 2 prompts with solutions are longer than data.max_tokens = 7 tokens and are left out" in caplog.text
+    assert data.batch(0).tokens.shape == (1, 7)
+
+
 def test_selected_supervised_rows_equal_the_rows_of_batches():
     data = Supervised(examples(9), TOKENIZER, prompt_length=5, completion_length=3, batch_size=4, seed=0)
     both = (jax.tree.leaves(batch) for batch in (data.batch(1, np.array([1, 3])), data.batch(1)))

@@ -142,6 +142,20 @@ def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
     np.testing.assert_array_equal(collect(context, source, 0).batch.group_ids, [0, 0, 1, 1])
 
 
+def test_rows_of_too_many_tokens_are_left_out(tmp_path, caplog):
+    """Of a whole sequence, whose prompt and completion fit each by themselves."""
+    long = [row(9, sample, prompt_ids=[1, 9, 1, 1, 1]) for sample in range(2)]
+    rows = [row(7, sample) for sample in range(4)] + long
+    context = context_of(write(tmp_path / "a.jsonl", rows), "data.max_tokens=7", shuffle=False)
+    with caplog.at_level(logging.WARNING):
+        source = open_stream(context)
+    assert "1 of 3 groups are longer than data.max_prompt_length = 5, data.max_completion_length = 4, " in caplog.text
+    assert "data.max_tokens = 7 and are left out" in caplog.text
+    batch = collect(context, source, 0).batch
+    assert batch.tokens.shape == (4, 7)
+    assert batch.token_mask.sum(1).tolist() == [5] * 4
+
+
 def test_tokens_with_floors_have_no_log_prob(tmp_path):
     """Floors of vLLM, and null of SGLang: the tokens stay in their rows, and out of the loss."""
     rows = [row(7, sample) for sample in range(128)]

@@ -8,11 +8,11 @@ from contextlib import closing
 import pytest
 
 from tests import tiny
-from tests.train.rollouts.fake_server import Answer, Digits, serving
+from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
-from train.rollouts.open import open_source
+from train.rollouts.open import open_source, open_stream
 from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, Requested, read_answer
 from train.rollouts.server.key import read_key
@@ -80,6 +80,17 @@ def test_the_key_of_a_file_is_sent(tmp_path):
             pass
     assert {headers["Authorization"] for headers in sent} == {f"Bearer {KEY}"}
     assert {headers["Accept-Encoding"] for headers in sent} == {"identity, gzip"}
+
+
+def test_server_is_asked_for_the_tokens_that_are_left():
+    server = Digits(ByteTokenizer().eos_id)
+    source = "rollout.source={{type: openai, url: '{}', model: m, sync: none}}"
+    with serving(server) as url:
+        context = tiny.context_of(tiny.config_of(source.format(url), f"data.max_tokens={tiny.PROMPT + 2}"))
+        with closing(open_stream(context)) as stream:
+            completions = stream.batch(0)
+    assert {len(body["prompt"]) + body["max_tokens"] for body in server.bodies[PROBES:]} == {tiny.PROMPT + 2}
+    assert completions.tokens.shape == (tiny.ROWS, tiny.PROMPT + 2)
 
 
 def test_byte_limit_follows_the_config():

@@ -272,6 +272,33 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
             chex.assert_trees_all_close(packed_gradient, gradient, rtol=0, atol=1e-12 * scale)
 
 
+SHORT = LENGTHS._replace(completions=np.array([8, 1, 2, 4, 0, 3, 0, 0]))
+NARROW = "data.max_tokens=13"
+LAYOUTS = {"groups": (), "rows": ("optim.share_prompts=false",), "packed": ("optim.packing=true",)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_fewer_columns_have_the_same_loss(layout):
+    """In float64; the longest row has all columns, fewer than a prompt and a completion may have together."""
+    with jax.enable_x64(True):
+        wide, narrow = ((*TERMS, *LAYOUTS[layout], *more) for more in ((), (NARROW,)))
+        state = tiny.wide(tiny.state_of(config_of(*wide), tiny.keep_gradient()).trainable)
+        results = []
+        for options in (wide, narrow):
+            config, run = gradient_of(options)
+            batch = full_batch(SHORT)
+            width = config.data.row_length()
+            batch = jax.tree.map(lambda x, width=width: x[:, :width] if x.ndim > 1 else x, batch)
+            batch = tiny.wide(with_token_weights(Plan.of(config), config.loss, config.kl.loss, batch))
+            packed = placed(config, batch) if layout == "packed" else None
+            assert packed is None or packed.depth.shape[1] == width
+            result = jax.device_get(run(state, None, batch, coefficients(config), packed=packed))
+            results.append(jax.tree.map(lambda x: x[:, :13] if x.shape == (tiny.ROWS, WIDTH) else x, result))
+        assert batch.tokens.shape[1] == 13 == int(batch.token_mask.sum(1).max())
+        scale = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(results[0])))
+        chex.assert_trees_all_close(*results, rtol=1e-11, atol=1e-12 * scale)
+
+
 # ---- the step ----
 
 # Twice the rows, so that each device has several in every micro-batch.

@@ -57,6 +57,16 @@ def _files(config: Config) -> Iterator[Problem]:
             yield problem(f"got {path!r}, expected a file of JSON lines, but {kind}", name, "task")
 
 
+def _lengths(config: Config) -> Iterator[Problem]:
+    data = config.data
+    least, most = data.max_prompt_length + 1, data.max_prompt_length + data.max_completion_length
+    if data.max_tokens is not None and not least <= data.max_tokens <= most:
+        line = (
+            f"got {data.max_tokens}, expected {least} to {most}: longer than a prompt, at most with all of a completion"
+        )
+        yield problem(line, "data.max_tokens", "data.max_prompt_length", "data.max_completion_length")
+
+
 def _arithmetic(config: Config) -> Iterator[Problem]:
     problems = (config.data.max_operand + 1) ** 2 * len(config.data.operations)
     if config.task == "arithmetic" and config.eval.prompts > problems // 2:
@@ -140,7 +150,7 @@ def _functions(config: Config) -> Iterator[Problem]:
         yield problem("read by data.tokenizer alone, which is null", "data.tokenizer_arguments", "data.tokenizer")
 
 
-CHECKS = (_files, _recording, _arithmetic, _owned, _functions, _template, _rewards)
+CHECKS = (_files, _lengths, _recording, _arithmetic, _owned, _functions, _template, _rewards)
 
 
 def warnings(config: Config) -> Iterator[str]:

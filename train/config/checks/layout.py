@@ -78,8 +78,8 @@ def _context(config: Config) -> Iterator[Problem]:
     group = Layout.of(config).group
     if context == 1:
         return
-    for name in ("max_prompt_length", "max_completion_length"):
-        length = getattr(config.data, name)
+    for name in ("max_prompt_length", "max_completion_length", "max_tokens"):
+        length = getattr(config.data, name) or 0
         if length % context:
             yield problem(
                 f"got {length}, expected a multiple of mesh.context = {context}", f"data.{name}", "mesh.context"

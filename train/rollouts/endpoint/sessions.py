@@ -40,16 +40,18 @@ class SequenceLengths:
       prompt: the most of the first prompt, which a row of a batch has before its completion; more count as completion.
       completion: the most tokens after it.
       shared: whether all sequences of an episode have its first prompt before them.
+      limit: the most tokens of a sequence; None: prompt + completion.
     """
 
     prompt: int
     completion: int
     shared: bool = False
+    limit: int | None = None
 
     @property
     def total(self) -> int:
         """The most tokens of a sequence."""
-        return self.prompt + self.completion
+        return self.limit or self.prompt + self.completion
 
 
 @dataclasses.dataclass(frozen=True)

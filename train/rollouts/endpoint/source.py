@@ -61,7 +61,9 @@ class EndpointSource(InTurn):
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
         self._model = config.name
         self._shared = Layout.of(config).group > 1
-        self._lengths = SequenceLengths(data.max_prompt_length, data.max_completion_length, self._shared)
+        self._lengths = SequenceLengths(
+            data.max_prompt_length, data.max_completion_length, self._shared, data.max_tokens
+        )
         key = "rollout.source.api_key_"
         self._key = read_key(key, env=section.api_key_env, file=section.api_key_file)
         reward_key = read_key("rollout.source.reward_key_", env=section.reward_key_env, file=section.reward_key_file)

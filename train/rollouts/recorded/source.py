@@ -227,6 +227,7 @@ class FileSource(InTurn):
                 fits = all(
                     len(row.prompt_ids) <= data.max_prompt_length
                     and len(row.completion_ids) <= data.max_completion_length
+                    and len(row.ids) <= data.row_length()
                     for _, row in pairs
                 )
                 positions = [position for position, _ in pairs]
@@ -277,6 +278,7 @@ class FileSource(InTurn):
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"
+            + ("" if data.max_tokens is None else f", data.max_tokens = {data.max_tokens}")
         )
         longest = f"the longest prompt has {scan.longest[0]} tokens, the longest completion {scan.longest[1]}"
         if not scan.groups:

@@ -268,6 +268,8 @@ def test_turns_fit_into_the_row_of_a_batch():
         assert ask(served, "/v1/completions", {"prompt": [1] * 26}, headers=headers)[0] == 400
         session._lengths = SequenceLengths(6, 20, shared=True)
         assert session.most_tokens([*ids_of("abc"), 1, 1]) == 18  # of a fork, the shared prompt alone
+        session._lengths = SequenceLengths(6, 20, limit=10)
+        assert session.most_tokens([1] * 6) == 4
 
 
 def test_full_server_asks_to_try_again():

@@ -246,6 +246,16 @@ def test_limits_end_episodes_that_are_not_finished(rollout):
     assert np.asarray(drawn.batch.completion_mask).sum(1).tolist()[1:] == [5, LENGTH, 5]
 
 
+def test_episode_of_the_most_tokens_is_over(rollout):
+    """Its prompt counts, and so do observations."""
+    turns = [["a long turn that uses every token up"], ["stop"], ["stop"], ["stop"]]
+    drawn = rollout("Steps", turns, "optim.share_prompts=false", f"data.max_tokens={tiny.PROMPT + 8}")
+    lengths = np.asarray(drawn.batch.token_mask).sum(1)
+    assert drawn.batch.tokens.shape == (4, tiny.PROMPT + 8)
+    assert lengths[0] == tiny.PROMPT + 8 > lengths[1]
+    assert drawn.completions.finished.tolist() == [False, True, True, True]
+
+
 @pytest.mark.parametrize("weights", [None, {"reward": 2.0}])
 def test_rewards_of_steps_are_on_the_last_tokens_of_their_turns(rollout, weights):
     options = ["rewards.length_penalty=0.5", "optim.share_prompts=false", "data.max_completion_length=40"]
