@@ -114,7 +114,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     section = context.config.rollout
 
     def check() -> None:
-        _check_rows(completions, context.model.config.vocab_size)
+        _check_rows(completions, context)
         check_routes(context, completions, split)
 
     run_together("rollout", check)
@@ -264,7 +264,7 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
             raise SourceError(f"rollout: row {row} of the batch has {problem}")
 
 
-def _check_rows(completions: Completions, vocab_size: int) -> None:
+def _check_rows(completions: Completions, context: RunContext) -> None:
     """Checks rows that come from the host, in every process before any of them starts the step.
 
     The sampler of this process needs no check; sources of the user have theirs (`UserSource`).
@@ -273,4 +273,8 @@ def _check_rows(completions: Completions, vocab_size: int) -> None:
     rows = completions.tokens, completions.token_mask, completions.completion_mask, prompt_lengths(completions)
     if not any(isinstance(x, jax.Array) for x in (*rows, *completions.fields.values())):
         tokens, token_mask, mask, prompts = map(np.asarray, rows)
-        check_values(tokens, token_mask, mask, prompts, completions.fields, vocab_size=vocab_size)
+        limits = {
+            "vocab_size": context.model.config.vocab_size,
+            "longest": context.config.data.max_completion_length,
+        }
+        check_values(tokens, token_mask, mask, prompts, completions.fields, **limits)

@@ -32,12 +32,13 @@ def check_values(
     fields: Mapping[str, np.ndarray],
     *,
     vocab_size: int,
+    longest: int,
 ) -> None:
-    """Checks the values of rows `[B, T]` on the host.
+    """Checks the values of rows `[B, T]` on the host, with at most `longest` tokens after their prompts.
 
     Raises:
       SourceError: a token is not of the vocabulary, a row does not begin at column 0 or has padding in it, a token of
-        a prompt is sampled, or a value of a completion is not finite, or a log-prob is above 0.
+        a prompt is sampled, a completion is too long, or a value of one is not finite, or a log-prob is above 0.
     """
     columns = np.arange(tokens.shape[1])
     problems = {
@@ -45,6 +46,8 @@ def check_values(
         "completion tokens that the token mask leaves out": completion_mask & ~token_mask,
         "tokens after padding": token_mask & (columns >= token_mask.sum(-1, keepdims=True)),
         "completion tokens in their prompts": completion_mask & (columns < prompt_lengths[:, None]),
+        f"tokens beyond data.max_completion_length = {longest}": token_mask
+        & (columns >= prompt_lengths[:, None] + longest),
         **{f"{name} that are not finite": _not_finite(name, x[completion_mask]) for name, x in fields.items()},
     }
     if "rollout_log_probs" in fields:

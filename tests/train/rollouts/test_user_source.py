@@ -227,6 +227,23 @@ def test_rows_padded_on_the_left_are_moved(place) -> None:
     assert batches[0].token_mask.sum(1).tolist() == [tiny.PROMPT + 2] * ROWS
 
 
+def test_completion_after_a_short_prompt_may_not_use_its_columns() -> None:
+    config = tiny.config_of("rollout={prompts_per_step: 2, samples_per_prompt: 2}", "data.max_prompt_length=8")
+    longest = config.data.max_completion_length
+
+    def change(rows: Completions) -> Completions:
+        rows = shifted(rows, 0, config.data.row_length())
+        columns = np.arange(config.data.row_length())
+        rows.token_mask[0] = columns < tiny.PROMPT + longest + 1
+        rows.completion_mask[0] = rows.token_mask[0] & (columns >= tiny.PROMPT)
+        return rows
+
+    context = tiny.context_of(config)
+    source = UserSource(context, "mine.py:make", Changed(change))
+    with pytest.raises(SourceError, match=f"have 1 tokens beyond data.max_completion_length = {longest}"):
+        collect.draw(context, Stream(context, source), 0)
+
+
 def fail(error: BaseException) -> Any:
     def method(*_: Any) -> Any:
         raise error

@@ -54,11 +54,13 @@ def test_client_that_leaves_frees_its_row(stream):
 
 def test_reader_of_a_stream_that_stops_ends_it(monkeypatch):
     monkeypatch.setattr(app, "SEND_SECONDS", 0.3)
-    with running(lambda text: "...", lengths=SequenceLengths(4, 60_000)) as served, listening(served) as listener:
-        connection = sent(listener, stream=True, logprobs=1)
+    with (
+        running(lambda text: "...", lengths=SequenceLengths(4, 60_000)) as served,
+        listening(served) as listener,
+        closing(sent(listener, stream=True, logprobs=1)),
+    ):
         wait_until(lambda: served.endpoint.clients_gone == 1)
-        assert served.generator.open == 0
-        connection.close()
+        wait_until(lambda: served.generator.open == 0)
 
 
 def test_load_with_faults_loses_no_answer():
