@@ -8,6 +8,7 @@ LAUNCH_VENV := .venv-launch
 STORAGE_VENV := .venv-storage
 AGENTS_VENV := .venv-agents
 GYM_VENV := .venv-gym
+RENDERERS_VENV := .venv-renderers
 
 # The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
@@ -37,7 +38,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
-.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-figures test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-launch test-storage test-agents test-report find-newest-python nightly lock clean
+.PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-figures test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-renderers test-launch test-storage test-agents test-report find-newest-python nightly lock clean
 
 test-more: $(VENV)/.ready ## what test-all has and test leaves out
 	$(call run-tests,more and not thorough)
@@ -168,6 +169,12 @@ $(GYM_VENV)/.ready: pyproject.toml uv.lock
 test-reasoning-gym: $(GYM_VENV)/.ready ## every data set of reasoning-gym: problems, their solutions and wrong answers
 	$(GYM_VENV)/bin/python -m pytest -q -n 0 -rs -W default $(call tests,tests/reasoning_gym) $(ARGS)
 
+$(RENDERERS_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(RENDERERS_VENV),PYTHON,$(PYTHONS),--extra renderers)
+
+test-renderers: $(RENDERERS_VENV)/.ready ## episodes in the form of model families, by the package renderers
+	$(RENDERERS_VENV)/bin/python -m pytest -q -n 0 -rs -W default $(call tests,tests/renderers) $(ARGS)
+
 # The schemas of Kubernetes and JobSet; xpk and SkyPilot each with packages of their own, which may not install.
 $(LAUNCH_VENV)/.ready:
 	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
@@ -225,7 +232,7 @@ nightly: ## what CI runs at night: the long forms of its tests, and those with p
 	$(MAKE) test-isa $(LONG) ISA=AVX
 	$(MAKE) test-isa $(LONG) ISA=AVX2 MATMUL=eigen
 	$(MAKE) test-newest $(LONG)
-	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-launch test-storage test-agents test-vllm
+	$(MAKE) test-recorders test-transformers test-real test-tunix test-reasoning-gym test-renderers test-launch test-storage test-agents test-vllm
 
 clean: ## removes the environments, the built documentation and the caches
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(AGENTS_VENV) $(GYM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TORCH_VENV) $(TUNIX_VENV) $(LAUNCH_VENV) $(STORAGE_VENV) $(AGENTS_VENV) $(GYM_VENV) $(RENDERERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from train.config.algorithms import Arguments, FunctionName, Table
-from train.config.types import Count, Fraction, Positive, Section, Size
+from train.config.types import Count, Fraction, Positive, Section, Size, Text
 
 Turns = Annotated[int, Field(ge=1, le=1000)]
 
@@ -23,6 +23,8 @@ class EnvironmentSection(Section):
     """Most tokens of a turn; null: what is left of the episode."""
     history: Literal["keep", "template"] = "keep"
     """Where the chat template drops parts of earlier replies, as thinking: `keep` them, or fork as `template` says."""
+    renderer: Text | None = None
+    """A family of the package renderers, such as qwen3, that writes and reads turns; null: the chat template does."""
     step_seconds: Positive = 60.0
     """Longest time of one call of the environment; an episode beyond it has failed, and is not trained on."""
     turn_seconds: Positive | None = None

@@ -24,6 +24,7 @@ from train.data.tasks.user_score import UserScore
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.data.tokenizers.folder import FolderTokenizer
 from train.data.tokenizers.generation_config import warn_of_generation_config
+from train.data.tokenizers.rendered import RenderedTokenizer
 from train.distributed.exchange import on_leader, run_together
 from train.distributed.global_arrays import device_count, processes_of
 from train.distributed.peer_watch import enter
@@ -131,9 +132,13 @@ def tell_tools(config: Config, tokenizer: Tokenizer) -> Tokenizer:
     """Returns the tokenizer whose prompts tell the tools of the environment, as its episodes do with a chat template.
 
     Raises:
-      UserError: the environment cannot be imported, or is none.
+      UserError: the environment cannot be imported, or is none, or its renderer does not go with the tokenizer.
     """
-    if config.environment is None or not isinstance(tokenizer, FolderTokenizer) or not tokenizer.has_template:
+    if config.environment is None or not isinstance(tokenizer, FolderTokenizer):
+        return tokenizer
+    if config.environment.renderer is not None:
+        tokenizer = RenderedTokenizer(tokenizer, config.environment.renderer, config.data.template_arguments)
+    if not tokenizer.has_template:
         return tokenizer
     with closing(Environments(config.environment)) as environments:
         return tokenizer.with_tools(environments.tools)

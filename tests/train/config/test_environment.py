@@ -64,3 +64,27 @@ def test_combination_that_cannot_run_is_refused(option, message):
     with pytest.raises(UserError) as error:
         tiny.config_of(ENVIRONMENT, option)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "environment.renderer: got 'qwen3', which needs the tokenizer of a folder; set model.path"),
+        (
+            ("data.tokenizer='train.data.tokenizers:ByteTokenizer'",),
+            "environment.renderer: got 'qwen3', which needs the tokenizer of a folder; leave data.tokenizer out",
+        ),
+        (
+            ("model={path: /tmp}", "data.chat=false"),
+            "data.chat: got false, but environment.renderer qwen3 writes the prompts; set only one of them",
+        ),
+        (
+            ("model={path: /tmp}", "data.chat_template=/tmp/a.jinja"),
+            "data.chat_template: got '/tmp/a.jinja', but environment.renderer qwen3 writes the prompts; set only one",
+        ),
+    ],
+)
+def test_renderer_alone_writes_the_prompts(options, message):
+    with pytest.raises(UserError) as error:
+        tiny.config_of(ENVIRONMENT, "environment.renderer=qwen3", *options)
+    assert message in str(error.value)

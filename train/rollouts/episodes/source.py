@@ -13,8 +13,9 @@ from train.config.plan import Layout
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation
-from train.data.tokenizers.calls import ToolCall, parse_calls
+from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.protocol import EpisodeTokenizer
+from train.data.tokenizers.rendered import turn_calls
 from train.distributed.peers import processes
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
@@ -255,7 +256,7 @@ class EpisodeSource(InTurn):
                 questions.append({"do": "step", "episode": number, "text": text})
                 waiting.append((number, "user"))
                 continue
-            calls = parse_calls(text, self._names)
+            calls = turn_calls(self._tokenizer, self._names, prompt=turn.ids, ids=turn.tokens, text=text)
             if not calls:
                 state.episode.finished = True
                 continue
