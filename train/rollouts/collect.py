@@ -273,8 +273,4 @@ def _check_rows(completions: Completions, context: RunContext) -> None:
     rows = completions.tokens, completions.token_mask, completions.completion_mask, prompt_lengths(completions)
     if not any(isinstance(x, jax.Array) for x in (*rows, *completions.fields.values())):
         tokens, token_mask, mask, prompts = map(np.asarray, rows)
-        limits = {
-            "vocab_size": context.model.config.vocab_size,
-            "longest": context.config.data.max_completion_length,
-        }
-        check_values(tokens, token_mask, mask, prompts, completions.fields, **limits)
+        check_values(tokens, token_mask, mask, prompts, completions.fields, context=context)

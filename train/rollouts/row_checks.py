@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from train.config.messages import did_you_mean
+from train.context import RunContext
 from train.rollouts.source import SourceError
 from train.sequences.token_fields import MAX_LOG_PROB, TOKEN_FIELDS, TokenFields
 
@@ -31,15 +32,16 @@ def check_values(
     prompt_lengths: np.ndarray,
     fields: Mapping[str, np.ndarray],
     *,
-    vocab_size: int,
-    longest: int,
+    context: RunContext,
 ) -> None:
-    """Checks the values of rows `[B, T]` on the host, with at most `longest` tokens after their prompts.
+    """Checks the values of rows `[B, T]` on the host against the vocabulary and the lengths of a run.
 
     Raises:
       SourceError: a token is not of the vocabulary, a row does not begin at column 0 or has padding in it, a token of
         a prompt is sampled, a completion is too long, or a value of one is not finite, or a log-prob is above 0.
     """
+    vocab_size = context.model.config.vocab_size
+    longest = context.config.data.max_completion_length
     columns = np.arange(tokens.shape[1])
     problems = {
         f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),

@@ -209,11 +209,7 @@ class UserSource:
         arrays = {name: to_host_rows(x)[:held] if isinstance(x, jax.Array) else x for name, x in arrays.items()}
         tokens, token_mask, completion_mask = (arrays.pop(name) for name in names)
         lengths = np.asarray(completions.prompt_lengths)
-        limits = {
-            "vocab_size": self._context.model.config.vocab_size,
-            "longest": self._context.config.data.max_completion_length,
-        }
-        check_values(tokens, token_mask, completion_mask, lengths, arrays, **limits)
+        check_values(tokens, token_mask, completion_mask, lengths, arrays, context=self._context)
         log_probs = completions.fields.get("rollout_log_probs")
         if isinstance(log_probs, jax.Array) and not has_log_prob(arrays["rollout_log_probs"][completion_mask]).all():
             raise SourceError(
