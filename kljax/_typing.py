@@ -54,7 +54,7 @@ Through = Literal["ratio", "log_prob"]
 Direction = Literal["reverse", "forward"]
 Divergence = Literal["tv", "kl"]
 HeadLayout = Literal["dv", "vd"]
-HeadImplementation = Literal["tile", "reference"]
+HeadImplementation = Literal["tile", "xla", "reference"]
 
 Level = Literal["token", "sequence", "geometric"]
 SurrogateLevel = Literal[Level, "average", "geometric_average"]

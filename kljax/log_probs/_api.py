@@ -15,6 +15,7 @@ from kljax.log_probs._reference import reference_stats
 Reference = ReferenceStates | tuple[ArrayLike, ArrayLike | Head | None]
 _FUNCTIONS: dict[HeadImplementation, Function] = {
     "tile": tiled_stats,
+    "xla": tiled_stats,
     "reference": reference_stats,
 }
 

@@ -5,7 +5,7 @@ devices merge. The entropy is summed as `exp(z - max) (z - max)`: where one toke
 and the logarithm of the total are both small, and their difference keeps its digits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
 from kljax.log_probs._head import device_kind, embed_axis, head_defaults
 from kljax.log_probs._inputs import Constants, Spec, Weights
+from kljax.log_probs._kernel import can_sum, sum_blocks
 from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, MeshAxes, Tokens, is_kept, is_target, unpack
 
 # A larger KL is infinite: it contains `IMPOSSIBLE` where the first distribution has probability.
@@ -133,27 +134,40 @@ def add_tile(
     return new, e, rescale
 
 
-def add_to_sums(spec: Spec, sums: Sums, pair: tuple[Array, Array | None], chunk: Chunk, tokens: Tokens) -> Sums:
-    """Adds one tile of logits to the sums, where their exponentials are not needed."""
-    if sums.ref is None and sums.kept is None and head_defaults(device_kind(spec.sharding)).one_reduction:
-        return _reduce_tile(sums, pair[0], chunk, tokens)
-    return add_tile(spec, sums, pair, chunk, tokens)[0]
+def score_tile(device: DeviceView, sums: Sums, chunk: Chunk, tokens: Tokens, *, keep: bool) -> tuple[Sums, Any]:
+    """Adds one tile of logits to the sums, where their exponentials are not needed.
+
+    Returns:
+      The sums; and with `keep` the pair of logits, of policy and reference, else None.
+    """
+    if can_sum(device, chunk, tokens):
+        blocks, logits = sum_blocks(device, sums, chunk, tokens, keep=keep)
+        return _add_parts(sums, blocks, axis=0), (logits, None) if keep else None
+    policy, ref = device.logits(chunk, tokens)
+    pair = (policy.values, None if ref is None else ref.values)
+    if sums.ref is None and sums.kept is None and head_defaults(device_kind(device.spec.sharding)).one_reduction:
+        new = _add_parts(sums, _columns(sums, policy.values, chunk, tokens), axis=1)
+    else:
+        new = add_tile(device.spec, sums, pair, chunk, tokens)[0]
+    return new, pair if keep else None
 
 
-def _reduce_tile(sums: Sums, logits: Array, chunk: Chunk, tokens: Tokens) -> Sums:
-    """Adds one tile of logits to the sums of the policy in one reduction over its columns."""
-    # A column is a softmax of its own.
+def _columns(sums: Sums, logits: Array, chunk: Chunk, tokens: Tokens) -> dict[str, Array]:
+    """Returns the sums of each column, which is a softmax of its own."""
     columns = {"max": logits, "total": jnp.ones_like(logits)}
-    before = {"max": sums.policy.max, "total": sums.policy.total}
     if sums.target is not None:
         columns["target"] = jnp.where(is_target(chunk, tokens), logits, 0)
-        before["target"] = sums.target
     if sums.entropy is not None:
         columns["entropy"] = jnp.zeros_like(logits)
-        before["entropy"] = sums.entropy
     if sums.squares is not None:
         columns["squares"] = jnp.ones_like(logits)
-        before["squares"] = sums.squares
+    return columns
+
+
+def _add_parts(sums: Sums, parts: dict[str, Array], axis: int) -> Sums:
+    """Adds sums of parts of the columns, which lie along an axis, to those of the policy, in one reduction."""
+    before = {"max": sums.policy.max, "total": sums.policy.total}
+    before |= {name: getattr(sums, name) for name in parts if name not in before}
 
     def rescaled(part: dict[str, Array], largest: Array) -> dict[str, Array]:
         lower = part["max"] - largest
@@ -171,8 +185,8 @@ def _reduce_tile(sums: Sums, logits: Array, chunk: Chunk, tokens: Tokens) -> Sum
         largest = jnp.maximum(a["max"], b["max"])
         return {"max": largest} | jax.tree.map(jnp.add, rescaled(a, largest), rescaled(b, largest))
 
-    start = {name: jnp.asarray(IMPOSSIBLE if name == "max" else 0, logits.dtype) for name in columns}
-    new = merged(before, lax.reduce(columns, start, merged, (1,)))
+    start = {name: jnp.asarray(IMPOSSIBLE if name == "max" else 0, x.dtype) for name, x in parts.items()}
+    new = merged(before, lax.reduce(parts, start, merged, (axis,)))
     policy = PartialSoftmax(new["max"], new["total"])
     return sums._replace(
         policy=policy, target=new.get("target"), entropy=new.get("entropy"), squares=new.get("squares")
@@ -374,11 +388,11 @@ def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Su
         def tile(index: Array, carry: Carry) -> Carry:
             sums, weighted = carry
             tokens, before = device.get_tile(index, (device.tokens, sums))
-            policy, ref = device.logits(chunk, tokens)
-            pair = (policy.values, None if ref is None else ref.values)
             if weighted is None:
-                new = add_to_sums(device.spec, before, pair, chunk, tokens)
+                new = score_tile(device, before, chunk, tokens, keep=False)[0]
             else:
+                policy, ref = device.logits(chunk, tokens)
+                pair = (policy.values, None if ref is None else ref.values)
                 new, e, rescale = add_tile(device.spec, before, pair, chunk, tokens)
                 grads = e * (policy.slope * device.constants.logit_scale)
                 more = device.grad_hidden(grads, chunk.head, device.spec.layout)

@@ -33,7 +33,7 @@ from kljax.log_probs._backward import (
     vary_alike,
     without_flags,
 )
-from kljax.log_probs._forward import Sums, add_to_sums, empty_sums, merge, statistics
+from kljax.log_probs._forward import Sums, empty_sums, merge, score_tile, statistics
 from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, logit_slope
 from kljax.log_probs._loss_plan import Leaves, LossPlan, Stats
@@ -275,11 +275,9 @@ def _keep_logits(device: DeviceView, tokens: Tokens, logits: _Kept) -> tuple[Sum
 
     def body(carry: tuple[Sums, _Kept], chunk: Chunk) -> tuple[Sums, _Kept]:
         sums, stored = carry
-        policy, ref = device.logits(chunk, read)
-        values = _Kept(policy.values, None if ref is None else ref.values)
-        new = add_to_sums(device.spec, sums, (values.policy, values.ref), chunk, read)
+        new, values = score_tile(device, sums, chunk, read, keep=True)
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=chunk.start, axis=1)
-        return new, jax.tree.map(write, stored, values)
+        return new, jax.tree.map(write, stored, _Kept(*values))
 
     sums, logits = device.scan_chunks(body, (empty_sums(device.spec, read, device.dtype), logits))
     return sums._replace(target=_target_logits(device, tokens, logits.policy)) if late else sums, logits

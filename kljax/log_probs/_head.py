@@ -59,11 +59,13 @@ class HeadDefaults(NamedTuple):
       token_chunk: tokens per chunk of a fused loss, whose logits over the whole vocabulary are held.
       one_reduction: whether the statistics of a tile are one reduction of its logits, which then reads them once; else
         the largest logit comes first, the sums after it.
+      kernel: whether a kernel takes the sums of a tile in bfloat16 before it writes its logits.
     """
 
     tile: Tile
     token_chunk: int
     one_reduction: bool = False
+    kernel: bool = False
 
 
 ALL_COLUMNS = 2**20
@@ -76,7 +78,7 @@ DEFAULTS = {
     "TPU v5": HeadDefaults(Tile(16384, 896), 4096),
     "TPU v6": HeadDefaults(Tile(4096, 2304), 4096),
     "TPU": HeadDefaults(Tile(4096, 2048), 4096),
-    "NVIDIA H": HeadDefaults(Tile(4096, ALL_COLUMNS), 4096, one_reduction=True),
+    "NVIDIA H": HeadDefaults(Tile(4096, ALL_COLUMNS), 4096, one_reduction=True, kernel=True),
     "NVIDIA": HeadDefaults(Tile(4096, 2048), 2048),
     "AMD": HeadDefaults(Tile(4096, 2048), 2048),
     "cpu": HeadDefaults(Tile(512, 4096), 512),
@@ -199,7 +201,8 @@ class Head:
       layout: "dv" for weights `[D, V]`, "vd" for `[V, D]`, as a tied embedding table has them.
       sharding: sharding of tokens and weights over a mesh; None leaves it to the compiler.
       tile: size of the tiles of logits; None takes the size of the table for this kind of device.
-      implementation: "tile", or "reference", which builds the logits of all positions and has every derivative.
+      implementation: "tile"; "xla", which is "tile" without the kernel that NVIDIA H100 and H200 have in bfloat16; or
+        "reference", which builds the logits of all positions and has every derivative.
 
     Raises:
       ValueError: for an unknown layout or implementation, or a bound that is not positive.

@@ -97,6 +97,7 @@ class Spec:
       entropy: whether to compute entropies; `entropy_gradient`: whether they can be differentiated.
       sum_squared_probs: whether to compute the sum of the squared probabilities.
       divergence: None, "reverse", "forward" or "jsd".
+      kernel: whether a kernel may compute the sums of a tile.
     """
 
     layout: HeadLayout
@@ -108,6 +109,7 @@ class Spec:
     entropy_gradient: bool = False
     sum_squared_probs: bool = False
     divergence: str | None = None
+    kernel: bool = False
 
     def specs(self) -> dict[str, PartitionSpec]:
         """Returns the spec of each field of `Weights` and `Constants` on the mesh; scalars have none."""
@@ -222,16 +224,18 @@ def prepare(
     sharding = head.sharding
     if sharding is not None:
         sharding.check(head.layout, weights.hidden.shape[:-1], weights.head.shape)
+    defaults = head_defaults(device_kind(sharding))
     spec = Spec(
         layout=head.layout,
         ref_layout=ref.layout,
         vocab_size=vocab_size,
-        tile=head_defaults(device_kind(sharding)).tile if head.tile is None else head.tile,
+        tile=defaults.tile if head.tile is None else head.tile,
         sharding=sharding,
         entropy=entropy is not False,
         entropy_gradient=entropy is True,
         sum_squared_probs=sum_squared_probs,
         divergence=divergence,
+        kernel=defaults.kernel and head.implementation == "tile",
     )
     wide = statistics_dtype(weights)
     per_token = _per_token(weights.hidden.shape[:-1], {targets_name: targets}, {mask_name: mask}, kept_ids)
@@ -265,7 +269,7 @@ def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict
     try:
         return run_on_mesh(call, compute)
     except TypeError as error:
-        if "forward-mode autodiff" in str(error) and call.implementation == "tile":
+        if "forward-mode autodiff" in str(error) and call.implementation != "reference":
             error.add_note('kljax.Head(weights, implementation="reference") has forward-mode derivatives (jvp, jacfwd)')
         raise
 

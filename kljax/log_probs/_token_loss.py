@@ -112,7 +112,7 @@ def token_loss_from_hidden(
     size = head_defaults(device_kind(call.spec.sharding)).token_chunk if token_chunk is None else token_chunk
     spec = dataclasses.replace(call.spec, tile=Tile(size, call.spec.tile.vocab))
     plan = LossPlan(spec, token_loss, tree, tuple(x.shape == () for x in leaves))
-    implementation = {"tile": fused_loss, "reference": _reference_loss}[call.implementation]
+    implementation = _reference_loss if call.implementation == "reference" else fused_loss
 
     def compute(weights: Weights, constants: Constants, *leaves: Array) -> tuple[Array, Any]:
         return implementation(plan, weights, completed(spec, weights, constants), leaves)

@@ -60,7 +60,7 @@ class Model(Section):
     quantization: Quantization = None
     """Store the layers' kernels in int8 with a scale per output channel, only with lora; null: in param_dtype."""
     attention: Literal["auto", "xla"] = "auto"
-    """auto: kernels for attention on TPUs, and on NVIDIA GPUs in bfloat16 for norms and MLPs too; xla: always XLA."""
+    """auto: kernels for attention on TPUs, on NVIDIA GPUs in bfloat16 for more than that; xla: always XLA."""
     remat: RematSetting = "auto"
     """Recomputed in the backward pass: full: all of a layer; dots: all but projections; auto: what memory asks for."""
     allow_nonfinite: bool = False

@@ -184,6 +184,7 @@ def _lm_head(scored: ScoredPolicy, width: int, tile: kljax.Tile | None) -> kljax
         layout="vd" if model.config.tie_embeddings else "dv",
         sharding=_head_sharding(model, width),
         tile=tile,
+        implementation="xla" if model.config.attention == "xla" else "tile",
     )
 
 

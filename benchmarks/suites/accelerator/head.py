@@ -19,7 +19,8 @@ LARGE = Size(16_384, 4096, 151_936)
 COMPARED = Size(1024, 512, 16_384)
 NAMES = (
     *("naive", "tile", "fused", "torch_chunk", "naive_plain", "fused_plain", "liger"),
-    *("naive_lora", "tile_lora", "fused_lora"),
+    *("naive_lora", "tile_lora", "fused_lora", "fused_lora_xla"),
+    *("naive_forward", "tile_forward", "tile_forward_xla"),
 )
 TINY = ("naive_plain", "fused_plain", "liger")
 ROUNDS = 3

@@ -1,4 +1,4 @@
-"""The Pallas kernels of a layer against their formulas in float32, on this device, before anything is timed."""
+"""The Pallas kernels of a layer and the head against their formulas in float32, before anything is timed here."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ import numpy as np
 import kljax
 from benchmarks.harness.measure import relative_distance
 from benchmarks.suites.accelerator import work
+from kljax.log_probs._kernel import DEPTH, KernelOptions, by_compiler, by_kernel
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.attention.cudnn import split_groups
 from train.models.config import Kernels
@@ -43,10 +44,13 @@ class KernelSizes:
     head_dim: int = 128
     width: int = 1024
     mlp_width: int = 3072
+    vocab: int = 151_936
 
 
 SIZES = KernelSizes()
-TINY = KernelSizes(rows=1, prompt=3, completion=5, samples=2, heads=2, kv_heads=1, head_dim=32, width=24, mlp_width=40)
+TINY = KernelSizes(
+    rows=1, prompt=3, completion=5, samples=2, heads=2, kv_heads=1, head_dim=32, width=24, mlp_width=40, vocab=200
+)
 
 
 class KernelDistance(NamedTuple):
@@ -217,6 +221,19 @@ def _gated(sizes: KernelSizes, *, interpret: bool) -> KernelDistance:
     return _compare((product, *gradients), expected)
 
 
+def _head(sizes: KernelSizes, *, interpret: bool) -> KernelDistance:
+    tokens = sizes.rows * sizes.completion
+    width = -(-sizes.width // DEPTH) * DEPTH
+    hidden, head = _random((tokens, width), (sizes.vocab, width))
+    ones = jnp.ones(tokens, jnp.float32)
+    inputs = {"hidden": hidden, "head": head, "inverse_temperature": ones, "logit_scale": ones / width**0.5}
+    inputs["target"] = jnp.arange(tokens, dtype=jnp.int32) % sizes.vocab
+    options = KernelOptions(1, ("max", "total", "target", "entropy", "squares", "logits"), interpret)
+    actual = jax.jit(functools.partial(by_kernel, options))(inputs)
+    expected = jax.jit(functools.partial(by_compiler, options))(_wide(inputs) | {"target": inputs["target"]})
+    return _compare(actual, expected)
+
+
 def _layers(sizes: KernelSizes, *, interpret: bool) -> KernelDistance:
     """Compares two layers with an adapter, with all kernels and with none of them, with float32."""
     del interpret
@@ -272,6 +289,7 @@ COMPARED: dict[str, Callable[..., KernelDistance]] = {
     "heads of groups": functools.partial(_heads, grouped=True),
     "heads of a decode step": _decode,
     "gradient of a gated product": _gated,
+    "head and its sums": _head,
     "two layers with an adapter": _layers,
 }
 load = KernelsContender

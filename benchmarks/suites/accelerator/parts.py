@@ -199,6 +199,7 @@ KERNELS = (
     "heads of groups",
     "heads of a decode step",
     "gradient of a gated product",
+    "head and its sums",
     "two layers with an adapter",
 )
 # For the day on which a card is at hand, the most worth first; what no longer fits is left out.
@@ -221,7 +222,7 @@ NEXT = (
         "Pallas kernels of a layer against their formulas",
         "benchmarks.suites.accelerator.kernels",
         KERNELS,
-        ["norm and residual", "gradient of a gated product"],
+        ["norm and residual", "gradient of a gated product", "head and its sums"],
         1.5,
         {"compared": ("arrays", "d"), "differs": ("largest distance", ".0e"), "allowed": ("allowed", ".0e")},
     ),

@@ -142,11 +142,13 @@ FORMS = (
     Form("naive_lora", "naive JAX", "lora", "jax", 2),
     Form("tile_lora", "kljax", "lora", "jax", 3),
     Form("fused_lora", "kljax, loss fused", "lora", "jax", 2),
+    Form("fused_lora_xla", "kljax, loss fused, without a kernel", "lora", "jax", 2, devices=("gpu",)),
     Form("naive_kl", "naive JAX", "kl", "jax", 4),
     Form("tile_kl", "kljax", "kl", "jax", 6),
     Form("fused_kl", "kljax, loss fused", "kl", "jax", 4),
     Form("naive_forward", "naive JAX", "forward", "jax", 1),
     Form("tile_forward", "kljax", "forward", "jax", 1),
+    Form("tile_forward_xla", "kljax without a kernel", "forward", "jax", 1, devices=("gpu",)),
 )
 TITLES = {form.name: form.title for form in FORMS}
 

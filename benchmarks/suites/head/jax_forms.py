@@ -13,6 +13,7 @@ import numpy as np
 import kljax
 from benchmarks.harness import machine
 from benchmarks.suites.head.forms import CLIP, ENTROPY_COEF, KL_COEF, FormsContender, HeadOptions, Inputs, Size, loader
+from kljax.typing import HeadImplementation
 
 Array = jax.Array
 # Log-probs, entropies and KL of the tokens; entropies and KL are None where the loss needs none.
@@ -93,15 +94,24 @@ def tiled(
     *,
     tile: kljax.Tile | None,
     sharding: kljax.HeadSharding | None = None,
+    implementation: HeadImplementation = "tile",
     **kind: bool,
 ) -> Stats:
     """Calls kljax; `kind` is that of `call_options`."""
-    sharded = kljax.Head(head, sharding=sharding, tile=tile)
+    sharded = kljax.Head(head, sharding=sharding, tile=tile, implementation=implementation)
     stats = kljax.log_probs_from_hidden(hidden, sharded, data.targets, **call_options(data, **kind))
     return stats.log_prob, stats.entropy, stats.kl
 
 
-def fused(hidden: Array, head: Array, data: TokenConstants, *, tile: kljax.Tile | None, **kind: bool) -> Array:
+def fused(
+    hidden: Array,
+    head: Array,
+    data: TokenConstants,
+    *,
+    tile: kljax.Tile | None,
+    implementation: HeadImplementation = "tile",
+    **kind: bool,
+) -> Array:
     """Calls kljax with the loss; it is given the tokens that the mask leaves."""
 
     def token_loss(stats: kljax.TokenStats, inputs: tuple[Array, ...]) -> tuple[Array, None]:
@@ -110,7 +120,8 @@ def fused(hidden: Array, head: Array, data: TokenConstants, *, tile: kljax.Tile 
 
     inputs = (data.old_log_probs, data.advantages, data.mask, data.mask.sum().astype(jnp.float32))
     options = call_options(data, **kind) | {"token_chunk": None if tile is None else tile.tokens}
-    arguments = (hidden, kljax.Head(head, tile=tile), data.targets, token_loss, inputs)
+    weights = kljax.Head(head, tile=tile, implementation=implementation)
+    arguments = (hidden, weights, data.targets, token_loss, inputs)
     return kljax.token_loss_from_hidden(*arguments, **options)[0]
 
 
@@ -171,10 +182,12 @@ def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array
 
 def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a form."""
-    contender, _, kind = name.partition("_")
+    contender, _, kind = name.removesuffix("_xla").partition("_")
     if contender == "tunix":
         return of_kind({"full": tunix_full, "chunk": tunix_chunk}[kind], "")
     options: dict[str, Any] = {"tile": None if tile is None else kljax.Tile(*tile), "masked": kind == "half"}
+    if name.endswith("_xla"):
+        options["implementation"] = "xla"
     if contender == "fused":
         return gradient_of(functools.partial(fused, **(options | OPTIONS_OF.get(kind, {}))), kind)
     known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": functools.partial(tiled, **options)}

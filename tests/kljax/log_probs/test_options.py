@@ -117,7 +117,7 @@ def test_errors_name_the_arguments_of_the_called_function() -> None:
         ({"layout": "d"}, "head.layout: got 'd', expected one of dv, vd"),
         (
             {"implementation": "tiles"},
-            "head.implementation: got 'tiles', expected one of tile, reference; did you mean",
+            "head.implementation: got 'tiles', expected one of tile, xla, reference; did you mean",
         ),
         ({"softcap": 0.0}, "head.softcap: got 0.0, expected a number > 0"),
         ({"softcap": -1.0}, "head.softcap: got -1.0, expected a number > 0"),

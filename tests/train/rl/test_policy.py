@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import kljax
+from kljax.log_probs._head import DEFAULTS
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models import head as heads
@@ -204,3 +205,14 @@ def test_policy_is_the_same_on_every_mesh():
             # 2e-6 of the largest entry: each entry is a sum over rows of terms of that size.
             np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     assert hidden_states(ScoredPolicy(MODEL, policy_of(MODEL)), SEQUENCES).shape == (3, 6, 16)
+
+
+@pytest.mark.parametrize("attention", ["auto", "xla"])
+def test_kernels_of_the_head_follow_the_switch_of_the_model(attention, monkeypatch):
+    monkeypatch.setitem(DEFAULTS, "cpu", DEFAULTS["NVIDIA H"])
+    config = dataclasses.replace(CONFIG, width=64, dtype="bfloat16", param_dtype="bfloat16", attention=attention)
+    model = Decoder(config)
+    policy = kljax.Policy(jax.eval_shape(lambda: init_params(model, jax.random.key(0), make_mesh())))
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+        program = jax.make_jaxpr(lambda policy: token_stats(ScoredPolicy(model, policy), SEQUENCES, temperature=1.0))
+        assert ("head_sums" in str(program(policy))) == (attention == "auto")

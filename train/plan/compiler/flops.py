@@ -110,7 +110,7 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and of Triton, grouped products.
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and of Triton, the head's, grouped products.
 
     Others, such as attention on TPUs, report themselves. A grouped product counts all rows, also of no group.
     """
@@ -132,6 +132,9 @@ def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) ->
         left = next(sizes for kind, sizes in operands if kind in ("bf16", "f16"))
         return 2.0 * math.prod(left) * _only(instruction.shape)[-1]
     if name == "__gpu$xla.gpu.triton":
+        if "head_sums" in instruction.op_name:
+            head, (rows, _) = (sizes for kind, sizes in operands if kind == "bf16")
+            return 2.0 * rows * math.prod(head)
         products = next((count for kernel, count in _SLOTS.items() if kernel in instruction.op_name), 0)
         if products:
             (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]

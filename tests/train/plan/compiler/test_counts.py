@@ -61,6 +61,18 @@ def test_kernels_of_attention():
     assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
 
 
+@pytest.mark.parametrize("head", ["11,8", "8,11"])
+def test_the_kernel_of_the_head(head):
+    operands = [
+        f"%h = bf16[{head}]{{1,0}} parameter(0)",
+        "%x = bf16[6,8]{1,0} parameter(1)",
+        "%t = f32[6]{0} parameter(2)",
+    ]
+    call = '%c = (f32[1,6]{1,0}, f32[6,11]{1,0}) custom-call(%h, %x, %t), custom_call_target="__gpu$xla.gpu.triton"'
+    name = 'metadata={op_name="jit(f)/head_sums/pallas_call"}'
+    assert flops_of(*operands, f"{call}, {name}") == 2 * 6 * 8 * 11
+
+
 def test_attention_in_blocks_of_this_machine():
     """Three blocks of queries visit one, two and three blocks of keys: two products forward, five backward."""
     rows, width, heads, head_dim = 2, 300, 4, 16
