@@ -180,7 +180,8 @@ def build(name: str, mesh: Mesh, problem: HeadSizes, tile: kljax.Tile | None = N
     """Builds a program by name: loss with gradients to hidden states and head, unless the name ends in another kind."""
     contender, _, kind = name.partition("_")
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
+    # On one device it says which kind computes the head.
+    sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD)
     tile = tile or head_defaults(mesh.devices.flat[0].device_kind).tile
     stats: dict[str, Callable[..., Stats]] = {
         "naive": naive,

@@ -1,6 +1,6 @@
-"""Plans of the TPU's compiler for the library's operation at full size: its memory and its collectives.
+"""Plans of compilers for the library's operation at full size: its memory and its collectives.
 
-Each program is compiled by libtpu in a process of an environment of its own, which `make test-aot` makes.
+Each program is compiled in a process of an environment of its own, which `make test-aot` makes.
 """
 
 import functools
@@ -26,7 +26,9 @@ def reason_to_skip() -> str | None:
 
 
 REASON = reason_to_skip()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+NO_CUDA = compiler.missing(compiler.DEFAULT, "cuda")
+of_tpus = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+of_gpus = pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 
 # Memory needs the compiler's full effort. Collectives do not depend on it, and without it take seconds.
 FULL, LEAST = None, -1.0
@@ -45,6 +47,7 @@ CASES = [
 ]
 
 
+@of_tpus
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "layout"), CASES)
 def test_memory(device, layout):
@@ -52,6 +55,7 @@ def test_memory(device, layout):
     assert planned.temp_bytes <= MEMORY_MIB[device] * MIB, planned.largest_buffers
 
 
+@of_tpus
 @pytest.mark.slow
 @pytest.mark.parametrize("device", FORWARD_MIB)
 def test_memory_of_a_forward_pass(device):
@@ -59,6 +63,7 @@ def test_memory_of_a_forward_pass(device):
     assert planned.temp_bytes <= FORWARD_MIB[device] * MIB, planned.largest_buffers
 
 
+@of_tpus
 @pytest.mark.slow
 def test_collectives():
     # They differ between devices by the width of a chunk alone; the table of `benchmarks.head_aot` has them all.
@@ -66,6 +71,7 @@ def test_collectives():
     assert 0 < actual.collective_bytes <= COLLECTIVES * expected.collective_bytes, actual.collectives
 
 
+@of_tpus
 @pytest.mark.slow
 def test_head_columns_are_gathered_once_per_pass():
     order = Order("v5e", "sharded", "kljax")
@@ -74,3 +80,11 @@ def test_head_columns_are_gathered_once_per_pass():
     gathered = sum(entry["payload"] * entry["executions"] for entry in planned if entry["kind"] == "all-gather")
     # In bfloat16, and two chunks may share some columns.
     assert 1 <= gathered / (2 * columns * width * 2) < 1.01
+
+
+@of_gpus
+@pytest.mark.slow
+def test_a_forward_pass_on_hopper_keeps_no_logits():
+    """A tile of them has 2,374 MiB."""
+    planned = plan("h100", "one", "kljax_forward", FULL)
+    assert planned.temp_bytes <= 200 * MIB, planned.largest_buffers
