@@ -137,6 +137,14 @@ def test_prompts_of_llama3_say_when_knowledge_ends_besides(llama3):
     assert rendered.observation_ids(*said, before=before) == template.observation_ids(*said, before=before)
 
 
+def test_a_template_that_writes_prompts_otherwise_is_a_warning(qwen3, llama3, capsys):
+    for template, rendered in (qwen3, llama3):
+        rendered.with_tools(template.tools).warn_of_template(template)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: environment.renderer: llama-3 writes a prompt otherwise than the chat template")
+    assert "Cutting Knowl" in said
+
+
 def test_tool_result_of_llama3_is_json_of_another_role(llama3):
     _, rendered = llama3
     observed = [{"role": "tool", "content": 'a "b" <|eot_id|>'}]

@@ -136,12 +136,16 @@ def tell_tools(config: Config, tokenizer: Tokenizer) -> Tokenizer:
     """
     if config.environment is None or not isinstance(tokenizer, FolderTokenizer):
         return tokenizer
+    folder = tokenizer
     if config.environment.renderer is not None:
-        tokenizer = RenderedTokenizer(tokenizer, config.environment.renderer, config.data.template_arguments)
+        tokenizer = RenderedTokenizer(folder, config.environment.renderer, config.data.template_arguments)
     if not tokenizer.has_template:
         return tokenizer
     with closing(Environments(config.environment)) as environments:
-        return tokenizer.with_tools(environments.tools)
+        told = tokenizer.with_tools(environments.tools)
+    if isinstance(told, RenderedTokenizer):
+        told.warn_of_template(folder)
+    return told
 
 
 def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.data.tokenizers.calls import ToolCall, parse_calls
 from train.data.tokenizers.continuation import encode_continuation
 from train.data.tokenizers.folder import FolderTokenizer
@@ -23,6 +23,9 @@ PROBLEMS = {
 """Why a call cannot be read, by its status."""
 LEFT_OUT = {"auto", "default", "custom", "gpt-oss", "gemma4", "inkling", "kimi-k2", "kimi-k2.5"}
 """Renderers of no family, one with a vocabulary of its own, and four that repeat the call in its result."""
+
+_SHOWN = 12
+"""Tokens of a prompt that a warning quotes."""
 
 
 def turn_calls(
@@ -125,6 +128,26 @@ class RenderedTokenizer(FolderTokenizer):
         except Exception as error:  # a turn has any text, and a parser any fault
             return [ToolCall("", "", f"the call cannot be read: {type(error).__name__}")]
         return [_call(call) for call in parsed.tool_calls]
+
+    def warn_of_template(self, template: FolderTokenizer) -> None:
+        """Warns if the chat template of the folder writes a prompt otherwise: a server or a fine-tune may go by it."""
+        if not template.has_template:
+            return
+        messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+        try:
+            expected = template.conversation_ids(messages, self.tools)
+            ids = self.conversation_ids(messages, self.tools)
+        except UserError:
+            return
+        pairs = enumerate(itertools.zip_longest(ids, expected))
+        first = next((number for number, (ours, theirs) in pairs if ours != theirs), None)
+        if first is None:
+            return
+        ours, theirs = (repr(self.decode_all(row[first : first + _SHOWN])) for row in (ids, expected))
+        warn(
+            f"environment.renderer: {self._family} writes a prompt otherwise than the chat template of model.path: "
+            f"{ours} for {theirs}, from token {first} on; episodes have the form of {self._family}"
+        )
 
     def _ids(self, messages: Messages, tools: Any, *, reply: bool) -> list[int]:
         render = self._renderer.render_ids
