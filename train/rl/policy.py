@@ -77,7 +77,16 @@ class Sequences:
         completion_mask: jax.Array | None = None,
         fields: TokenFields | None = None,
     ) -> "Sequences":
-        """Returns sequences in a row of slots each."""
+        """Returns sequences in a row of slots each.
+
+        Raises:
+          ValueError: padding before a token, where the mask is no array of a program under way, which has no values.
+        """
+        if not isinstance(token_mask, jax.core.Tracer):
+            with jax.ensure_compile_time_eval():
+                is_padded = bool(jnp.any(token_mask[:, 1:] > token_mask[:, :-1]))
+            if is_padded:
+                raise ValueError("token_mask: got tokens after padding, expected rows from column 0 on, padded behind")
         return cls(tokens, token_mask, row_forest(jnp.asarray(token_mask)), completion_mask, fields or {})
 
     @classmethod

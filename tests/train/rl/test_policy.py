@@ -87,6 +87,11 @@ def test_padding_changes_nothing():
     assert not far.log_prob[:, 6:].any()
 
 
+def test_rows_padded_on_the_left_are_refused():
+    with pytest.raises(ValueError, match=r"^token_mask: got tokens after padding, expected rows from column 0 on"):
+        Sequences.rows(TOKENS, MASK[:, ::-1])
+
+
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
     full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
