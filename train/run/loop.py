@@ -244,12 +244,6 @@ def _updated_part(state: TrainState) -> TrainState:
     return dataclasses.replace(state, past=None, reference=None)
 
 
-def evaluation_phase(context: RunContext, step: int) -> str:
-    """Names the evaluation of a step for the progress of a run."""
-    kinds = "sampled and greedy" if context.config.eval.greedy else "sampled"
-    return f"evaluation of step {step}: {len(context.held_out)} held-out prompts, {kinds}"
-
-
 def write_evaluation(context: RunContext, stream: Stream, policy: kljax.Policy, writer: Metrics, step: int) -> None:
     """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
@@ -276,6 +270,24 @@ def saving_on_failure(watch: StepGuard, state: TrainState, step: int) -> Iterato
         watch.save(state, step)
         watch.wait()
         raise type(error)(f"{error}\nThe run is saved after step {step}; continue it with --resume") from error
+
+
+def evaluate_state(
+    context: RunContext,
+    stream: Stream,
+    state: TrainState,
+    base: Tree,
+    step: int,
+    *,
+    writer: Metrics,
+    watch: StepGuard,
+    phase: Phase,
+) -> None:
+    """Evaluates the policy of a state over its base; the state is saved if the source or the reward function fails."""
+    kinds = "sampled and greedy" if context.config.eval.greedy else "sampled"
+    label = f"evaluation of step {step}: {len(context.held_out)} held-out prompts, {kinds}"
+    with phase(label), saving_on_failure(watch, state, step):
+        write_evaluation(context, stream, policy_of(state.trainable, base), writer, step)
 
 
 def train(
@@ -323,16 +335,14 @@ def train(
     rollout_watch = RolloutWatch(context.plan)
     first = done = int(state.step)
 
-    def is_evaluated(step: int) -> bool:
-        return evaluation is not None and (step == config.steps or step % config.eval.every == 0)
+    def evaluate_if_due(step: int) -> None:
+        if evaluation is None or (step != config.steps and step % config.eval.every):
+            return
+        # A run that continues, or is new, may have it.
+        if not any_of("evaluation", writer.is_evaluated(step)):
+            evaluate_state(context, evaluation, state, frozen.base, step, writer=writer, watch=watch, phase=phase)
 
-    def evaluate_step(step: int) -> None:
-        assert evaluation is not None
-        with phase(evaluation_phase(context, step)), saving_on_failure(watch, state, step):
-            write_evaluation(context, evaluation, policy_of(state.trainable, frozen.base), writer, step)
-
-    if is_evaluated(first) and not any_of("evaluation", writer.is_evaluated(first)):
-        evaluate_step(first)
+    evaluate_if_due(first)
     stop = any_of("interrupt", interrupt.requested)
     while done < config.steps and not stop:
         try:
@@ -360,8 +370,7 @@ def train(
             verify_routes(values, done)
         rollout_watch.check(done, values)
         state = watch.check(state, values)
-        if is_evaluated(done):
-            evaluate_step(done)
+        evaluate_if_due(done)
         stop = any_of("interrupt", interrupt.requested)
         if done == config.steps or stop or done % config.checkpoint.every == 0:
             enter(done, "save")

@@ -26,7 +26,7 @@ from train.references.follow import with_abstract_reference
 from train.references.load import check_reference, pinned_steps, start_reference
 from train.references.record import assert_unchanged, restore_record, saved_entries
 from train.rl.kl_metrics import KL_METRICS
-from train.rl.state import TrainState, policy_of
+from train.rl.state import TrainState
 from train.rollouts.open import open_evaluation, open_stream
 from train.rollouts.stream import Stream
 from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
@@ -42,7 +42,7 @@ from train.run.display import (
 )
 from train.run.guard import StepGuard
 from train.run.health import serving_health
-from train.run.loop import Programs, evaluation_phase, saving_on_failure, train, write_evaluation
+from train.run.loop import Programs, evaluate_state, train
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
@@ -254,8 +254,7 @@ def _reinforce(
     watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
         if evaluation is not None:
-            with bars.phase(evaluation_phase(context, 0)), saving_on_failure(watch, state, 0):
-                write_evaluation(context, evaluation, policy_of(state.trainable, base), writer, 0)
+            evaluate_state(context, evaluation, state, base, 0, writer=writer, watch=watch, phase=bars.phase)
         watch.save(state, 0)
         watch.wait()
     frozen, state, before = start_reference(

@@ -55,8 +55,7 @@ def _quick_runs() -> Iterator[None]:
     """Spares every run its picture and evaluations, which nothing here reads, and the programs of a run before it."""
     with pytest.MonkeyPatch.context() as patch, shared_by_runs():
         patch.setattr("train.run.run.write_curves", lambda directory: None)
-        for module in ("run", "loop"):
-            patch.setattr(f"train.run.{module}.write_evaluation", lambda *_: None)
+        patch.setattr("train.run.loop.write_evaluation", lambda *_: None)
         yield
 
 
