@@ -107,13 +107,13 @@ def _read_answer(content: bytes) -> None:
     answer = read_answer(REQUESTED, content)
     (choice,) = json.loads(content)["choices"]
     assert content.count(b'"token_ids"') == 1
-    ids = answer.tokens
+    ids = answer.completion_ids
     assert ids == choice["token_ids"]
     assert 1 <= len(ids) <= 4
     assert all(type(token) is int and 0 <= token < VOCABULARY for token in ids)
     assert EOS not in ids[:-1]
     assert answer.finished == (ids[-1] == EOS) == (choice["finish_reason"] == "stop")
-    values = answer.fields["rollout_log_probs"]
+    values = answer.of_completion("rollout_log_probs")
     assert len(values) == len(ids)
     assert all(value == -math.inf or LEAST_LOG_PROB <= value <= 1e-3 for value in values)
 

@@ -16,7 +16,7 @@ from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer, decode_continuation, encode_continuation
 from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.sequences.batch import Batch, move_columns
-from train.sequences.padding import pad_rows
+from train.sequences.sample import Sample, pad_samples
 from train.sequences.token_fields import shorten
 
 _LOG = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     Raises:
       ValueError: a prompt is longer than `length`; filter the examples with `keep_prompts` first.
     """
-    prompts = [prompt_ids(example, tokenizer) for example in examples]
-    rows = pad_rows(prompts, [()] * len(prompts), length=length, pad_id=tokenizer.pad_id)
+    prompts = [Sample.of_prompt(prompt_ids(example, tokenizer)) for example in examples]
+    rows = pad_samples(prompts, length=length, pad_id=tokenizer.pad_id)
     by = rows["prompt_lengths"] - length
     return move_columns(rows["tokens"], by, length, tokenizer.pad_id), move_columns(rows["token_mask"], by, length)
 
@@ -81,14 +81,13 @@ def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, lengt
 
     Tokens that `Example.solution_mask` leaves out are observations. The arrays are of NumPy.
     """
-    prompts = [prompt_ids(example, tokenizer) for example in examples]
-    solutions = [_solution_ids(example, tokenizer) for example in examples]
-    masks = [
-        np.ones(len(ids), bool) if example.solution_mask is None else example.solution_mask
-        for example, ids in zip(examples, solutions, strict=True)
-    ]
-    rows = pad_rows(prompts, solutions, length=length, pad_id=tokenizer.pad_id, sampled=masks)
-    return Batch(**rows)
+    samples = [Sample.of_prompt(prompt_ids(example, tokenizer)) for example in examples]
+    for example, sample in zip(examples, samples, strict=True):
+        solution = np.asarray(_solution_ids(example, tokenizer))
+        mask = np.ones(len(solution), bool) if example.solution_mask is None else np.asarray(example.solution_mask)
+        sample.ids += solution.tolist()
+        sample.trained += mask.tolist()
+    return Batch(**pad_samples(samples, length=length, pad_id=tokenizer.pad_id))
 
 
 def decode_completions(

@@ -20,6 +20,7 @@ from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
 from train.sequences.batch import move_columns
+from train.sequences.sample import Sample, pad_samples
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
@@ -147,6 +148,39 @@ class Completions:
     recorded_rows: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        examples: Sequence[Example],
+        sizes: Mapping[str, tuple[int, ...]],
+        *,
+        length: int,
+        pad_id: int,
+        judged: Sequence[int] | np.ndarray | None = None,
+        **others: Any,
+    ) -> "Completions":
+        """Makes completions of samples on the host, whatever they came from.
+
+        Args:
+          samples: of the rows that this process holds.
+          examples: of the rows that it judges.
+          sizes, length, pad_id: see `pad_samples`.
+          judged: the numbers of these among the samples; None: all.
+          others: attributes that samples do not have.
+        """
+        own = samples if judged is None else [samples[number] for number in judged]
+        rewards = [sample.rewards for sample in own if sample.rewards is not None]
+        names = rewards[0] if rewards else ()
+        return cls(
+            examples=examples,
+            **pad_samples(samples, sizes, length=length, pad_id=pad_id),
+            finished=np.array([sample.finished for sample in own], bool),
+            texts=[sample.text for sample in own],
+            rewards={name: np.array([named[name] for named in rewards], np.float32) for name in names} or None,
+            **others,
+        )
 
     def completed(self) -> "Completions":
         """Returns the completions with all fields, when the devices have sampled them."""

@@ -112,7 +112,7 @@ def log_prob_of(value: object) -> float:
     """The log-prob that is read of an answer."""
     choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [value]}}
     answer = read_answer(Requested([1], 1, 2, eos_ids=(1,)), json.dumps({"choices": [choice]}).encode())
-    return answer.fields["rollout_log_probs"][0]
+    return answer.fields["rollout_log_probs"][1]
 
 
 @pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, LEAST_LOG_PROB])
@@ -178,6 +178,10 @@ def test_versions_that_an_answer_tells_are_those_of_its_tokens(told, expected):
             read_answer(requested, content)
         assert caught.value.stale
     else:
-        assert read_answer(requested, content).fields["token_versions"] == expected
+        assert read_answer(requested, content).of_completion("token_versions") == expected
     # Without labels of the run's weights what an answer tells is of something else.
-    assert read_answer(dataclasses.replace(requested, versions=None), content).fields["token_versions"] == [2, 2, 2]
+    assert read_answer(dataclasses.replace(requested, versions=None), content).of_completion("token_versions") == [
+        2,
+        2,
+        2,
+    ]

@@ -110,7 +110,7 @@ def test_ending_id_is_part_of_the_completion():
     first = EXCHANGES["others"][0]
     (choice,) = json.loads(first["response"])["choices"]
     answer = read_answer(Requested([1], 4, 264, eos_ids=choice["token_ids"]), first["response"].encode())
-    assert (len(answer.tokens), len(answer.fields["rollout_log_probs"]), answer.finished) == (1, 1, True)
+    assert (len(answer.completion_ids), len(answer.of_completion("rollout_log_probs")), answer.finished) == (1, 1, True)
 
 
 def opened(answers: list[dict], *overrides: str) -> ServerSource:

@@ -15,7 +15,7 @@ from train.data.tokenizers.protocol import EpisodeTokenizer, Messages
 from train.rollouts.endpoint.generator import RequestedTurn
 from train.rollouts.engine import Turn
 from train.rollouts.episodes.turns import SampledTurn, make_sequences
-from train.rollouts.prefix import common_length
+from train.sequences.sample import common_length
 
 MOST_SESSIONS = 256
 """Sessions of a server without episodes; the one that was not used for the longest time is forgotten."""
@@ -120,7 +120,7 @@ class Session:
             prompt = len(ids)
             for sequence in make_sequences(self.turns):
                 if common_length(sequence.ids, list(ids)) == len(sequence.ids):
-                    prompt = min(prompt, sequence.sampled.index(True))
+                    prompt = min(prompt, sequence.first_trained())
         before = min(first if lengths.shared else prompt, lengths.prompt)
         return min(lengths.total - len(ids), lengths.completion - (len(ids) - before))
 

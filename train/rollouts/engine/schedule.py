@@ -25,8 +25,8 @@ from train.rollouts.engine.programs import (
     extend_name,
     put_name,
 )
-from train.rollouts.prefix import common_length
 from train.rollouts.sampler import Sampling, StopTable
+from train.sequences.sample import common_length
 from train.sequences.token_fields import UNKNOWN
 
 LEAST_COPIED = 16

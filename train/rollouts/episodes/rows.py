@@ -7,9 +7,8 @@ import numpy as np
 
 from train.data.tasks import Example
 from train.rollouts.episodes.turns import Episode, make_sequences
-from train.rollouts.episodes.turns import Sequence as TurnSequence
 from train.rollouts.source import Completions, SourceError
-from train.sequences.padding import pad_rows
+from train.sequences.sample import Sample
 from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
 
 FAILURES = {
@@ -62,7 +61,7 @@ class RowShape:
         return group * self.samples + place
 
 
-def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[int, TurnSequence] | None]:
+def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[int, Sample] | None]:
     """Gives each sequence a row: the first of an episode that of its number, others those that are left in its group.
 
     An episode with more sequences than rows are left fails.
@@ -74,10 +73,10 @@ def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[
     Returns:
       For each row the number of its episode and the sequence; None for one that is empty.
     """
-    rows: list[tuple[int, TurnSequence] | None] = []
+    rows: list[tuple[int, Sample] | None] = []
     for start in range(0, len(episodes), shape.episodes):
-        first: list[tuple[int, TurnSequence] | None] = [None] * shape.episodes
-        forks: list[tuple[int, TurnSequence] | None] = []
+        first: list[tuple[int, Sample] | None] = [None] * shape.episodes
+        forks: list[tuple[int, Sample] | None] = []
         for place in range(shape.episodes):
             number = start + place
             episode = episodes[number]
@@ -103,7 +102,7 @@ def make_rows(
     examples: Sequence[Example],
     prompts: Sequence[Sequence[int]],
     episodes: Sequence[Episode],
-    rows: Sequence[tuple[int, TurnSequence] | None],
+    rows: Sequence[tuple[int, Sample] | None],
     shape: RowShape,
     *,
     turn_rewards: bool = False,
@@ -126,45 +125,37 @@ def make_rows(
     names = ["rollout_log_probs", VERSIONS]
     names += [TOKEN_REWARDS] * turn_rewards + [TURN_IDS, TURN_SCORES] * turn_scores
     numbers = [shape.episode_of(row) if placed is None else placed[0] for row, placed in enumerate(rows)]
-    pairs = []
+    rewards = _rewards(episodes)
+    samples = []
     for row, placed in enumerate(rows):
-        prompt = list(prompts[_first_placed(rows, row, shape) if shape.shared else numbers[row]])
-        sequence = TurnSequence() if placed is None else placed[1]
-        if placed is None:
-            sequence.observe(prompt[: shape.prompt])
-        elif shape.shared and sequence.ids[: len(prompt)] != prompt:
+        number = numbers[row]
+        prompt = list(prompts[_first_placed(rows, row, shape) if shape.shared else number])
+        sample = Sample.of_prompt(prompt[: shape.prompt]) if placed is None else placed[1]
+        if placed is not None and shape.shared and sample.ids[: len(prompt)] != prompt:
             raise SourceError(
-                f"rollout: the episodes of the prompt {examples[numbers[row]].prompt[:80]!r} begin with other tokens; "
+                f"rollout: the episodes of the prompt {examples[number].prompt[:80]!r} begin with other tokens; "
                 "set optim.share_prompts=false"
             )
         # Ids before the first sampled one that do not fit before the completion are observations in it.
-        before = len(prompt) if shape.shared else [*sequence.sampled, True].index(True)
-        pairs.append((sequence, min(before, shape.prompt)))
-    padded = pad_rows(
-        [sequence.ids[:length] for sequence, length in pairs],
-        [sequence.ids[length:] for sequence, length in pairs],
-        {name: [sequence.fields[name][length:] for sequence, length in pairs] for name in names},
+        sample.prompt_length = min(len(prompt) if shape.shared else sample.first_trained(), shape.prompt)
+        sample.finished = episodes[number].finished and placed is not None
+        sample.text = episodes[number].texts[-1] if episodes[number].texts else ""
+        sample.rewards = rewards[number]
+        if placed is None and sample.rewards is not None:
+            sample.rewards = dict.fromkeys(sample.rewards, 0.0)
+        samples.append(sample)
+    return Completions.of(
+        samples,
+        [examples[number] for number in numbers],
+        dict.fromkeys(names, ()),
         length=shape.length,
         pad_id=shape.pad_id,
-        sampled=[sequence.sampled[length:] for sequence, length in pairs],
-    )
-    of_rows = [episodes[number] for number in numbers]
-    is_empty = np.array([placed is None for placed in rows])
-    rewards = _rewards(episodes)
-    if rewards is not None:
-        rewards = {name: np.where(is_empty, np.float32(0), values[numbers]) for name, values in rewards.items()}
-    return Completions(
-        examples=[examples[number] for number in numbers],
-        **padded,
-        finished=np.array([episode.finished for episode in of_rows]) & ~is_empty,
-        texts=[episode.texts[-1] if episode.texts else "" for episode in of_rows],
-        rewards=rewards,
         episode_rows=np.array([-1 if placed is None else shape.row_of(placed[0]) for placed in rows], np.int32),
-        sampled=[[] if placed is None else list(placed[1].turns) for placed in rows],
+        sampled=[sample.turns for sample in samples],
     )
 
 
-def _first_placed(rows: Sequence[tuple[int, TurnSequence] | None], row: int, shape: RowShape) -> int:
+def _first_placed(rows: Sequence[tuple[int, Sample] | None], row: int, shape: RowShape) -> int:
     """Returns the first episode of the group of a row that has a sequence, or else the episode of the row."""
     start = row - row % shape.samples
     placed = (placed[0] for placed in rows[start : start + shape.samples] if placed is not None)
@@ -215,17 +206,17 @@ def join_episode_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> di
     return {name: value if name in counts else value / max(total, 1.0) for name, value in joined.items()}
 
 
-def _rewards(episodes: Sequence[Episode]) -> dict[str, np.ndarray] | None:
-    """Returns the rewards by name, 0 for an episode that failed; None if the task scores the last turns."""
+def _rewards(episodes: Sequence[Episode]) -> list[dict[str, float] | None]:
+    """Returns the rewards of each episode by name, 0 for one that failed; None if the task scores the last turns."""
     if all(episode.rewards is None for episode in episodes):
-        return None
+        return [None] * len(episodes)
     names = next((list(episode.rewards) for episode in episodes if episode.rewards), ["reward"])
     wrong = next((e.rewards for e in episodes if e.rewards and {*e.rewards} != {*names}), None)
     if wrong is not None:
         raise SourceError(
             f"environment: got the rewards {', '.join(wrong)} of an episode, {', '.join(names)} of another"
         )
-    rewards = {name: np.array([(e.rewards or {}).get(name, 0.0) for e in episodes], np.float32) for name in names}
-    if "correct" not in rewards and "reward" in rewards:
-        rewards["correct"] = (rewards["reward"] >= 1).astype(np.float32)
-    return rewards
+    rewards = [{name: (episode.rewards or {}).get(name, 0.0) for name in names} for episode in episodes]
+    if "correct" not in names and "reward" in names:
+        return [each | {"correct": float(np.float32(each["reward"]) >= 1)} for each in rewards]
+    return list(rewards)

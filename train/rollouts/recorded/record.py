@@ -4,66 +4,38 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation, encode_continuation
+from train.sequences.sample import Sample
 from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, VERSIONS, recorded_names, shorten
 
 SEQUENCE = ("ids", "trained", "version", "rewards", "reward", "parent", "prompt_length", "episode")
 """Keys of a row that is a sequence, beside those of per-token fields."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedRow:
-    """A validated row: a sequence, or a prompt and its completion.
+_Ids = tuple[list[int], list[bool], int]
+"""The ids of a row, which of them are trained, and the length of the prompt."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecordedRow(Sample):
+    """A sample as it was written down: a validated row, of a sequence, or of a prompt and its completion.
 
     Attributes:
       group: key that the rows of a prompt share.
-      ids: token ids, including BOS and EOS.
-      trained: whether each id was sampled, and is neither of the prompt nor an observation.
-      prompt_length: ids before the completion.
-      text: text of the completion, for the verifier.
-      fields: by the names of `TOKEN_FIELDS`, a value of each id; an empty one where it has none.
-      finished: whether the row ended with EOS or a stop.
-      rewards: named rewards, including "reward"; None means that the task scores the completion.
       example: the prompt with its answer and all fields of the row.
       episode: the row in its group of the episode that it forked from, -1 if it has none; None: it is one itself.
       group_size: rows of the group that `episode` counts in.
     """
 
     group: Any
-    ids: list[int]
-    trained: list[bool]
-    prompt_length: int
-    text: str
-    fields: dict[str, list[Any]]
-    finished: bool
-    rewards: dict[str, float] | None
     example: Example
     episode: int | None = None
     group_size: int | None = None
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The ids before the completion."""
-        return self.ids[: self.prompt_length]
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """All ids after the prompt, observations among them."""
-        return self.ids[self.prompt_length :]
-
-
-class _Tokens(NamedTuple):
-    """The ids of a row, which of them are trained, the length of the prompt, and how many are those of its parent."""
-
-    ids: list[int]
-    trained: list[bool]
-    prompt_length: int
-    shared: int = 0
 
 
 def find_parent(record: Mapping[str, Any], earlier: int) -> int | None:
@@ -116,42 +88,32 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
     text = record.get("completion")
     episode, group_size = _episode(record)
     if _is_sequence(record):
-        tokens = _sequence(record, parent, context)
-        if not any(tokens.trained) and episode is None:
+        ids, trained, prompt_length = _sequence(record, parent, context)
+        if not any(trained) and episode is None:
             raise ValueError("trained: got no true, expected a trained id; a row without one says so in `episode`")
-        if any(tokens.trained) and episode == -1:
+        if any(trained) and episode == -1:
             raise ValueError("episode.row: got null, expected a row of the group for a row with trained ids")
-        group = tokens.ids[: tokens.prompt_length] if parent is None else parent.group
+        group = ids[:prompt_length] if parent is None else parent.group
     else:
-        tokens = _completion(record, example, context, finished=finished is not False)
+        ids, trained, prompt_length = _completion(record, example, context, finished=finished is not False)
         group = record.get("prompt_ids", record.get("prompt"))
-    ids, trained, prompt_length, _ = tokens
-    fields = _fields(record, tokens, parent, context)
-    if finished is None:
-        is_text = not _is_sequence(record) and record.get("completion_ids") is None
-        finished = is_text or _ended(ids[prompt_length:], context)
+    place = {"group": record.get("group", group), "episode": episode, "group_size": group_size}
+    row = RecordedRow(ids, trained, prompt_length, example=example, **place)
+    row.fields = _fields(record, row, parent, context)
+    row.rewards = _rewards(record, row.fields)
+    is_text = not _is_sequence(record) and record.get("completion_ids") is None
+    row.finished = is_text or _ended(row.completion_ids, context) if finished is None else finished
     if not isinstance(text, str):
-        text = decode_continuation(context.tokenizer, ids[:prompt_length], ids[prompt_length:])
-    return RecordedRow(
-        group=record.get("group", group),
-        ids=ids,
-        trained=trained,
-        prompt_length=prompt_length,
-        text=text,
-        fields=fields,
-        finished=finished,
-        rewards=_rewards(record, fields),
-        example=example,
-        episode=episode,
-        group_size=group_size,
-    )
+        text = decode_continuation(context.tokenizer, row.prompt_ids, row.completion_ids)
+    row.text = text
+    return row
 
 
 def _is_sequence(record: Mapping[str, Any]) -> bool:
     return record.get("ids") is not None
 
 
-def _sequence(record: Mapping[str, Any], parent: RecordedRow | None, context: RunContext) -> _Tokens:
+def _sequence(record: Mapping[str, Any], parent: RecordedRow | None, context: RunContext) -> _Ids:
     """Returns the tokens of a row with `ids`, behind those that it shares with its parent."""
     for name in ("prompt_ids", "completion_ids", "completion_mask"):
         if record.get(name) is not None:
@@ -177,10 +139,10 @@ def _sequence(record: Mapping[str, Any], parent: RecordedRow | None, context: Ru
         raise ValueError(
             f"prompt_length: got {shorten(length)}, expected 1 to {before}, the ids before the first trained one"
         )
-    return _Tokens(own, trained, length, shared)
+    return own, trained, length
 
 
-def _completion(record: Mapping[str, Any], example: Example, context: RunContext, *, finished: bool) -> _Tokens:
+def _completion(record: Mapping[str, Any], example: Example, context: RunContext, *, finished: bool) -> _Ids:
     """Returns the tokens of a row with a prompt and a completion; the text of one that is finished gets an EOS."""
     tokenizer = context.tokenizer
     prompt_ids = _ids(record, "prompt_ids", context)
@@ -201,7 +163,7 @@ def _completion(record: Mapping[str, Any], example: Example, context: RunContext
     sampled = [True] * len(ids)
     if record.get("completion_mask") is not None:
         sampled = _flags(record, "completion_mask", len(record.get("completion_ids") or ()), "completion_ids")
-    return _Tokens(prompt_ids + ids, [False] * len(prompt_ids) + sampled, len(prompt_ids))
+    return prompt_ids + ids, [False] * len(prompt_ids) + sampled, len(prompt_ids)
 
 
 def _flags(record: Mapping[str, Any], name: str, count: int, ids: str) -> list[bool]:
@@ -242,9 +204,10 @@ def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int]
 
 
 def _fields(
-    record: Mapping[str, Any], tokens: _Tokens, parent: RecordedRow | None, context: RunContext
+    record: Mapping[str, Any], row: RecordedRow, parent: RecordedRow | None, context: RunContext
 ) -> dict[str, list[Any]]:
     """Returns the per-token fields of a row, checked, with a value for each id."""
+    shared = 0 if parent is None else record["parent"]["tokens"]
     is_sequence = _is_sequence(record)
     known = {*recorded_names(), *(SEQUENCE if is_sequence else ())}
     for name in record.keys() - known:
@@ -252,18 +215,18 @@ def _fields(
         if near := [other for other in difflib.get_close_matches(name, known, 1, 0.85) if other not in record]:
             raise ValueError(f"{name}: unknown field; did you mean {near[0]!r}? Otherwise rename it")
     fields = {}
-    for name, (key, values) in _given(record, len(tokens.ids) - tokens.shared).items():
+    for name, (key, values) in _given(record, len(row.ids) - shared).items():
         field = TOKEN_FIELDS[name]
-        before = tokens.shared if is_sequence else 0 if field.prompts else tokens.prompt_length
+        before = shared if is_sequence else 0 if field.prompts else row.prompt_length
         if not is_sequence and "completion_ids" not in record:
             raise ValueError(f"{key}: given without completion_ids; add completion_ids")
-        ids = tokens.ids[before:]
+        ids = row.ids[before:]
         if not isinstance(values, list):
             raise ValueError(f"{key}: got {shorten(values)}, expected {field.form}")
         if len(values) != len(ids):
             kind = "lists" if field.axes else "numbers"
             raise ValueError(f"{key}: got {len(values)} {kind}, expected {len(ids)}, one for each id")
-        needed = [field.prompts or flag for flag in tokens.trained]
+        needed = [field.prompts or flag for flag in row.trained]
         # A token that is not trained may have null.
         chosen = [n for n, value in enumerate(values) if needed[before + n] or value is not None]
         known_values = [values[n] for n in chosen]

@@ -17,12 +17,10 @@ from train.config.rollout import FileSourceSection, RolloutSection
 from train.config.types import RECORDING
 from train.context import RunContext
 from train.data.tasks.rewards import check_names, warn_of_unweighted
-from train.distributed.global_arrays import RowSplit
 from train.rollouts.lag import reads_lags
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedRow, find_parent, parse_row
 from train.rollouts.source import Completions, InTurn, Request, SourceError
-from train.sequences.padding import pad_rows
 from train.sequences.token_fields import TOKEN_FIELDS, VERSIONS, recorded_names
 from train.weights.model import trained_pad, warn_of_pad
 
@@ -142,10 +140,15 @@ class FileSource(InTurn):
         numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
         positions = [position for number in numbers for position in self.groups[number]]
         rows = [self._read(positions[row]) for row in request.rows.held]
-        completions = self._completions(rows, request.rows)
+        judged = request.rows.select_own(np.arange(len(rows)))
         recorded = np.array(numbers)[:, None] * request.samples + np.arange(request.samples)
-        return dataclasses.replace(
-            completions,
+        return Completions.of(
+            rows,
+            [rows[number].example for number in judged],
+            self._sizes,
+            length=self._context.config.data.row_length(),
+            pad_id=self._context.tokenizer.pad_id,
+            judged=judged,
             recorded_rows=recorded.reshape(-1),
             episode_rows=self._episode_rows(rows, request) if self._has_episodes else None,
         )
@@ -165,32 +168,6 @@ class FileSource(InTurn):
 
     def close(self) -> None:
         """No-op."""
-
-    def _completions(self, rows: list[RecordedRow], split: RowSplit) -> Completions:
-        """Pads the rows that this process holds."""
-        judged = [rows[index] for index in split.select_own(np.arange(len(rows)))]
-        padded = pad_rows(
-            [row.prompt_ids for row in rows],
-            [row.completion_ids for row in rows],
-            {
-                name: [row.fields[name][0 if TOKEN_FIELDS[name].prompts else row.prompt_length :] for row in rows]
-                for name in self._sizes
-            },
-            length=self._context.config.data.row_length(),
-            pad_id=self._context.tokenizer.pad_id,
-            sizes=self._sizes,
-            sampled=[row.trained[row.prompt_length :] for row in rows],
-        )
-        rewards = [row.rewards for row in judged if row.rewards is not None]
-        return Completions(
-            examples=[row.example for row in judged],
-            **padded,
-            finished=np.array([row.finished for row in judged], bool),
-            texts=[row.text for row in judged],
-            rewards={name: np.array([row_rewards[name] for row_rewards in rewards], np.float32) for name in rewards[0]}
-            if rewards
-            else None,
-        )
 
     def _read(self, position: RowPosition) -> RecordedRow:
         """Reads a row behind all rows that it continues, the first of them first."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from train.models.config import DecoderConfig
 from train.models.experts import NO_EXPERT
 from train.rollouts.server.routes import decode_routes, routes_size
+from train.sequences.sample import Sample
 from train.sequences.token_fields import LEAST_LOG_PROB, MAX_LOG_PROB, ROUTES, UNKNOWN, VERSIONS
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
@@ -120,21 +121,6 @@ _SHORT.maxother = 80
 _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
-class ServerAnswer(NamedTuple):
-    """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`.
-
-    Attributes:
-      tokens: the ids.
-      fields: `token_versions` of the ids; if requested, their log-probs, minus infinity for a floor; and the experts of
-        all ids but the last, of prompt and completion.
-      finished: whether it ended before the longest completion.
-    """
-
-    tokens: list[int]
-    fields: dict[str, Any]
-    finished: bool
-
-
 class _Version(_Form):
     weight_version: str
 
@@ -197,8 +183,11 @@ class Requested:
     spans: bool = False
 
 
-def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
-    """Reads a completion.
+def read_answer(requested: Requested, content: bytes) -> Sample:
+    """Reads a completion, with its prompt.
+
+    Its fields are the versions of the ids; if requested, their log-probs, minus infinity for a floor, and the experts
+    of all ids but the last.
 
     Raises:
       AnswerError: the content is no JSON, or a field is missing or wrong; names it with the value and the expected
@@ -207,7 +196,7 @@ def read_answer(requested: Requested, content: bytes) -> ServerAnswer:
     return _read(*_parse_choice(requested, content), requested)
 
 
-def read_probe(requested: Requested, content: bytes) -> tuple[ServerAnswer, list[float]]:
+def read_probe(requested: Requested, content: bytes) -> tuple[Sample, list[float]]:
     """Reads a completion as `read_answer`, with the largest log-prob at each position; empty if there are none."""
     choice, completions = _parse_choice(requested, content)
     answer = _read(choice, completions, requested)
@@ -216,7 +205,7 @@ def read_probe(requested: Requested, content: bytes) -> tuple[ServerAnswer, list
     except (AttributeError, TypeError, ValueError):
         # No kind of server has to have them.
         return answer, []
-    return answer, tops if len(tops) == len(answer.tokens) else []
+    return answer, tops if len(tops) == len(answer.completion_ids) else []
 
 
 def _parse_choice(requested: Requested, content: bytes) -> tuple[_Choice, _Completions]:
@@ -232,7 +221,7 @@ def _parse_choice(requested: Requested, content: bytes) -> tuple[_Choice, _Compl
     return completions.choices[0], completions
 
 
-def _read(choice: _Choice, completions: _Completions, requested: Requested) -> ServerAnswer:
+def _read(choice: _Choice, completions: _Completions, requested: Requested) -> Sample:
     tokens = choice.token_ids
     seen = choice.prompt_token_ids
     prompt = list(requested.prompt)
@@ -245,12 +234,15 @@ def _read(choice: _Choice, completions: _Completions, requested: Requested) -> S
     if outside := [token for token in tokens if token >= requested.vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {requested.vocab_size}, the vocabulary that is trained")
     _check_end(choice, requested)
+    sample = Sample.of_prompt(prompt)
     fields: dict[str, Any] = {VERSIONS: _versions(choice, completions, requested)}
     if requested.log_probs:
         fields["rollout_log_probs"] = _log_probs(choice, len(tokens))
+    sample.draw(tokens, fields)
     if requested.routes_of is not None:
-        fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
-    return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
+        sample.fields[ROUTES] = _routes(choice, completions, requested.routes_of, len(prompt))
+    sample.finished = choice.finish_reason == "stop"
+    return sample
 
 
 def _check_end(choice: _Choice, requested: Requested) -> None:

@@ -11,17 +11,16 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
 import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.context import RunContext
-from train.data.prompts import decode_completions
+from train.data.tokenizers import decode_continuation
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.routes import records_routes
-from train.rollouts.server.answers import Requested, ServerAnswer, read_answer, read_probe
+from train.rollouts.server.answers import Requested, read_answer, read_probe
 from train.rollouts.server.client import MOST_BYTES, POLL_SECONDS, Client, wait_for
 from train.rollouts.server.engines import Engines
 from train.rollouts.server.key import read_key
@@ -30,7 +29,7 @@ from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, FinishedSamples, Request, SourceError
 from train.rollouts.stream import Stream
-from train.sequences.padding import pad_rows
+from train.sequences.sample import Sample
 from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
 
 BYTES_PER_TOKEN = 2**10
@@ -75,15 +74,13 @@ class Sent:
 
     Attributes:
       request: the request of all processes, of which each sends its own rows.
-      prompts: the ids of the prompt of each of them.
       answers: the completions, to come.
       began: when it was started, in seconds of `time.perf_counter`.
       ended: when the last answer was there; None before.
     """
 
     request: Request
-    prompts: list[list[int]]
-    answers: Future[list[ServerAnswer]]
+    answers: Future[list[Sample]]
     began: float
     ended: float | None = None
 
@@ -183,13 +180,13 @@ class ServerSource:
             bodies = [self._body(prompt, seeds[row]) for prompt, row in zip(prompts, rows.own, strict=True)]
             if request.greedy:
                 bodies = [{**body, **GREEDY} for body in bodies]
-            sent = Sent(request, prompts, self._ask(bodies, read_answer), began)
+            sent = Sent(request, self._ask(bodies, read_answer), began)
             self._in_flight.append(sent)
             sent.answers.add_done_callback(functools.partial(self._end, sent))
 
     def ask_turn(
         self, prompt: Sequence[int], *, max_tokens: int, seed: int, greedy: bool, place: int | None
-    ) -> Future[list[ServerAnswer]]:
+    ) -> Future[list[Sample]]:
         """Begins to request one turn of an episode, of the server in this place of the pool if it is there."""
         body = self._body(prompt, seed) | {"max_tokens": max_tokens} | (dict(GREEDY) if greedy else {})
         return self._ask([body], read_answer, place=place)
@@ -223,7 +220,7 @@ class ServerSource:
         for sent in self._in_flight:
             sent.answers.cancel()
 
-    def _end(self, sent: Sent, _: Future[list[ServerAnswer]]) -> None:
+    def _end(self, sent: Sent, _: Future[list[Sample]]) -> None:
         sent.ended = time.perf_counter()
         self._finished.put(sent)
 
@@ -301,24 +298,19 @@ class ServerSource:
             spans=self._section.in_flight == "keep",
         )
 
-    def _completions(self, sent: Sent, answers: Sequence[ServerAnswer]) -> Completions:
+    def _completions(self, sent: Sent, answers: Sequence[Sample]) -> Completions:
         """Pads and decodes the rows that this process judges."""
-        rows = sent.request.rows.own
-        padded = pad_rows(
-            sent.prompts,
-            [answer.tokens for answer in answers],
-            {name: [answer.fields[name] for answer in answers] for name in field_sizes(self._context)},
+        request = sent.request
+        tokenizer = self._context.tokenizer
+        for answer in answers:
+            answer.text = decode_continuation(tokenizer, answer.prompt_ids, answer.completion_ids)
+        return Completions.of(
+            answers,
+            [request.examples[row // request.samples] for row in request.rows.own],
+            field_sizes(self._context),
             length=self._context.config.data.row_length(),
-            pad_id=self._context.tokenizer.pad_id,
-            sizes=field_sizes(self._context),
-        )
-        sequences = padded["tokens"], padded["token_mask"], padded["completion_mask"]
-        return Completions(
-            examples=[sent.request.examples[row // sent.request.samples] for row in rows],
-            **padded,
-            finished=np.array([answer.finished for answer in answers], bool),
+            pad_id=tokenizer.pad_id,
             metrics=self.metrics,
-            texts=decode_completions(*sequences, self._context.tokenizer),
         )
 
     def _check(self) -> None:
@@ -335,12 +327,15 @@ class ServerSource:
         config = self._context.config
         firsts = self._probe(dict.fromkeys(self._engines.urls, FIRST_PROMPT), temperature=1.0)
         if config.rollout.record_log_probs:
-            prompts = {url: second_prompt(answer.tokens) for url, (answer, _) in firsts.items()}
+            prompts = {url: second_prompt(answer.completion_ids) for url, (answer, _) in firsts.items()}
             # One after the other: together they might be computed in another way than each alone.
             at_one, at_half = (self._probe(prompts, temperature) for temperature in TEMPERATURES)
             for url in prompts:
                 pair = (at_one[url], at_half[url])
-                probes = [Probe(answer.tokens, answer.fields["rollout_log_probs"], largest) for answer, largest in pair]
+                probes = [
+                    Probe(answer.completion_ids, answer.of_completion("rollout_log_probs"), largest)
+                    for answer, largest in pair
+                ]
                 check_probes(config, url, models[self._section.model], *probes)
         for url, (answer, _) in firsts.items():
             routes = answer.fields.get(ROUTES)
@@ -351,9 +346,7 @@ class ServerSource:
                     "routing.replay=none"
                 )
 
-    def _probe(
-        self, prompts: Mapping[str, Sequence[int]], temperature: float
-    ) -> dict[str, tuple[ServerAnswer, list[float]]]:
+    def _probe(self, prompts: Mapping[str, Sequence[int]], temperature: float) -> dict[str, tuple[Sample, list[float]]]:
         """Requests greedy tokens from each server."""
         sent = {}
         for url, prompt in prompts.items():

@@ -9,9 +9,9 @@ import numpy as np
 
 import kljax
 from train.rollouts.engine import Turn
-from train.rollouts.server.answers import ServerAnswer
 from train.rollouts.server.client import POLL_SECONDS
 from train.rollouts.server.source import ServerSource
+from train.sequences.sample import Sample
 from train.sequences.token_fields import VERSIONS
 
 
@@ -32,7 +32,7 @@ class ServerTurns:
         self.count: collections.Counter[str] = collections.Counter()
         self._source = source
         self._sessions: dict[object, int] = {}
-        self._open: dict[Turn, Future[list[ServerAnswer]]] = {}
+        self._open: dict[Turn, Future[list[Sample]]] = {}
         self._ended: SimpleQueue[Turn] = SimpleQueue()
 
     @property
@@ -89,10 +89,13 @@ class ServerTurns:
             raise
         return ended
 
-    def _finish(self, turn: Turn, answer: ServerAnswer) -> None:
-        turn.tokens = list(answer.tokens)
-        turn.rollout_log_probs = list(answer.fields.get("rollout_log_probs", [0.0] * len(answer.tokens)))
-        turn.versions = list(answer.fields[VERSIONS])
+    def _finish(self, turn: Turn, answer: Sample) -> None:
+        turn.tokens = answer.completion_ids
+        has_log_probs = "rollout_log_probs" in answer.fields
+        turn.rollout_log_probs = (
+            answer.of_completion("rollout_log_probs") if has_log_probs else [0.0] * len(turn.tokens)
+        )
+        turn.versions = answer.of_completion(VERSIONS)
         turn.finish = "stop" if answer.finished else "length"
         self.count["sampled"] += len(turn.tokens)
 

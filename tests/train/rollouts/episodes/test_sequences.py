@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from train.rollouts.episodes.rows import RowShape, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn, make_sequences
+from train.sequences.sample import common_length
 
 CASES = json.loads(gzip.decompress((pathlib.Path(__file__).parent / "drift_cases.json.gz").read_bytes()))
 
@@ -26,14 +27,14 @@ def test_drift_of_templates_forks_and_is_never_merged(case):
     after = case["next_prompt_ids"]
     (sequence,) = make_sequences([first, turn(after, [7, 8])])
     assert sequence.ids == [*after, 7, 8]
-    assert [i for i, was in zip(sequence.ids, sequence.sampled, strict=True) if was] == [*sampled, 7, 8]
+    assert [i for i, was in zip(sequence.ids, sequence.trained, strict=True) if was] == [*sampled, 7, 8]
     # What the template renders goes on with the sequence only if it has all of its ids.
     sequences = make_sequences([first, turn(rendered, [7, 8])])
     assert (len(sequences) == 1) == case["tokens_kept"]
-    trained = [i for s in sequences for i, was in zip(s.ids, s.sampled, strict=True) if was]
+    trained = [i for s in sequences for i, was in zip(s.ids, s.trained, strict=True) if was]
     assert trained == [*sampled, 7, 8]
     if not case["tokens_kept"]:
-        assert sequences[1].parent == (0, case["first_difference"])
+        assert common_length(sequences[0].ids, sequences[1].ids) == case["first_difference"]
 
 
 def test_cases_are_those_of_five_templates():
@@ -43,7 +44,7 @@ def test_cases_are_those_of_five_templates():
 
 def test_turn_continues_the_longest_sequence_that_it_extends():
     drawn = [turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])]
-    assert [(s.ids, s.sampled) for s in make_sequences(drawn)] == [
+    assert [(s.ids, s.trained) for s in make_sequences(drawn)] == [
         ([1, 2], [False, True]),
         ([1, 2, 3, 4, 5], [False, True, True, False, True]),
     ]
@@ -71,7 +72,7 @@ def test_each_sampled_id_is_trained_once_after_its_prompt(steps):
     trained = sorted(
         (log_prob, token)
         for s in sequences
-        for token, was, log_prob in zip(s.ids, s.sampled, s.fields["rollout_log_probs"], strict=True)
+        for token, was, log_prob in zip(s.ids, s.trained, s.fields["rollout_log_probs"], strict=True)
         if was
     )
     assert trained == sorted(pair for t in turns for pair in zip(t.rollout_log_probs, t.ids, strict=True))
@@ -80,7 +81,7 @@ def test_each_sampled_id_is_trained_once_after_its_prompt(steps):
         start = len(each.prompt_ids)
         assert any(
             s.ids[: len(whole)] == whole
-            and all(s.sampled[start : len(whole)])
+            and all(s.trained[start : len(whole)])
             and s.fields["rollout_log_probs"][start] == each.rollout_log_probs[0]
             for s in sequences
         )
