@@ -10,6 +10,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from tests.train.rollouts.fake_environment import environment_of
 from train.config.errors import UserError
 from train.data.tasks import Example, Task
 from train.process.interrupt import StepLeftError
@@ -54,17 +55,6 @@ def play(row, base_url, api_key, model, turns=2, forks=2, failing=(), forking=()
             post(base_url, api_key, {"messages": said, "max_tokens": 3})
     return {"reward": float(len(row["prompt"])), "correct": 1.0}
 """
-ENVIRONMENT = """
-class Steps:
-    count = 0
-
-    def reset(self):
-        pass
-
-    def step(self, text):
-        self.count += 1
-        return "+1", 1.0, self.count == 2
-"""
 EXAMPLES = [Example("1+2", "3", "3"), Example("12+2", "14", "14")]
 
 
@@ -72,7 +62,7 @@ EXAMPLES = [Example("1+2", "3", "3"), Example("12+2", "14", "14")]
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agents")
     (folder / "mine.py").write_text(AGENT)
-    (folder / "steps.py").write_text(ENVIRONMENT)
+    (folder / "steps.py").write_text(environment_of("+1", reward=1.0, steps=2))
     return folder
 
 

@@ -11,6 +11,7 @@ import pytest
 import kljax
 from tests import tiny
 from tests.train.rollouts.fake_engines import FakeEngine, serving_all
+from tests.train.rollouts.fake_environment import environment_of
 from train.config.errors import ConfigError, UserError
 from train.data.tasks import Example, Task
 from train.data.tokenizers import ByteTokenizer
@@ -20,17 +21,6 @@ from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
 from train.run.evaluate import evaluate
 
-ENVIRONMENT = """
-class Steps:
-    count = 0
-
-    def reset(self):
-        pass
-
-    def step(self, text):
-        self.count += 1
-        return f"{text}+", 0.25, self.count == 3
-"""
 TOKENIZER = ByteTokenizer()
 EXAMPLES = [Example("1+2=", "3", "3"), Example("22=", "22", "22")]
 
@@ -73,7 +63,7 @@ class Talking(FakeEngine):
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     file = tmp_path_factory.mktemp("environment") / "mine.py"
-    file.write_text(ENVIRONMENT)
+    file.write_text(environment_of("{text}+", reward=0.25, steps=3))
     return f"{file}:Steps"
 
 
