@@ -24,7 +24,7 @@ from train.distributed.global_arrays import RowSplit
 from train.models import Decoder
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.state import TrainState
-from train.rollouts.collect import Rollout, judge_rows, shard_completions
+from train.rollouts.collect import Rollout, arrive, judge_rows, shard_completions
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.source import Completions
 from train.rollouts.stream import Stream
@@ -201,7 +201,7 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
 def rollout_of(context: RunContext, completions: Completions, step: int = 0) -> Rollout:
     """Shards the rows of completions over the devices, and judges them, after so many steps."""
     rows = RowSplit.of(batch_sharding(context.mesh), len(completions.examples))
-    return judge_rows(context, shard_completions(context, completions, rows, step))
+    return judge_rows(context, arrive(shard_completions(context, completions, rows, step)), rows, step)
 
 
 def stream_of(context: RunContext, source: Any = None) -> Stream:

@@ -1,11 +1,10 @@
 """Collection of a rollout batch: completions from a source, scored, grouped and sharded."""
 
 import dataclasses
-import functools
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,39 +20,25 @@ from train.rollouts.recorded import name_parents, record_rows, write_rows
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import check_rows, has_log_prob, measure_rows, without_floors
-from train.rollouts.source import Array, Completions, SourceError, batch_rows
+from train.rollouts.source import Completions, SourceError, batch_rows
 from train.rollouts.stream import Stream
 from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.token_fields import LAGS, VERSIONS
 from train.storage.paths import as_path
 
 
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """A sampled batch, and its rewards once it is judged.
+class Rollout(NamedTuple):
+    """The samples of a step, on the host and on the devices.
 
     Attributes:
-      batch: the arrays on the devices, which may still sample them; `rollout_log_probs` only if the config records
-        them, `rewards` once it is judged.
-      completions: output of the source.
-      rows: the rows that this process holds and judges.
-      metrics: means over the completions of every named reward, the length and `finished`; the spread of the rewards;
-        repeated completions and missing log-probs; and metrics of the source.
-      scores: named rewards, each [B], before weights and penalties.
-      lags: [B, T] RL steps between the policy that drew each token and the one that trains on it, in the rows of
-        `completions.tokens`; -1 where nobody knows. None without versions.
-      lag: the lag of all tokens; None without a lag, or if tokens have different ones.
-      arrived: when the completions were on the host, in seconds of `time.perf_counter`.
+      completions: output of the source, which the devices may still sample. Once they are judged, `rewards` has every
+        named reward before weights and penalties, and `metrics` also means over the completions of every named reward,
+        the length and `finished`, the spread of the rewards, repeated completions, missing log-probs and lags.
+      batch: the arrays on the devices; `rollout_log_probs` only if the config records them, `rewards` once judged.
     """
 
-    batch: Batch
     completions: Completions
-    rows: RowSplit
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    scores: Scores = dataclasses.field(default_factory=dict)
-    lags: Array | None = None
-    lag: int | None = None
-    arrived: float = 0.0
+    batch: Batch
 
 
 def collect(context: RunContext, stream: Stream, step: int) -> Rollout:
@@ -62,7 +47,7 @@ def collect(context: RunContext, stream: Stream, step: int) -> Rollout:
     Raises:
       SourceError: the source stopped answering, or the recording cannot be written.
     """
-    return judge_drawn(context, draw(context, stream, step), step)
+    return judge_drawn(context, arrive(draw(context, stream, step)), step)
 
 
 def draw(context: RunContext, stream: Stream, step: int) -> Rollout:
@@ -75,28 +60,31 @@ def draw(context: RunContext, stream: Stream, step: int) -> Rollout:
     return shard_completions(context, completions, batch_rows(context), step)
 
 
-def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
-    """Waits for the completions, judges them, and records them if the config says so.
+def arrive(drawn: Rollout) -> Rollout:
+    """Waits for the completions, which the devices sample; they go on with what they were given after."""
+    return drawn._replace(completions=run_together("rollout", drawn.completions.completed))
 
-    The devices go on with what they were given before.
+
+def judge_drawn(context: RunContext, drawn: Rollout, step: int) -> Rollout:
+    """Judges completions that arrived, and records them if the config says so.
 
     Raises:
       RewardError: the reward function failed.
       SourceError: the recording cannot be written.
     """
-    rollout = judge_rows(context, drawn)
+    rollout = judge_rows(context, drawn, batch_rows(context), step)
     if context.config.rollout.record is not None:
-        _record(context, rollout, as_path(context.config.rollout.record), step)
+        _record(context, rollout.completions, as_path(context.config.rollout.record), step)
     return rollout
 
 
-def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
+def _record(context: RunContext, completions: Completions, directory: Path, step: int) -> None:
     """Writes the rows of all processes to the file of a step."""
     samples = context.config.rollout.samples_per_prompt
     longest = context.config.data.max_prompt_length
-    rows_of = functools.partial(record_rows, rollout.completions, rollout.scores, rollout.rows, samples, longest)
-    records = run_together("recording", rows_of)
-    numbered = list(zip(rollout.rows.own.tolist(), records, strict=True))
+    split = batch_rows(context)
+    records = run_together("recording", lambda: record_rows(completions, split, samples, longest))
+    numbered = list(zip(split.own.tolist(), records, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
     on_leader("recording", lambda: write_rows(directory, step, name_parents(rows, samples, longest)))
@@ -121,9 +109,8 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     mask = completions.completion_mask
     fields = dict(completions.fields)
     versions = fields.pop(VERSIONS, None)
-    lags = None if versions is None else token_lags(versions, completions.completion_mask, step)
-    if lags is not None and reads_lags(context.plan):
-        fields[LAGS] = lags
+    if versions is not None and reads_lags(context.plan):
+        fields[LAGS] = token_lags(versions, completions.completion_mask, step)
     log_probs = fields.pop("rollout_log_probs", None)
     recorded = section.record_log_probs and log_probs is not None
     if recorded:
@@ -147,10 +134,10 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     batch = Batch(**shard_rows(rows, context.mesh), fields=shard_rows(fields, context.mesh))
     if completions.sampled is not None:
         verify_sampled(batch, completions.sampled)
-    return Rollout(batch, completions, split, lags=lags)
+    return Rollout(completions, batch)
 
 
-def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
+def judge_rows(context: RunContext, drawn: Rollout, split: RowSplit, step: int) -> Rollout:
     """Scores the completions unless the source did, combines the rewards, and puts them on the devices.
 
     Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
@@ -159,10 +146,9 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     Raises:
       SourceError: all completions of every group are copies, or too many tokens have no log-prob.
     """
-    completions = run_together("rollout", drawn.completions.completed)
-    arrived = time.perf_counter()
-    split = drawn.rows
-    lengths = split.select_own(completions.completion_mask).sum(-1)
+    completions = drawn.completions
+    mask = split.select_own(completions.completion_mask)
+    lengths = mask.sum(-1)
 
     def score() -> Scores:
         if completions.rewards is None:
@@ -173,10 +159,9 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     measured = {"completion_length": lengths, "finished": completions.finished}
     measured = gather_rows("completions", measured, split.own, split.count)
     own_statistics = dict(measure_rows(context.config, completions, split))
-    if drawn.lags is not None:
-        own_statistics |= lags_of_rows(split.select_own(drawn.lags))
+    if VERSIONS in completions.fields:
+        own_statistics |= lags_of_rows(token_lags(split.select_own(completions.fields[VERSIONS]), mask, step))
     statistics = gather_rows("statistics", own_statistics, split.own, split.count)
-    lag_metrics, lag = measure_lags(context.plan, statistics)
     judged = {"rewards": shard_rows(scores["reward"][split.held], context.mesh)}
     if context.config.loss.unfinished == "drop":
         finished = shard_rows(measured["finished"][split.held].astype(bool), context.mesh)
@@ -185,16 +170,10 @@ def judge_rows(context: RunContext, drawn: Rollout) -> Rollout:
     metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
     metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
-    metrics |= lag_metrics
-    return dataclasses.replace(
-        drawn,
-        batch=dataclasses.replace(drawn.batch, **judged),
-        completions=completions,
-        metrics=metrics | dict(completions.metrics),
-        scores=named_rewards,
-        lag=lag,
-        arrived=arrived,
-    )
+    metrics |= measure_lags(context.plan, statistics)
+    metrics |= completions.metrics
+    completions = dataclasses.replace(completions, rewards=named_rewards, metrics=metrics)
+    return Rollout(completions, dataclasses.replace(drawn.batch, **judged))
 
 
 def judge_together(

@@ -13,8 +13,6 @@ from train.rl.state import TrainState, policy_of
 from train.sequences.token_fields import UNKNOWN
 
 Tree = Any
-NEVER = 2**31 - 1
-"""Above every lag."""
 LaggedWeights = tuple[dict[str, Tree], ...] | None
 
 
@@ -40,7 +38,7 @@ def sampling_policy(state: TrainState, base: Tree) -> tuple[kljax.Policy, int]:
     return policy_of(state.past[0], base), max(int(state.step) - len(state.past), 0)
 
 
-def token_lags(versions: jax.Array | np.ndarray, mask: jax.Array | np.ndarray, step: int) -> jax.Array | np.ndarray:
+def token_lags(versions: Any, mask: Any, step: int) -> Any:
     """Computes the RL steps between the policy that drew each token and the one that trains on it: `step - version`.
 
     Args:
@@ -66,18 +64,17 @@ def reads_lags(plan: Plan) -> bool:
 
 
 def lags_of_rows(lags: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns of each row, by name, the sum, the number, the least and the largest of the lags that are known."""
+    """Returns of each row, by name, the sum, the number and the largest of the lags that are known."""
     known = lags != UNKNOWN
     return {
         "lag_sum": np.where(known, lags, 0).sum(-1, dtype=np.int64),
         "lag_count": known.sum(-1),
-        "least_lag": np.where(known, lags, NEVER).min(-1, initial=NEVER),
         "most_lag": lags.max(-1, initial=UNKNOWN),
     }
 
 
-def measure_lags(plan: Plan, rows: Mapping[str, np.ndarray]) -> tuple[dict[str, float], int | None]:
-    """Returns the metrics of the lags of a batch, and the lag that all tokens have, or None.
+def measure_lags(plan: Plan, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns the metrics of the lags of a batch: the mean, and the largest.
 
     There are none if no token has a known lag, nor for a run whose samples have no lag by its config and by themselves.
 
@@ -88,10 +85,8 @@ def measure_lags(plan: Plan, rows: Mapping[str, np.ndarray]) -> tuple[dict[str, 
     section = plan.config.rollout
     count = int(rows["lag_count"].sum()) if "lag_count" in rows else 0
     if not count:
-        return {}, None
-    least = int(rows["least_lag"].min())
+        return {}
     most = int(rows["most_lag"].max())
     if not (most or section.ahead or section.policy_lag or reads_lags(plan)):
-        return {}, None
-    mean = float(rows["lag_sum"].sum() / count)
-    return {"rollout_lag": mean, "rollout_lag_max": float(most)}, least if least == most else None
+        return {}
+    return {"rollout_lag": float(rows["lag_sum"].sum() / count), "rollout_lag_max": float(most)}

@@ -36,7 +36,7 @@ from train.rl.step import (
     update_rows,
 )
 from train.rl.token_values import TokenValues
-from train.rollouts.collect import Rollout, draw, judge_drawn
+from train.rollouts.collect import Rollout, arrive, draw, judge_drawn
 from train.rollouts.lag import next_past, sampling_policy
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
@@ -138,6 +138,8 @@ def rl_step(
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
     scored = _score(context, programs, weights, state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
+    drawn = arrive(drawn)
+    arrived = time.perf_counter()
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
     with leaving():
@@ -161,18 +163,20 @@ def rl_step(
     metrics = jax.device_get(metrics)
     # What the guard decides by them, all processes have to decide alike.
     measured = of_leader("metrics", metric_values(metrics)) | dict(packing.metrics)
-    if repeated := rollout.metrics.keys() & measured.keys():
+    sampled = rollout.completions.metrics
+    if repeated := sampled.keys() & measured.keys():
         raise UserError(f"rewards: got a reward named {min(repeated)!r}, a name of the trainer; rename it")
-    values = rollout.metrics | measured | flips_by_lag(measured, rollout.lag)
+    values = {**sampled, **measured}
+    values |= flips_by_lag(values)
     if programs.store is not None:
         programs.store.collect()
     if inspect is not None:
         inspect(batch, state, values, {name: x for name, x in metrics.items() if isinstance(x, LargestToken)})
     updated = time.perf_counter()
 
-    seconds = {"rollout": rollout.arrived - began, "rewards": judged - rollout.arrived, "update": updated - judged}
+    seconds = {"rollout": arrived - began, "rewards": judged - arrived, "update": updated - judged}
     if recorder is not None:
-        recorder.record(step + 1, rollout, batch, values_of_tokens)
+        recorder.record(step + 1, rollout.completions, batch, values_of_tokens)
         seconds["record"] = time.perf_counter() - updated
     seconds |= dict(rollout.completions.timings) | dict(packing.programs)
     return state, values | loads_by_expert(metrics), seconds

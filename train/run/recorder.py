@@ -17,12 +17,12 @@ from train.context import RunContext
 from train.data.tokenizers import Tokenizer
 from train.data.tokenizers.continuation import decode_after
 from train.distributed.exchange import run_together, send_to_leader
-from train.distributed.global_arrays import place_whole
+from train.distributed.global_arrays import RowSplit, place_whole
 from train.distributed.peers import is_leader
 from train.models.sharding import replicated
 from train.rl.token_values import TokenValues, make_select, recorded_arrays
-from train.rollouts.collect import Rollout
 from train.rollouts.recorded.table import TokenRows, TokenTexts, write_table
+from train.rollouts.source import Completions, batch_rows
 from train.sequences.batch import Batch, prompt_lengths
 from train.sequences.token_fields import UNKNOWN, VERSIONS
 from train.weights.files import usable_directory
@@ -124,6 +124,7 @@ class RolloutRecorder:
         self._config = config
         self._tokenizer = context.tokenizer
         self._mesh = context.mesh
+        self._split = batch_rows(context)
         self._files = run_together("rollouts", open_files)
         self._select = make_select(context.mesh)
 
@@ -131,13 +132,14 @@ class RolloutRecorder:
     def _texts(self) -> TokenTexts:
         return token_texts(self._tokenizer)
 
-    def record(self, step: int, rollout: Rollout, batch: Batch, updates: Sequence[TokenValues]) -> None:
+    def record(self, step: int, completions: Completions, batch: Batch, updates: Sequence[TokenValues]) -> None:
         """Records rows of a step, which counts from 1, with the values that the updates on its batch computed."""
         rows = chosen_rows(self._config, step)
         last = updates[-self._config.optim.updates_per_batch :]
         numbers = place_whole(np.asarray(rows, np.int32), replicated(self._mesh))
         selected = self._select(recorded_arrays(batch), last, numbers)
-        parts = send_to_leader("rollouts", json.dumps(_describe(self._config, step, rollout, rows)).encode())
+        own = _describe(self._config, step, completions, self._split, rows)
+        parts = send_to_leader("rollouts", json.dumps(own).encode())
         if self._files is None or not self._files.wants(step):
             return
         described = {int(row): facts for part in parts for row, facts in json.loads(part).items()}
@@ -202,18 +204,19 @@ def chosen_rows(config: Config, step: int) -> list[int]:
     return [int(group) * samples + sample for group in sorted(groups) for sample in range(samples)][:count]
 
 
-def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+def _describe(
+    config: Config, step: int, completions: Completions, split: RowSplit, rows: Sequence[int]
+) -> dict[str, dict[str, Any]]:
     """Describes the rows that this process judged, by their numbers."""
-    completions = rollout.completions
     arrays = completions.token_mask, completions.completion_mask, prompt_lengths(completions)
-    token_mask, completion_mask, prompts = map(rollout.rows.select_own, arrays)
-    episodes = rollout.rows.own
+    token_mask, completion_mask, prompts = map(split.select_own, arrays)
+    episodes = split.own
     if completions.episode_rows is not None:
-        episodes = rollout.rows.select_own(completions.episode_rows)
+        episodes = split.select_own(completions.episode_rows)
     versions = completions.fields.get(VERSIONS)
-    own_versions = None if versions is None else rollout.rows.select_own(versions)
+    own_versions = None if versions is None else split.select_own(versions)
     described = {}
-    for index, row in enumerate(rollout.rows.own.tolist()):
+    for index, row in enumerate(split.own.tolist()):
         if row not in rows:
             continue
         example = completions.examples[index]
@@ -226,7 +229,7 @@ def _describe(config: Config, step: int, rollout: Rollout, rows: Sequence[int]) 
             # A lone surrogate of a prompt has no UTF-8.
             **{name: text.encode("utf-8", errors="replace").decode() for name, text in texts.items()},
             "finished": bool(completions.finished[index]),
-            "rewards": {name: float(values[index]) for name, values in rollout.scores.items()},
+            "rewards": {name: float(values[index]) for name, values in (completions.rewards or {}).items()},
             "episode": int(episodes[index]),
             "completion_mask": completion_mask[index][token_mask[index]][prompts[index] :].tolist(),
         }

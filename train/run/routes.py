@@ -17,10 +17,12 @@ UNRELATED = 2.0
 """The own routes agree no more than those of another token if they are not ahead by as many standard deviations."""
 
 
-def flips_by_lag(values: Mapping[str, float], lag: int | None) -> dict[str, float]:
-    """Returns the flips of a step by the name of its lag; none without flips, or without one lag of all rows."""
-    flips = values.get("routing_flips")
-    return {} if flips is None or lag is None else {f"routing_flips_lag_{lag}": flips}
+def flips_by_lag(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the flips of a step by the name of its lag; none without flips, or without one lag of all tokens."""
+    lag = values.get("rollout_lag")
+    if "routing_flips" not in values or lag is None or lag != values["rollout_lag_max"]:
+        return {}
+    return {f"routing_flips_lag_{lag:.0f}": values["routing_flips"]}
 
 
 def loads_by_expert(totals: Mapping[str, Any]) -> dict[str, float | list[int]]:

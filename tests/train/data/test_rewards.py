@@ -122,6 +122,6 @@ def test_batch_uses_the_composed_reward_and_logs_names():
     rollout = tiny.rollout_of(context, completions)
     expected = 2 - 0.5 * mask[:, tiny.PROMPT :].sum(1) / longest
     np.testing.assert_allclose(np.asarray(rollout.batch.rewards), expected, rtol=1e-6)
-    np.testing.assert_allclose(rollout.metrics["length_penalty"], (expected - 2).mean(), rtol=1e-6)
-    np.testing.assert_allclose(rollout.metrics["reward"], expected.mean(), rtol=1e-6)
-    assert rollout.metrics["correct"] == 1
+    np.testing.assert_allclose(rollout.completions.metrics["length_penalty"], (expected - 2).mean(), rtol=1e-6)
+    np.testing.assert_allclose(rollout.completions.metrics["reward"], expected.mean(), rtol=1e-6)
+    assert rollout.completions.metrics["correct"] == 1

@@ -40,7 +40,7 @@ def collected(completions: Completions, *options: str, step: int = 0):
 
 
 def test_fitting_rows_are_accepted_with_any_masked_values() -> None:
-    assert collected(completions_of()).metrics["reward"] == 1
+    assert collected(completions_of()).completions.metrics["reward"] == 1
 
 
 def versions_of(*rows: int) -> dict:
@@ -54,10 +54,10 @@ def versions_of(*rows: int) -> dict:
 def test_rows_of_one_lag_name_the_flips(versions, lag) -> None:
     """Flips of rows with several lags have no name, and neither have those of a run without a lag."""
     rollout = collected(completions_of(**({} if versions is None else {"fields": versions_of(*versions)})), step=5)
-    assert rollout.lag == lag
-    flips = flips_by_lag({"routing_flips": 0.25}, rollout.lag)
-    assert flips == ({} if lag is None else {"routing_flips_lag_2": 0.25})
-    assert flips_by_lag({"reward": 1.0}, rollout.lag) == {}
+    metrics = dict(rollout.completions.metrics)
+    flips = flips_by_lag(metrics | {"routing_flips": 0.25})
+    assert flips == ({} if lag is None else {f"routing_flips_lag_{lag}": 0.25})
+    assert flips_by_lag(metrics) == {}
 
 
 def test_lags_are_measured_over_tokens() -> None:
@@ -71,14 +71,14 @@ def test_lags_are_measured_over_tokens() -> None:
     fields = {"rollout_log_probs": np.where(mask, -1.0, 0).astype(np.float32), VERSIONS: versions}
     in_prompt = np.arange(shape[1]) < tiny.PROMPT
     rollout = collected(completions_of(token_mask=mask | in_prompt, completion_mask=mask, fields=fields), step=5)
-    assert rollout.metrics["rollout_lag"] == (0 + 1 + 3) / 3
-    assert rollout.metrics["rollout_lag_max"] == 3
-    assert rollout.lag is None
+    assert rollout.completions.metrics["rollout_lag"] == (0 + 1 + 3) / 3
+    assert rollout.completions.metrics["rollout_lag_max"] == 3
+    assert flips_by_lag({**rollout.completions.metrics, "routing_flips": 0.25}) == {}
 
 
 @pytest.mark.parametrize("option", ["rollout.policy_lag=2", "rollout.policy_lag=0"])
 def test_lags_of_zero_are_measured_if_there_may_be_others(option) -> None:
-    metrics = collected(completions_of(fields=versions_of(1, 1, 1, 1)), option, step=1).metrics
+    metrics = collected(completions_of(fields=versions_of(1, 1, 1, 1)), option, step=1).completions.metrics
     assert ("rollout_lag" in metrics) == (option == "rollout.policy_lag=2")
 
 

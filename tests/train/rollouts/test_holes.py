@@ -54,7 +54,7 @@ def test_rows_with_holes_are_trained_as_they_are(tmp_path):
     expected = with_hole(right_rows(Request.of(context, 0)))
     np.testing.assert_array_equal(rollout.batch.completion_mask, expected.completion_mask)
     np.testing.assert_array_equal(rollout.batch.token_mask, expected.token_mask)
-    assert rollout.metrics["completion_length"] == 2
+    assert rollout.completions.metrics["completion_length"] == 2
 
 
 def recorded(tmp_path, *changes) -> list[Path]:
@@ -63,7 +63,7 @@ def recorded(tmp_path, *changes) -> list[Path]:
     recorder = RolloutRecorder(context, tmp_path / "rollouts", done=0)
     for step, change in enumerate(changes):
         rollout = collect(context, holed(context, change), step)
-        recorder.record(step + 1, rollout, rollout.batch, [])
+        recorder.record(step + 1, rollout.completions, rollout.batch, [])
     recorder.close()
     return [tmp_path / "rollouts" / f"{step:08d}.parquet" for step in recorded_steps(tmp_path / "rollouts")]
 

@@ -74,7 +74,7 @@ def test_rows_follow_their_prompts_and_are_scored_individually():
     np.testing.assert_array_equal(batch.token_mask[:, : tiny.PROMPT], mask)
     lengths = [2, 2, 2, 3, 3, 0, 1, 2]
     np.testing.assert_array_equal(batch.completion_mask.sum(-1), lengths)
-    assert rollout.metrics == {
+    assert rollout.completions.metrics == {
         "reward": 0.5,
         "correct": 0.5,
         "completion_length": sum(lengths) / 8,

@@ -23,7 +23,7 @@ from train.rollouts.open import open_stream
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.recorded.files import JsonLinesFile, open_files
 from train.rollouts.recorded.row_checks import with_checks
-from train.rollouts.source import SourceError
+from train.rollouts.source import SourceError, batch_rows
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id
@@ -68,7 +68,8 @@ def test_recording_is_read_back_row_for_row(tmp_path):
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
         assert again.completions.texts == rollout.completions.texts
-        assert again.metrics | rollout.completions.metrics == rollout.metrics | {"log_probs_missing": 0.0}
+        metrics = rollout.completions.metrics
+        assert again.completions.metrics | metrics == metrics | {"log_probs_missing": 0.0}
         same = ("token_mask", "completion_mask", "rewards", "group_ids", "rollout_log_probs")
         for name in same:
             np.testing.assert_array_equal(getattr(again.batch, name), getattr(rollout.batch, name), err_msg=name)
@@ -87,7 +88,7 @@ def test_kept_tokens_are_read_back(tmp_path):
     source = open_stream(context)
     source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
     rollout = collect(context, source, 0)
-    assert 0 < rollout.metrics["rollout_kept_mass"] < 0.2
+    assert 0 < rollout.completions.metrics["rollout_kept_mass"] < 0.2
     reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
     batch = collect(reading, open_stream(reading), 0).batch
     np.testing.assert_array_equal(batch.rollout_log_probs, rollout.batch.rollout_log_probs)
@@ -167,9 +168,9 @@ def test_tokens_with_floors_have_no_log_prob(tmp_path):
         (3, 2 + 1),
         (5, 2),
     ]
-    assert rollout.metrics["log_probs_missing"] == 2 / (128 * 3)
+    assert rollout.completions.metrics["log_probs_missing"] == 2 / (128 * 3)
     # Another recording of the rows has null where this one has it.
-    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 64, tiny.PROMPT)
+    written = record_rows(rollout.completions, batch_rows(context), 64, tiny.PROMPT)
     assert [written[index]["log_probs"] for index in (3, 5)] == [[-7.0, None, 0.0], [-9999.0, -0.5, 0.0]]
     assert "null" in json.dumps(written[3])
 

@@ -79,8 +79,8 @@ def test_episodes_are_read_as_they_were_trained(recorded):
     mask = np.asarray(before.batch.token_mask)
     np.testing.assert_array_equal(np.asarray(after.batch.tokens)[mask], np.asarray(before.batch.tokens)[mask])
     np.testing.assert_array_equal(after.batch.episode_rows, before.completions.episode_rows)
-    assert after.metrics["reward"] == before.metrics["reward"]
-    assert after.metrics["completion_length"] == before.metrics["completion_length"]
+    assert after.completions.metrics["reward"] == before.completions.metrics["reward"]
+    assert after.completions.metrics["completion_length"] == before.completions.metrics["completion_length"]
 
 
 def test_all_rows_of_episodes_are_sequences(recorded):

@@ -16,6 +16,7 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer
+from train.distributed.global_arrays import RowSplit
 from train.rl.objective import coefficients, with_token_weights
 from train.rollouts.collect import collect
 from train.rollouts.episodes.rows import RowShape, make_rows, place_sequences
@@ -37,6 +38,12 @@ def context_of(path, *options: str):
 def read(path, *options: str, shape=SHAPE, step: int = 0):
     context = context_of(path, *shape, *options)
     return collect(context, Stream(context, open_source(context)), step)
+
+
+def written_rows(completions):
+    """What is recorded of completions in groups of four."""
+    rows = np.arange(len(completions.examples))
+    return record_rows(completions, RowSplit(len(rows), rows, rows), 4, tiny.PROMPT)
 
 
 def write(path, rows):
@@ -115,7 +122,7 @@ def recorded(request, tmp_path_factory):
 
 def assert_read(rollout, expected) -> None:
     assert_equal(rollout.batch, expected.batch)
-    assert rollout.metrics == expected.metrics
+    assert rollout.completions.metrics == expected.completions.metrics
     assert rollout.completions.texts == expected.completions.texts
     for name in ("fields", "episode_rows", "finished", "rewards"):
         chex.assert_trees_all_equal(getattr(rollout.completions, name), getattr(expected.completions, name))
@@ -130,7 +137,7 @@ def test_recorded_episodes_train_bit_for_bit(recorded, tmp_path):
         (tmp_path / f"{step}.jsonl").write_bytes(path.read_bytes())
     assert_read(read(tmp_path, *options, step=2), expected)
     # What was read is recorded as it was.
-    again = record_rows(read(path, *options).completions, expected.scores, expected.rows, 4, tiny.PROMPT)
+    again = written_rows(read(path, *options).completions)
     assert [line | row for line, row in zip(lines, name_parents(again, 4, tiny.PROMPT), strict=True)] == lines
 
 
@@ -316,7 +323,7 @@ def test_row_without_a_trained_id_is_read_as_it_was(tmp_path):
     path = write(tmp_path / "a.jsonl", [trunk(), untrained, trunk(), trunk()])
     rollout = read(path, shape=SMALL)
     assert np.asarray(rollout.batch.rewards).tolist() == [0.0, 0.25, 0.0, 0.0]
-    written = record_rows(rollout.completions, rollout.scores, rollout.rows, 4, tiny.PROMPT)
+    written = written_rows(rollout.completions)
     assert [written[1][name] for name in ("ids", "trained", "prompt_length")] == [[*PROMPT, 48], [False] * 4, 3]
     assert written[1]["episode"] == untrained["episode"]
     assert_equal(read(write(tmp_path / "b.jsonl", written), shape=SMALL).batch, rollout.batch)

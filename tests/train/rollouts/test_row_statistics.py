@@ -70,12 +70,12 @@ def test_likely_or_unknown_copies_are_counted():
     """Answers of one token that are nearly certain, cuts that log-probs do not contain, and no log-probs at all."""
     answers, likely = [[7]] * 4 + [[8]] * 4, [[-0.1]] * 8
     for metrics in (
-        judged(answers, likely).metrics,
-        judged(FIRST + SECOND, UNLIKELY, "rollout.top_k=3").metrics,
-        judged(FIRST + SECOND, UNLIKELY, "rollout.min_p=0.1").metrics,
-        judged(FIRST + SECOND, None).metrics,
-        judged(FIRST + SECOND, UNLIKELY, "rollout.record_log_probs=false").metrics,
-        judged([[]] * 8, [[]] * 8).metrics,
+        judged(answers, likely).completions.metrics,
+        judged(FIRST + SECOND, UNLIKELY, "rollout.top_k=3").completions.metrics,
+        judged(FIRST + SECOND, UNLIKELY, "rollout.min_p=0.1").completions.metrics,
+        judged(FIRST + SECOND, None).completions.metrics,
+        judged(FIRST + SECOND, UNLIKELY, "rollout.record_log_probs=false").completions.metrics,
+        judged([[]] * 8, [[]] * 8).completions.metrics,
     ):
         assert (metrics["repeated_completions"], metrics["copied_groups"]) == (0.75, 0)
 
@@ -87,11 +87,13 @@ def test_log_probs_over_kept_tokens_contain_the_cut():
 
 
 def test_copies_of_one_group_are_a_share():
-    metrics = judged([*FIRST, [1], [1], [2], [3]], [[-4.0] * 3] * 4 + [[-1.0]] * 4).metrics
+    metrics = judged([*FIRST, [1], [1], [2], [3]], [[-4.0] * 3] * 4 + [[-1.0]] * 4).completions.metrics
     # Three of the first group and one of the second have an equal one before them.
     assert (metrics["repeated_completions"], metrics["copied_groups"]) == (0.5, 0.5)
     # The same ids in another order, or one more of them, are another completion.
-    metrics = judged([[1, 2], [2, 1], [1], [1, 2, 3]] * 2, [[-1.0] * 2, [-1.0] * 2, [-1.0], [-1.0] * 3] * 2).metrics
+    metrics = judged(
+        [[1, 2], [2, 1], [1], [1, 2, 3]] * 2, [[-1.0] * 2, [-1.0] * 2, [-1.0], [-1.0] * 3] * 2
+    ).completions.metrics
     assert metrics["repeated_completions"] == 0
 
 
@@ -99,7 +101,7 @@ def test_single_completions_are_no_groups():
     config = tiny.config_of(
         "rollout.prompts_per_step=8", "rollout.samples_per_prompt=1", "advantage.type=reinforce_plus_plus"
     )
-    metrics = tiny.rollout_of(tiny.context_of(config), completions_of(FIRST + SECOND, UNLIKELY)).metrics
+    metrics = tiny.rollout_of(tiny.context_of(config), completions_of(FIRST + SECOND, UNLIKELY)).completions.metrics
     assert not {"repeated_completions", "copied_groups"} & metrics.keys()
 
 
@@ -141,7 +143,8 @@ def test_one_floor_is_left_out_of_the_loss(floor):
     assert not mask[7, tiny.PROMPT + 1]
     assert bool(rollout.batch.token_mask[7, tiny.PROMPT + 1])
     assert float(rollout.batch.rollout_log_probs[7, tiny.PROMPT + 1]) == 0
-    assert (rollout.metrics["completion_length"], rollout.metrics["log_probs_missing"]) == (2, 1 / 16)
+    metrics = rollout.completions.metrics
+    assert (metrics["completion_length"], metrics["log_probs_missing"]) == (2, 1 / 16)
     unused = judged(rows, log_probs, "rollout.record_log_probs=false")
     assert np.asarray(unused.batch.completion_mask).sum() == 16
 

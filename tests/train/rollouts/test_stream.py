@@ -418,7 +418,7 @@ def test_lag_of_a_recording_is_that_of_its_order(tmp_path, shuffle, versions):
     shape = ("rollout={prompts_per_step: 2, samples_per_prompt: 2}", "task=arithmetic")
     context = tiny.context_of(tiny.config_of(*shape, source))
     stream = open_stream(context)
-    first, second = (collect(context, stream, step).metrics for step in range(2))
+    first, second = (collect(context, stream, step).completions.metrics for step in range(2))
     assert "rollout_lag" not in first
     assert second.get("rollout_lag") == (1.0 if versions and shuffle == "false" else None)
     if shuffle == "false" and not versions:

@@ -165,7 +165,7 @@ def test_rows_of_a_process_have_their_field(recording):
     part = source.sample(dataclasses.replace(request, rows=rows))
     np.testing.assert_array_equal(part.fields[NAME], full.fields[NAME][2:10])
     recorded, part_rows = (
-        record_rows(completions, {}, split, 4, context.config.data.max_prompt_length)
+        record_rows(completions, split, 4, context.config.data.max_prompt_length)
         for completions, split in ((full, request.rows), (part, rows))
     )
     assert len(recorded) == ROWS

@@ -27,6 +27,7 @@ from train.config.schema import Checkpoint, Config
 from train.references.follow import with_abstract_reference
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
+from train.rollouts.collect import Rollout
 from train.run import loop
 from train.run.loop import Programs, rl_step
 from train.sequences.packing import make_packer
@@ -176,15 +177,16 @@ class RecordedRun:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
-        batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={})
+    def draw(context: Any, source: Any, step: int) -> Rollout:
+        batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={}, metrics={})
         if context.plan.turns:
             turns = jnp.cumsum(batch.completion_mask, -1) % context.plan.turns
             scores = jnp.sin(jnp.arange(turns.size, dtype=jnp.float32)).reshape(turns.shape)
             batch = dataclasses.replace(batch, fields={**batch.fields, "turn_ids": turns, "turn_scores": scores})
-        return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0, lag=None)
+        return Rollout(completions, batch)
 
     monkeypatch.setattr(loop, "draw", draw)
+    monkeypatch.setattr(loop, "arrive", lambda drawn: drawn)
     monkeypatch.setattr(loop, "judge_drawn", lambda context, drawn, step: drawn)
 
 

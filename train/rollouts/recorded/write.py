@@ -40,17 +40,14 @@ def open_recording(path: str, *, continued: bool) -> Path:
     return directory
 
 
-def record_rows(
-    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int, longest: int
-) -> list[dict[str, Any]]:
+def record_rows(completions: Completions, split: RowSplit, samples: int, longest: int) -> list[dict[str, Any]]:
     """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies.
 
     Rows of episodes, and those with observations, are sequences. One that forked from an episode, or has none, says in
     `episode` which row of its group it belongs to. Other rows have a prompt and a completion.
 
     Args:
-      completions: of the batch.
-      scores: named rewards, each [B].
+      completions: of the batch, judged.
       split: the own rows.
       samples: rows of a group.
       longest: P, the most tokens of a prompt.
@@ -78,7 +75,7 @@ def record_rows(
             **({} if is_sequence else {"completion_ids": ids[prompt:]}),
             "finished": bool(completions.finished[row]),
             "answer": example.answer,
-            "rewards": {name: float(values[row]) for name, values in scores.items()},
+            "rewards": {name: float(values[row]) for name, values in (completions.rewards or {}).items()},
         }
         if is_sequence and prompt != min(trained.argmax() if trained.any() else len(ids), longest):
             record["prompt_length"] = prompt

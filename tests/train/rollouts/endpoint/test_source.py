@@ -15,7 +15,8 @@ from train.config.errors import UserError
 from train.data.tasks import Example, Task
 from train.process.interrupt import StepLeftError
 from train.rl.algorithms import estimate_advantages
-from train.rollouts.collect import draw, judge_drawn
+from train.rollouts.collect import collect as collect_batch
+from train.rollouts.collect import draw
 from train.rollouts.endpoint import source as endpoint_source
 from train.rollouts.endpoint.agents import Agents
 from train.rollouts.endpoint.sessions import OpenEpisodes, SequenceLengths
@@ -103,7 +104,7 @@ def collected(source):
         source._section = section
         context = source._context
         stream = Stream(context, source)
-        return judge_drawn(context, draw(context, stream, 3), 3)
+        return collect_batch(context, stream, 3)
 
     return collect
 
@@ -117,8 +118,8 @@ def test_fork_has_a_row_of_its_group(collected):
     rollout = collected(forking=["12+2"], forks=1)
     batch = rollout.batch
     # The first episode of the second prompt takes the row; the others have none for their forks.
-    assert rollout.metrics["episodes_failed_forks"] == 2
-    assert rollout.metrics["episode_forks"] == 1 / 4
+    assert rollout.completions.metrics["episodes_failed_forks"] == 2
+    assert rollout.completions.metrics["episode_forks"] == 1 / 4
     assert np.asarray(batch.group_ids).tolist() == [0, 0, 0, -1, 1, -1, -1, -1]
     assert np.asarray(batch.episode_rows).tolist() == [0, 1, 2, -1, 4, -1, -1, 4]
     texts = texts_of(batch)
@@ -128,12 +129,12 @@ def test_fork_has_a_row_of_its_group(collected):
     assert sampled.sum(1).tolist()[1] == len(rollout.completions.sampled[7][0].ids)
     assert first.shape == sampled.shape
     assert np.asarray(batch.rewards).tolist()[4::3] == [4, 4]
-    assert rollout.metrics["reward"] == (3 * 3 + 4) / 4
+    assert rollout.completions.metrics["reward"] == (3 * 3 + 4) / 4
 
 
 def test_episode_with_too_many_forks_is_left_out(collected):
     rollout = collected(forking=["12+2"])
-    assert rollout.metrics["episodes_failed_forks"] == 3
+    assert rollout.completions.metrics["episodes_failed_forks"] == 3
     assert np.asarray(rollout.batch.group_ids).tolist() == [0, 0, 0, -1, -1, -1, -1, -1]
 
 
@@ -145,16 +146,16 @@ def test_batch_has_what_was_sampled(collected, source):
     assert np.asarray(batch.completion_mask).sum(1).tolist()[3::4] == [0, 0]
     for text, prompt in zip(texts_of(batch), ["1+2"] * 4 + ["12+2"] * 4, strict=True):
         assert text.startswith(f"<bos>{prompt}")
-    assert rollout.metrics["episode_turns"] == 2
-    assert rollout.metrics["reward"] == 3.5
+    assert rollout.completions.metrics["episode_turns"] == 2
+    assert rollout.completions.metrics["reward"] == 3.5
     assert (np.asarray(rollout.completions.fields["token_versions"]).max(1) == [5, 5, 5, -1] * 2).all()
 
 
 def test_failures_of_the_world_leave_the_group(collected):
     rollout = collected(silent=["12+2"])
     assert np.asarray(rollout.batch.group_ids).tolist() == [0, 0, 0, -1, -1, -1, -1, -1]
-    assert rollout.metrics["episodes_failed_exception"] == 3
-    assert rollout.metrics["reward"] == 3
+    assert rollout.completions.metrics["episodes_failed_exception"] == 3
+    assert rollout.completions.metrics["reward"] == 3
     with pytest.raises(
         SourceError, match=r"^rollout.source.max_failures: got 0.5, but 6 of 6 .*6 exception.*no answer"
     ):
@@ -171,8 +172,8 @@ def test_step_without_an_episode_ends_the_run(collected, source, monkeypatch):
 
 def test_time_out_of_an_agent_is_its_exception(collected):
     rollout = collected(unreached=["12+2"])
-    assert rollout.metrics["episodes_failed_exception"] == 3
-    assert rollout.metrics["episodes_failed_episode_seconds"] == 0
+    assert rollout.completions.metrics["episodes_failed_exception"] == 3
+    assert rollout.completions.metrics["episodes_failed_episode_seconds"] == 0
 
 
 def test_episode_over_its_time_fails(collected, source):
@@ -181,7 +182,7 @@ def test_episode_over_its_time_fails(collected, source):
     began = time.monotonic()
     rollout = collected(slow=["12+2"])
     assert time.monotonic() - began < 30
-    assert rollout.metrics["episodes_failed_episode_seconds"] == 3
+    assert rollout.completions.metrics["episodes_failed_episode_seconds"] == 3
     source._section = section
 
 
@@ -196,7 +197,7 @@ def test_step_that_is_left_ends_its_episodes(collected, source, monkeypatch):
         collected()
     assert source._generator.open == 0
     monkeypatch.undo()
-    assert collected().metrics["episode_turns"] == 2
+    assert collected().completions.metrics["episode_turns"] == 2
 
 
 def test_agent_draws_the_tokens_of_episodes_in_process(collected, source, files):

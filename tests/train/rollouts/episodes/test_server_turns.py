@@ -105,8 +105,8 @@ def test_servers_draw_the_turns_of_episodes(environment):
         assert np.asarray(batch.rollout_log_probs)[sampled].tolist() == [-0.25, -0.5, -0.75] * 12
         assert np.asarray(rollout.completions.fields["token_versions"])[sampled].tolist() == [3] * 36
         assert np.asarray(batch.rewards).tolist() == [0.75] * 4
-        assert rollout.metrics["episode_turns"] == 3
-        assert rollout.metrics["rollout_engines"] == 2
+        assert rollout.completions.metrics["episode_turns"] == 3
+        assert rollout.completions.metrics["rollout_engines"] == 2
     # An episode of each prompt is on each server, with all of its turns: the ids before a turn are cached there.
     for engine in engines:
         turns = sorted((prompt.count("<eos>"), prompt.partition("=")[0]) for prompt in engine.prompts)
@@ -139,7 +139,7 @@ def test_turn_of_a_server_over_its_time_fails(environment):
     engine.slow = "22=t0<eos>t0+t1"
     with opened(environment, [engine], "environment.turn_seconds=1.5") as (context, source, _):
         rollout = collect(context, Stream(context, source), 3)
-        assert rollout.metrics["episodes_failed_turn_seconds"] == 2
+        assert rollout.completions.metrics["episodes_failed_turn_seconds"] == 2
         assert np.asarray(rollout.batch.group_ids).tolist() == [0, 0, -1, -1]
         assert source._engine.is_idle()
 

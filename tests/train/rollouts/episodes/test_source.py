@@ -212,10 +212,10 @@ def test_observations_are_holes_and_failures_leave_the_group(rollout):
         float(right[e.prompt] == t) for e, t in zip(drawn.completions.examples, ["3", "3", "", "4"], strict=True)
     ]
     np.testing.assert_array_equal(batch.rewards, rewards)
-    assert drawn.metrics["episodes_failed_exception"] == 1
-    assert drawn.metrics["episode_turns"] == pytest.approx(4 / 3)
-    assert drawn.metrics["reward"] == pytest.approx(sum(rewards[:2] + rewards[3:]) / 3)
-    assert drawn.metrics["episode_truncated"] == 0
+    assert drawn.completions.metrics["episodes_failed_exception"] == 1
+    assert drawn.completions.metrics["episode_turns"] == pytest.approx(4 / 3)
+    assert drawn.completions.metrics["reward"] == pytest.approx(sum(rewards[:2] + rewards[3:]) / 3)
+    assert drawn.completions.metrics["episode_truncated"] == 0
 
 
 def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
@@ -223,7 +223,7 @@ def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
         "Rewarded", [["<tool_call>{</tool_call>", "3"], ["3"], ["3"], ["3"]], "data.max_completion_length=80"
     )
     assert drawn.completions.finished.all()
-    assert drawn.metrics["episode_refused_calls"] == 0.25
+    assert drawn.completions.metrics["episode_refused_calls"] == 0.25
     assert drawn.batch.rewards.tolist() == [0.5] * 4
     assert drawn.batch.group_ids.tolist() == [0, 0, 1, 1]
     text = tiny.ByteTokenizer().decode_all(np.asarray(drawn.batch.tokens[0]).tolist())
@@ -241,7 +241,7 @@ def test_limits_end_episodes_that_are_not_finished(rollout):
         "Steps", [["go"], ["stop"], ["a long turn that uses every token up"], ["stop"]], "optim.share_prompts=false"
     )
     assert drawn.completions.finished.tolist() == [False, True, False, True]
-    assert drawn.metrics["episode_truncated"] == 0.5
+    assert drawn.completions.metrics["episode_truncated"] == 0.5
     assert drawn.batch.rewards.tolist() == [0.75, 0.25, 0.0, 0.25]
     assert np.asarray(drawn.batch.completion_mask).sum(1).tolist()[1:] == [5, LENGTH, 5]
 
@@ -289,14 +289,15 @@ TIMED = [
 def test_episodes_over_their_time_leave_the_group(rollout, limit, names, script, groups):
     drawn = rollout("Slow", script, f"environment.{limit}", "data.max_completion_length=64")
     assert np.asarray(drawn.batch.group_ids).tolist() == groups
-    failed = {name: count for name, count in drawn.metrics.items() if name.startswith("episodes_failed") and count}
+    metrics = drawn.completions.metrics
+    failed = {name: count for name, count in metrics.items() if name.startswith("episodes_failed") and count}
     assert failed == {f"episodes_failed_{name}": float(groups.count(-1)) for name in names}
 
 
 def test_close_that_hangs_loses_no_other_episode(rollout):
     drawn = rollout("Hanging", [["add 1"], ["3"], ["3"], ["4"]], "environment.step_seconds=2")
     assert np.asarray(drawn.batch.group_ids).tolist() == [-1, 0, 1, 1]
-    assert drawn.metrics["episodes_failed_lost"] == 0
+    assert drawn.completions.metrics["episodes_failed_lost"] == 0
 
 
 def test_time_over_a_limit_is_named(rollout):
@@ -428,11 +429,11 @@ def test_template_that_rewrites_history_forks(rollout):
     assert np.asarray(batch.completion_mask).sum(1).tolist() == [7, 5, 8, 0]
     assert np.asarray(batch.group_ids).tolist() == [0, -1, 1, -1]
     assert np.asarray(batch.episode_rows).tolist() == [0, 0, 2, -1]
-    assert drawn.metrics["episode_forks"] == 0.5
+    assert drawn.completions.metrics["episode_forks"] == 0.5
     # Each token is drawn with a number of its own, also after the fork.
     np.testing.assert_allclose(np.asarray(batch.rollout_log_probs)[1].min(), -0.25 * (9 + 5))
     kept = rollout("Steps", [["why~go", "stop"], ["why~on", "stop"]] * 2, tokenizer=Forgetful())
-    assert kept.metrics["episode_forks"] == 0
+    assert kept.completions.metrics["episode_forks"] == 0
 
 
 @pytest.mark.parametrize(
