@@ -26,7 +26,7 @@ from train.models.sharding import batch_sharding, make_mesh
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, arrive, judge_rows, shard_completions
 from train.rollouts.jax_source import JaxSource
-from train.rollouts.source import Completions
+from train.rollouts.source import Completions, Request
 from train.rollouts.stream import Stream
 from train.run.setup import first_state
 from train.sequences.batch import Batch
@@ -207,6 +207,13 @@ def rollout_of(context: RunContext, completions: Completions, step: int = 0) -> 
 def stream_of(context: RunContext, source: Any = None) -> Stream:
     """The stream of a source, or of the sampler of this process."""
     return Stream(context, source or JaxSource(context))
+
+
+def sampled(context: RunContext, source: Any, request: Request) -> Completions:
+    """The completions of one request, in whatever parts the source gives them."""
+    stream = Stream(context, source)
+    stream.start([request])
+    return stream.take(request)
 
 
 @dataclasses.dataclass(frozen=True)

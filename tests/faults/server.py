@@ -79,7 +79,7 @@ def _sample(first: Reply | None, then: Reply | None = None, timeout: float = SEC
         start, replies = replies, itertools.repeat(None)
         with _opened(url, timeout) as source:
             replies = iter([first]) if first is not None else start
-            return source.sample(_request())
+            return tiny.sampled(_context(), source, _request())
 
 
 def refused(reply: Reply, *words: str, timeout: float = SECONDS) -> Callable[[pathlib.Path], str]:

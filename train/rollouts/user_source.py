@@ -105,11 +105,6 @@ class UserSource:
             self._source.update(policy, version)
         self._version = version
 
-    def sample(self, request: Request) -> Completions:
-        """Returns the completions of one request, checked."""
-        self.start([request])
-        return self.take().completions
-
     def start(self, requests: Sequence[Request]) -> None:
         """Begins to draw completions."""
         with self._calling("start"):

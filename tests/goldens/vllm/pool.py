@@ -21,6 +21,7 @@ import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.record import ALLOWED, log_prob_error
 from tests.goldens.vllm.server import free_port, serving
+from tests.tiny import sampled
 from train.config.errors import UserError
 from train.context import RunContext
 from train.rollouts.server import ServerSource
@@ -63,7 +64,7 @@ def check_step(context: RunContext, source: ServerSource, step: int, killed: sub
     source.update(tiny.policy_of(context, step), step)
     if killed is not None:
         threading.Timer(0.05, killed.kill).start()
-    completions = source.sample(tiny.request_of(context, step, FIRST_KEY + step))
+    completions = sampled(context, source, tiny.request_of(context, step, FIRST_KEY + step))
     policies = {of: tiny.policy_of(context, of) for of in (step, step - 1)}
     error, other = (log_prob_error(context, completions, policies[of]) for of in policies)
     engines = completions.metrics["rollout_engines"]

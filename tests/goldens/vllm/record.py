@@ -26,6 +26,7 @@ import numpy as np
 import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.server import LORA, serving
+from tests.tiny import sampled
 from train.context import RunContext
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.server import Client, ServerSource
@@ -92,7 +93,8 @@ def play(name: str, client: Client, url: str) -> list[tuple[RunContext, Any, Com
     for step in range(2):
         policy = tiny.policy_of(context, step)
         source.update(policy, step)
-        played.append((context, policy, source.sample(tiny.request_of(context, step, FIRST_KEYS[name] + step))))
+        request = tiny.request_of(context, step, FIRST_KEYS[name] + step)
+        played.append((context, policy, sampled(context, source, request)))
     source.close()
     return played
 

@@ -13,6 +13,7 @@ import pytest
 
 import kljax
 from tests.goldens.vllm import tiny
+from tests.tiny import sampled
 from tests.train.rollouts.fake_engines import PLAIN, FakeEngine, FakeRouter, FakeSglang, serving_all
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
@@ -55,7 +56,7 @@ def policy(context: RunContext, number: int) -> kljax.Policy:
 def step(context: RunContext, source: ServerSource, number: int) -> Completions:
     """Sends the weights of a step, and samples with them."""
     source.update(policy(context, number), number)
-    return source.sample(Request.of(context, number))
+    return sampled(context, source, Request.of(context, number))
 
 
 def in_list(urls: Sequence[str]) -> str:
@@ -185,7 +186,7 @@ def test_requests_go_to_the_least_busy_engine(engines):
         slow.hangs.add("/v1/completions")
         timer = threading.Timer(0.5, lambda: (slow.hangs.clear(), slow.over.set()))
         timer.start()
-        source.sample(Request.of(context, 0))
+        sampled(context, source, Request.of(context, 0))
         timer.join()
     assert (len(slow.sampled), len(quick.sampled)) == (1, ROWS - 1)
 
@@ -304,7 +305,7 @@ def test_lost_engine_leaves_the_router(engines, event):
         source.update(policy(context, 1), 1)
         if event == "restarts":
             engines[1].restart()
-        source.sample(Request.of(context, 1))
+        sampled(context, source, Request.of(context, 1))
         assert router.urls == [urls[0]]
     assert engines[0].sampled[-ROWS:] == [engines[0].weights] * ROWS
 

@@ -20,7 +20,7 @@ def sample(server: ToyServer, *options: str) -> Completions:
     with serving(server) as url:
         context = tiny.context_of(tiny.config_of(SOURCE.format(url), *options))
         with contextlib.closing(open_source(context)) as source:
-            return source.sample(Request.of(context, 0))
+            return tiny.sampled(context, source, Request.of(context, 0))
 
 
 ACCEPTED = {

@@ -163,7 +163,7 @@ def sample(server: RoutedDigits, *options: str):
     with serving(server) as url:
         context = tiny.context_of(tiny.config_of(*OPTIONS, SOURCE.format(url), *options))
         with closing(open_source(context)) as source:
-            completions = source.sample(Request.of(context, 0))
+            completions = tiny.sampled(context, source, Request.of(context, 0))
             return completions, tiny.rollout_of(context, completions)
 
 

@@ -275,9 +275,9 @@ def test_error_of_finish_names_the_source() -> None:
 
 def test_interrupt_and_source_error_pass_through() -> None:
     with pytest.raises(KeyboardInterrupt):
-        opened(sample=fail(KeyboardInterrupt())).sample(Request.of(CONTEXT, 0))
+        tiny.sampled(CONTEXT, opened(sample=fail(KeyboardInterrupt())), Request.of(CONTEXT, 0))
     with pytest.raises(SourceError, match=r"^mine$"):
-        opened(sample=fail(SourceError("mine"))).sample(Request.of(CONTEXT, 0))
+        tiny.sampled(CONTEXT, opened(sample=fail(SourceError("mine"))), Request.of(CONTEXT, 0))
 
 
 @pytest.mark.parametrize("returned", [None, 3, {"tokens": []}])

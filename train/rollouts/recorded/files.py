@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from train.config.errors import UserError
 from train.config.json_text import check_encoding, parse_json
@@ -26,18 +26,6 @@ class RowPosition(NamedTuple):
     parent: "RowPosition | None" = None
 
 
-class RowFile(Protocol):
-    """A file of rows."""
-
-    path: Path
-
-    def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yields `(offset, line, record)` of every row in order."""
-
-    def read(self, offset: int) -> dict[str, Any]:
-        """Reads the record at an offset; raises OSError or ValueError if the file has changed."""
-
-
 @contextmanager
 def _errors(path: Path, line: int) -> Iterator[None]:
     try:
@@ -53,6 +41,7 @@ class JsonLinesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yields `(offset, line, record)` of every row in order."""
         offset = 0
         line = 0
         counter = RowCounter()
@@ -104,6 +93,7 @@ class ParquetFile:
             raise UserError(f"rollout.source.path: {path}: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yields `(offset, line, record)` of every row in order."""
         offset = 0
         counter = RowCounter()
         for part in self._table.to_batches(max_chunksize=1024):
@@ -116,10 +106,13 @@ class ParquetFile:
             counter.finish()
 
     def read(self, offset: int) -> dict[str, Any]:
-        """Reads row `offset`."""
+        """Reads row `offset`; raises `ValueError` if it is damaged."""
         record = drop_empty(self._table.slice(offset, 1).to_pylist()[0])
         take_check(record)
         return record
+
+
+RowFile = JsonLinesFile | ParquetFile
 
 
 def count_file(directory: Path, step: int) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from train.rollouts.server.answers import AnswerError, read_models, read_version
 from train.rollouts.server.client import Client, RefusedError, acknowledged
@@ -67,44 +67,11 @@ class Server:
         return contextlib.nullcontext(self.url)
 
 
-class Endpoints(Protocol):
-    """The endpoints of one program; each function takes the server that it asks."""
-
-    name: str
-
-    async def pause(self, server: Server, *, keep: bool) -> None:
-        """Stops sampling until `resume`; `keep`: the requests under way go on then."""
-
-    async def resume(self, server: Server) -> None:
-        """Goes on sampling."""
-
-    async def load_folder(self, server: Server, folder: Path, version: str) -> None:
-        """Reads the weights of a folder in place of its own, and labels them; the server is paused."""
-
-    async def set_version(self, server: Server, version: str) -> None:
-        """Labels the weights."""
-
-    async def version(self, server: Server) -> str | None:
-        """Returns the label of the weights; None if the server has none."""
-
-    async def load_adapter(self, server: Server, name: str, folder: Path) -> None:
-        """Reads an adapter, for requests that name it."""
-
-    async def unload_adapter(self, server: Server, name: str) -> None:
-        """Forgets an adapter, if it is there."""
-
-    async def has_adapter(self, server: Server, name: str) -> bool | None:
-        """Whether requests may name the adapter; None if the server does not tell."""
-
-    def model_of(self, base: str, adapter: str) -> str:
-        """Returns the model of requests for an adapter."""
-        ...
-
-
 class Vllm:
-    """vLLM: the four phases of a weight update if it was started with a backend that reads folders, else a reload.
+    """The endpoints of vLLM; each function takes the server that it asks.
 
-    The reload is `/collective_rpc`. Both need VLLM_SERVER_DEV_MODE=1; adapters need it not.
+    Weights go through the four phases of an update if it was started with a backend that reads folders, else through a
+    reload, `/collective_rpc`. Both need VLLM_SERVER_DEV_MODE=1; adapters need it not.
     """
 
     name = "vLLM"
@@ -113,7 +80,10 @@ class Vllm:
         self._in_phases: dict[str, bool] = {}
 
     async def pause(self, server: Server, *, keep: bool) -> None:
-        """Keeps the requests under way, or waits for them; then every answer has to say that the server is paused."""
+        """Stops sampling until `resume`; requests under way go on then if they are kept, and end before if not.
+
+        Then every answer has to say that the server is paused.
+        """
         await server.post(f"/pause?mode={'keep' if keep else 'wait'}", {})
         reads = (server.read_if_there("/is_paused", _read_paused) for _ in range(READS))
         if False in await asyncio.gather(*reads):
@@ -124,7 +94,10 @@ class Vllm:
         await server.post("/resume", {})
 
     async def load_folder(self, server: Server, folder: Path, version: str) -> None:
-        """Reads the weights; no phase is repeated, as each may be done once."""
+        """Reads the weights of a folder in place of its own, and labels them; the server is paused.
+
+        No phase is repeated, as each may be done once.
+        """
         if server.url not in self._in_phases:
             self._in_phases[server.url] = await self._initialize(server)
         if self._in_phases[server.url]:
@@ -153,11 +126,14 @@ class Vllm:
             await server.post("/update_weight_version", {"new_version": version})
 
     async def version(self, server: Server) -> str | None:
-        """Returns the label."""
+        """Returns the label of the weights; None if the server has none."""
         return await server.read_if_there("/weight_info", read_version)
 
     async def load_adapter(self, server: Server, name: str, folder: Path) -> None:
-        """Needs `--enable-lora`, `--max-lora-rank` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true."""
+        """Reads an adapter, for requests that name it.
+
+        Needs `--enable-lora`, `--max-lora-rank` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
+        """
         await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def unload_adapter(self, server: Server, name: str) -> None:
@@ -166,17 +142,17 @@ class Vllm:
             await server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def has_adapter(self, server: Server, name: str) -> bool | None:
-        """Whether the list of models has it."""
+        """Whether the list of models has it; None if the server does not tell."""
         models = await server.read_if_there("/v1/models", read_models)
         return None if models is None else name in models
 
     def model_of(self, base: str, adapter: str) -> str:
-        """Returns the name of the adapter."""
+        """Returns the model of requests for an adapter, its name."""
         return adapter
 
 
 class Sglang:
-    """SGLang, as its documentation describes it; no live server was tried."""
+    """The endpoints of SGLang, as its documentation describes them; no live server was tried."""
 
     name = "SGLang"
 
@@ -224,6 +200,9 @@ class Sglang:
     def model_of(self, base: str, adapter: str) -> str:
         """Returns the base and the adapter."""
         return f"{base}:{adapter}"
+
+
+Endpoints = Vllm | Sglang
 
 
 def endpoints_of(owner: str) -> Endpoints:

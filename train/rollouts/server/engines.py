@@ -18,6 +18,8 @@ from train.rollouts.source import SourceError
 LEAVE_OUT = "set rollout.source.on_engine_failure=drop to go on without it"
 
 _Parsed = TypeVar("_Parsed")
+Ask = Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]
+"""Called when a request is sent: returns its JSON, and what reads the answer or raises `AnswerError`."""
 
 
 class Engines:
@@ -169,7 +171,7 @@ class Engines:
     def complete(
         self,
         path: str,
-        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
+        asks: Sequence[Ask[_Parsed]],
         *,
         most_bytes: int,
         url: str | None = None,
@@ -182,7 +184,7 @@ class Engines:
 
         Args:
           path: path of the requests.
-          asks: for each request, called when it is sent: the JSON, and what reads the answer or raises `AnswerError`.
+          asks: one for each request.
           most_bytes: limit of each answer, also after decompression.
           url: the engine to ask; None: any.
           place: number of the engine to prefer, modulo those that are ready; None: the least busy one.
@@ -190,26 +192,20 @@ class Engines:
         Returns:
           The answers to come, in order, for `wait_for`.
         """
-        return self._client.start(self._complete(path, asks, most_bytes, url, place))
 
-    async def _complete(
-        self,
-        path: str,
-        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
-        most_bytes: int,
-        url: str | None,
-        place: int | None,
-    ) -> list[_Parsed]:
-        self._unfinished += 1
-        try:
-            return await self._answers(path, asks, most_bytes, url, place)
-        finally:
-            self._unfinished -= 1
+        async def answers() -> list[_Parsed]:
+            self._unfinished += 1
+            try:
+                return await self._answers(path, asks, most_bytes, url, place)
+            finally:
+                self._unfinished -= 1
+
+        return self._client.start(answers())
 
     async def _answers(
         self,
         path: str,
-        asks: Sequence[Callable[[], tuple[Mapping[str, Any], Callable[[bytes], _Parsed]]]],
+        asks: Sequence[Ask[_Parsed]],
         most_bytes: int,
         url: str | None,
         place: int | None,

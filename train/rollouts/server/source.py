@@ -28,7 +28,6 @@ from train.rollouts.server.probe import FIRST_PROMPT, TEMPERATURES, Probe, check
 from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, FinishedSamples, Request, SourceError
-from train.rollouts.stream import Stream
 from train.sequences.sample import Sample
 from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
 
@@ -163,12 +162,6 @@ class ServerSource:
             self._weights = RequestedWeights(model, UNKNOWN if self._section.sync == "none" else version)
         self._engines.agree()
         self._step = version
-
-    def sample(self, request: Request) -> Completions:
-        """Requests all completions, `concurrency` at a time; the first error ends all requests."""
-        stream = Stream(self._context, self)
-        stream.start([request])
-        return stream.take(request)
 
     def start(self, requests: Sequence[Request]) -> None:
         """Begins to request the completions of all prompts, and returns at once."""

@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,22 +26,6 @@ from train.rollouts.server.engines import Engines
 from train.rollouts.source import SourceError
 from train.weights.files import usable_directory
 from train.weights.peft_experts import stacked_targets
-
-
-class Sync(Protocol):
-    """Transfers the weights of a policy to every server.
-
-    Attributes:
-      in_place: whether the new weights take the place of the old ones, so that no request may be under way.
-    """
-
-    in_place: bool
-
-    def load(self, policy: kljax.Policy, step: int) -> str:
-        """Sends the weights and returns the model name for requests; raises `SourceError`."""
-
-    def close(self) -> None:
-        """Removes the written weights, here and on the servers."""
 
 
 class Transfer(Protocol):
@@ -74,56 +58,52 @@ class NoSync:
         """No-op."""
 
 
-class _VersionFolders:
-    """The folders of the written versions."""
+class _FolderSync:
+    """Writes each version to a folder of its own.
 
-    def __init__(self, folder: str | None, name: str) -> None:
+    With several processes all of them gather the weights, and the leader writes them and speaks to the servers.
+    """
+
+    def __init__(self, engines: Engines, context: RunContext, *, model: str, folder: str | None) -> None:
         """Creates the root folder; raises `UserError` if it is not writable."""
+        self._engines = engines
+        self._context = context
+        self._model = model
+        self._written: list[Path] = []
         self._temporary: str | None = None
         try:
             if not folder and is_leader():
                 self._temporary = tempfile.mkdtemp(prefix="kljax-served-")
             self._root = Path(folder or self._temporary or "").absolute()
-            self._name = name
             if is_leader():
                 usable_directory(self._root)
         except OSError as error:
             root = folder or tempfile.gettempdir()
             raise UserError(f"rollout.source.folder: cannot write to {root}: {error.strerror}") from error
 
-    @contextlib.contextmanager
-    def new(self, step: int) -> Iterator[Path]:
-        """Yields a unique path: a server may still have weights of an earlier run with the same name and step.
+    def _write(self, step: int, save: Callable[[Path], object]) -> Path:
+        """Writes a unique folder: a server may still have weights of an earlier run with the same name and step.
 
         Raises:
           SourceError: writing fails, for example on a full disk.
         """
-        path = self._root / f"{self._name}-{step}-{uuid.uuid4().hex[:8]}"
-        try:
-            if is_leader():
-                self._root.mkdir(parents=True, exist_ok=True)
-            yield path
-        except (OSError, SafetensorError) as error:
-            raise SourceError(f"rollout.source.folder: cannot write {path}: {error}") from error
+
+        def write() -> Path:
+            path = self._root / f"{self._context.config.name}-{step}-{uuid.uuid4().hex[:8]}"
+            try:
+                if is_leader():
+                    self._root.mkdir(parents=True, exist_ok=True)
+                save(path)
+            except (OSError, SafetensorError) as error:
+                raise SourceError(f"rollout.source.folder: cannot write {path}: {error}") from error
+            return path
+
+        return run_together("weights for the server", write)
 
     def close(self) -> None:
-        """Removes the temporary folder."""
+        """Removes the root folder, if it is a temporary one."""
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-class _FolderSync:
-    """Shared state of the transfers by folder: the folders, and the current version.
-
-    With several processes all of them gather the weights, and the leader writes them and speaks to the servers.
-    """
-
-    def __init__(self, engines: Engines, context: RunContext, *, model: str, folder: str | None) -> None:
-        self._engines = engines
-        self._context = context
-        self._model = model
-        self._folders = _VersionFolders(folder, context.config.name)
-        self._written: list[Path] = []
 
 
 class LoraSync(_FolderSync):
@@ -135,14 +115,9 @@ class LoraSync(_FolderSync):
         """Loads the adapter and returns its name."""
         from train.weights.peft import save_adapter
 
-        source = self._context.config.model.path
-
-        def write() -> Path:
-            with self._folders.new(step) as path:
-                save_adapter(path, self._context.model, policy.adapter, base_name=self._model, source=source)
-            return path
-
-        path = run_together("weights for the server", write)
+        model = self._context.model
+        options = {"base_name": self._model, "source": self._context.config.model.path}
+        path = self._write(step, lambda path: save_adapter(path, model, policy.adapter, **options))
         name = on_leader("weights for the server", lambda: self._exchange(path, step))
         self._engines.expect(name, step, adapter=True)
         return self._engines.endpoints.model_of(self._model, name)
@@ -170,7 +145,7 @@ class LoraSync(_FolderSync):
         with contextlib.suppress(SourceError):
             for path in self._written:
                 self._unload(path)
-        self._folders.close()
+        super().close()
 
 
 class WeightSync(_FolderSync):
@@ -187,16 +162,11 @@ class WeightSync(_FolderSync):
         """Loads the weights and returns the name of the base model."""
         from train.weights.huggingface import save_folder
 
+        model = self._context.model
         source = self._context.config.model.path
         stored = policy.params["embed_tokens"]["embedding"].dtype
         dtype = min(jnp.dtype(self._context.layout.model.config.dtype), stored, key=lambda of: of.itemsize)
-
-        def write() -> Path:
-            with self._folders.new(step) as path:
-                save_folder(path, self._context.model, policy, source=source, dtype=dtype.name)
-            return path
-
-        path = run_together("weights for the server", write)
+        path = self._write(step, lambda path: save_folder(path, model, policy, source=source, dtype=dtype.name))
         # The leader writes the folder; requests of any process may go on before the leader has told of the update.
         self._engines.announce(of_leader("weights for the server", path.name), step)
         self._engines.expect(on_leader("weights for the server", lambda: self._exchange(path, step)), step)
@@ -219,7 +189,7 @@ class WeightSync(_FolderSync):
     def close(self) -> None:
         """Removes the written weights, which the servers have read."""
         self._remove()
-        self._folders.close()
+        super().close()
 
 
 class UserSync:
@@ -262,6 +232,14 @@ class UserSync:
         """Frees the resources of the transfer."""
         with user_code(f"{self._label}: close", SourceError):
             self._transfer.close()
+
+
+Sync = NoSync | LoraSync | WeightSync | UserSync
+"""A transfer of the weights of a policy to every server.
+
+`in_place` tells whether the new weights take the place of the old ones, so that no request may be under way. `load`
+sends the weights and returns the model name for requests; `close` removes what was written, here and on the servers.
+"""
 
 
 def make_sync(engines: Engines, context: RunContext) -> Sync:
