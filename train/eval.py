@@ -24,7 +24,9 @@ from train.storage.paths import is_remote, stored_argument
 
 if TYPE_CHECKING:
     import kljax
+    from train.config.schema import Config
     from train.context import RunContext
+    from train.run.saved_run import SavedRun
 
 EXAMPLES = """\
 examples:
@@ -41,14 +43,19 @@ def parser() -> argparse.ArgumentParser:
         "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=run_or_config, help="directory of a run, or a config")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
-    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
+    add_policy_arguments(command)
     command.add_argument(
         "--json", metavar="FILE", type=stored_argument, help="also write the numbers and some completions"
     )
     add_process_flags(command)
     return command
+
+
+def add_policy_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a policy: a run or a config, overrides of its fields, and a step."""
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=run_or_config, help="directory of a run, or a config")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
 
 
 def run_or_config(text: str) -> Path:
@@ -57,19 +64,23 @@ def run_or_config(text: str) -> Path:
     return path if is_remote(path) else recipe_path(text)
 
 
+def load_if_config(options: argparse.Namespace) -> LoadedConfig | None:
+    """Loads the config that a command line names, before JAX starts, so that its errors show first; None for a run."""
+    if not options.what.exists():
+        raise UserError(no_such_run(options.what))
+    return None if options.what.is_dir() else load(options.what, options.overrides)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
 
     def command() -> None:
-        # A config is loaded before, so that an error in it shows before JAX starts.
-        if not options.what.exists():
-            raise UserError(no_such_run(options.what))
-        loaded = None if options.what.is_dir() else load(options.what, options.overrides)
+        loaded = load_if_config(options)
         with joined_processes(options):
             if loaded is not None:
                 show_warnings(loaded)
-            show(options.what, options.overrides, loaded, step=options.step, file=options.json)
+            show(options, loaded)
 
     return run_command(command)
 
@@ -83,10 +94,42 @@ def no_such_run(what: Path) -> str:
     return f"{what}: no such run or config, expected a directory of a run ({there}), or a YAML file"
 
 
-def show(
-    what: Path, overrides: Sequence[str], loaded: LoadedConfig | None, *, step: int | None, file: Path | None
-) -> None:
-    """Evaluates the run at `what`, or the loaded config; prints the table, and writes `file` if one is named.
+def open_policy(options: argparse.Namespace, loaded: LoadedConfig | None) -> tuple["SavedRun | None", "Config"]:
+    """Opens the run that a command line names, if it names one; returns the config for the devices that are here.
+
+    Raises:
+      UserError: there is no run, or a step of a config is asked for.
+    """
+    from train.distributed.compile_cache import start_compile_cache
+    from train.run.saved_run import SavedRun, fitting
+    from train.run.setup import with_local_model
+    from train.storage.copies import with_local_copies
+
+    if loaded is not None and options.step is not None:
+        raise UserError(f"--step: got {options.step}, but {options.what} is no directory of a run")
+    saved = None if loaded is not None else SavedRun.at(options.what, options.overrides)
+    start = saved or loaded
+    assert start is not None
+    set_flags(start.config.xla_flags)
+    config = with_local_copies(with_local_model(fitting(start.config)))
+    start_compile_cache(config.compile_cache)
+    return saved, config
+
+
+def load_policy(context: "RunContext", saved: "SavedRun | None", step: int | None) -> tuple["kljax.Policy", int | None]:
+    """Loads the policy of a run after a step, None for the last one, and returns the step; or that of a config.
+
+    Raises:
+      UserError: there is no such step, a config starts from no saved policy, or the weights do not fit.
+    """
+    if saved is None:
+        return initial_policy(context), None
+    chosen = saved.step(step)
+    return saved.policy(context.model, context.mesh, chosen), chosen
+
+
+def show(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
+    """Evaluates the policy that a command line names; prints the table, and writes a file if one is named.
 
     Raises:
       UserError: something cannot be read or does not fit.
@@ -94,44 +137,30 @@ def show(
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
-    from train.distributed.compile_cache import start_compile_cache
     from train.distributed.exchange import agree
     from train.distributed.peers import is_leader
     from train.run.directory import flat_fields
     from train.run.display import default_console, print_evaluation, summary_text
-    from train.run.saved_run import SavedRun, fitting
-    from train.run.setup import make_context, with_local_model
-    from train.storage.copies import with_local_copies
+    from train.run.setup import make_context
 
-    if file is not None:
-        check_output("--json", file, inputs=[] if loaded is None else [loaded.source])
-    if loaded is not None and step is not None:
-        raise UserError(f"--step: got {step}, but {what} is no directory of a run")
-    saved = None if loaded is not None else SavedRun.at(what, overrides)
-    start = saved or loaded
-    assert start is not None
-    set_flags(start.config.xla_flags)
-    config = with_local_copies(with_local_model(fitting(start.config)))
-    start_compile_cache(config.compile_cache)
-    agree("command", {**flat_fields(config), "--step": step})
+    if options.json is not None:
+        check_output("--json", options.json, inputs=[] if loaded is None else [loaded.source])
+    saved, config = open_policy(options, loaded)
+    agree("command", {**flat_fields(config), "--step": options.step})
     context = make_context(config)
     if not context.held_out:
         raise UserError("eval.prompts: got 0, so nothing is held out; set it, and a task with its data")
     with jax.set_mesh(context.mesh):
-        if saved is None:
-            policy = initial_policy(context)
-            name = str(what)
-        else:
-            step = saved.step(step)
-            policy = saved.policy(context.model, context.mesh, step)
-            name = f"{what} after step {step}"
+        policy, step = load_policy(context, saved, options.step)
         metrics = measure(context, policy, step or 0)
     if not is_leader():
         return
+    what = str(options.what)
+    name = what if step is None else f"{what} after step {step}"
     print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", metrics, config.temperature)
-    if file is not None:
-        about = {"of": str(what), "step": step, "prompts": len(context.held_out), "temperature": config.temperature}
-        write_file("--json", file, summary_text(about | metrics))
+    if options.json is not None:
+        about = {"of": what, "step": step, "prompts": len(context.held_out), "temperature": config.temperature}
+        write_file("--json", options.json, summary_text(about | metrics))
 
 
 def measure(context: "RunContext", policy: "kljax.Policy", step: int = 0) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from contextlib import closing
 
 from train.config.address import is_loopback
 from train.config.errors import UserError
-from train.config.load import LoadedConfig, load
-from train.eval import no_such_run, run_or_config
+from train.config.load import LoadedConfig
+from train.eval import add_policy_arguments, load_if_config, load_policy, open_policy
 from train.process.console import make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
-from train.process.xla_flags import set_flags
 
 EXAMPLES = """\
 examples:
@@ -31,9 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "Serve a step of a run, or the model that a config starts from: chat completions, completions and token ids.",
         EXAMPLES,
     )
-    command.add_argument("what", metavar="RUN_OR_CONFIG", type=run_or_config, help="directory of a run, or a config")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
-    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
+    add_policy_arguments(command)
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; one of other machines needs a key")
     command.add_argument("--port", type=_port, default=8000, help="port to listen on (default 8000); 0: a free one")
     command.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of completions")
@@ -72,10 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_intermixed_args(arguments)
 
     def command() -> None:
-        # A config is loaded before, so that an error in it shows before JAX starts.
-        if not options.what.exists():
-            raise UserError(no_such_run(options.what))
-        loaded = None if options.what.is_dir() else load(options.what, options.overrides)
+        loaded = load_if_config(options)
         if loaded is not None:
             show_warnings(loaded)
         serve(options, loaded)
@@ -95,18 +89,14 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.config.load import fill_mesh, with_absolute_paths
     from train.context import make_bare_context
     from train.data.tokenizers import load_tokenizer
-    from train.distributed.compile_cache import start_compile_cache
     from train.distributed.global_arrays import device_count
-    from train.eval import initial_policy
     from train.rollouts.endpoint.generator import Generator
     from train.rollouts.endpoint.listen import Listener
     from train.rollouts.endpoint.sessions import SequenceLengths, Sessions
     from train.rollouts.engine.of_run import make_engine
     from train.rollouts.jax_source import rollout_sampling
     from train.rollouts.server.key import read_key
-    from train.run.saved_run import SavedRun, fitting
-    from train.run.setup import config_mesh, with_local_model
-    from train.storage.copies import with_local_copies
+    from train.run.setup import config_mesh
     from train.weights.model import make_policy_model
 
     if options.api_key_env is not None and options.api_key_file is not None:
@@ -120,27 +110,15 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
         from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
     except ImportError:
         raise UserError("train.serve needs uvicorn and starlette; pip install 'kljax[serve]'") from None
-    saved = None if loaded is not None else SavedRun.at(options.what, options.overrides)
-    start = saved or loaded
-    assert start is not None
-    if loaded is not None and options.step is not None:
-        raise UserError(f"--step: got {options.step}, but {options.what} is no directory of a run")
-    set_flags(start.config.xla_flags)
-    config = with_absolute_paths(with_local_copies(with_local_model(fitting(start.config))))
-    config = fill_mesh(config, device_count())
-    start_compile_cache(config.compile_cache)
+    saved, config = open_policy(options, loaded)
+    config = fill_mesh(with_absolute_paths(config), device_count())
     tokenizer = load_tokenizer(config)
     context = make_bare_context(config, make_policy_model(config, tokenizer), config_mesh(config), tokenizer)
     total = options.max_model_len or config.data.row_length()
     with jax.set_mesh(context.mesh):
-        if saved is None:
-            step = 0
-            policy = initial_policy(context)
-        else:
-            step = saved.step(options.step)
-            policy = saved.policy(context.model, context.mesh, step)
+        policy, step = load_policy(context, saved, options.step)
     served = Served(
-        model=start.config.name,
+        model=config.name,
         tokenizer=tokenizer,  # type: ignore[arg-type]
         sampling=dataclasses.replace(rollout_sampling(config), record_kept_tokens=False),
         lengths=SequenceLengths(total, total, limit=total),
@@ -153,12 +131,12 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     endpoint = Endpoint(served, generator)
     with context.layout.active():
         engine = make_engine(context, options.rows, total)
-        engine.update(context.layout.weights(policy), step)
+        engine.update(context.layout.weights(policy), step or 0)
         listener = Listener(
             endpoint.app, options.host, options.port, field="--port", most=4 * options.max_requests + 64
         )
         with closing(listener):
-            print(f"serving {served.model} after step {step} on {listener.url}/v1, {total} tokens", flush=True)
+            print(f"serving {served.model} after step {step or 0} on {listener.url}/v1, {total} tokens", flush=True)
             try:
                 while True:
                     generator.advance(engine, seconds=POLL_SECONDS)

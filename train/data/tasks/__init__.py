@@ -1,5 +1,7 @@
 """Tasks with a verifier, by name."""
 
+from collections.abc import Callable
+
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.config.types import RECORDING
@@ -22,23 +24,11 @@ def _arithmetic(config: Config) -> Task:
     )
 
 
-def _gsm8k(config: Config) -> Task:
-    return gsm8k.load(train=config.data.train, held_out=config.data.eval, judge=config.data.judge)
-
-
-def _math(config: Config) -> Task:
-    return boxed_math.load(train=config.data.train, held_out=config.data.eval)
-
-
 def _countdown(config: Config) -> Task:
     data = config.data
     return countdown.load(
         problems=data.problems, numbers=data.numbers, max_number=data.max_number, held_out=config.eval.prompts
     )
-
-
-def _word_problems(config: Config) -> Task:
-    return word_problems.load(held_out=config.eval.prompts)
 
 
 def _reasoning_gym(config: Config) -> Task:
@@ -70,12 +60,12 @@ def _recording(config: Config) -> Task:
     return Task(RECORDING, train=(), eval=(), score=score)
 
 
-_TASKS = {
+_TASKS: dict[str, Callable[[Config], Task]] = {
     "arithmetic": _arithmetic,
-    "gsm8k": _gsm8k,
-    "math": _math,
+    "gsm8k": lambda config: gsm8k.load(train=config.data.train, held_out=config.data.eval, judge=config.data.judge),
+    "math": lambda config: boxed_math.load(train=config.data.train, held_out=config.data.eval),
     "countdown": _countdown,
-    "word_problems": _word_problems,
+    "word_problems": lambda config: word_problems.load(held_out=config.eval.prompts),
     "reasoning_gym": _reasoning_gym,
     "jsonl": _jsonl,
     RECORDING: _recording,
