@@ -1,11 +1,11 @@
-"""The batch, and the functions that pad, slice, concatenate and split it.
+"""The batch, and the functions that slice and split it.
 
-Padding, slicing, concatenating and splitting each map over every field that is present, whatever its name: a field
-added tomorrow travels through all of them without being listed anywhere.
+Slicing and splitting each map over every field that is present, whatever its name: a field added tomorrow travels
+through all of them without being listed anywhere.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -13,15 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES, TokenFields
+from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, TokenFields
 
 Array = jax.Array
-Metadata = Mapping[str, Any]
-
-PER_ROW = {"axes": "row"}
-"""Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
-GROUP = {**PER_ROW, "padding": -1}
-"""Metadata of `group_ids`: padding rows have group -1 and are left out of group statistics."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +59,10 @@ class Batch:
     tokens: Array
     token_mask: Array
     completion_mask: Array
-    prompt_lengths: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
-    rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
-    group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
-    episode_rows: Array | None = dataclasses.field(default=None, metadata=GROUP)
+    prompt_lengths: Array | None = None
+    rewards: Array | None = None
+    group_ids: Array | None = None
+    episode_rows: Array | None = None
     rollout_log_probs: Array | None = None
     old_log_probs: Array | None = None
     ref_log_probs: Array | None = None
@@ -83,7 +77,7 @@ class Batch:
     token_weights: Array | None = None
     kl_token_weights: Array | None = None
     entropy_token_weights: Array | None = None
-    row_numbers: Array | None = dataclasses.field(default=None, metadata=GROUP)
+    row_numbers: Array | None = None
     fields: TokenFields = dataclasses.field(default_factory=dict)
 
 
@@ -161,58 +155,9 @@ def row_count(batch: Batch) -> int:
     return batch.tokens.shape[0]
 
 
-def pad_rows(batch: AnyBatch, rows: int) -> AnyBatch:
-    """Adds empty rows (masks False, group and token ids -1, everything else 0) until there are `rows`.
-
-    Raises:
-      ValueError: if the batch has more.
-    """
-    missing = rows - row_count(batch)
-    if missing < 0:
-        raise ValueError(f"rows: got {rows}, expected at least the {row_count(batch)} that the batch has")
-
-    def pad(x: Array, about: Metadata) -> Array:
-        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=about.get("padding", 0))
-
-    return _map(pad, batch)
-
-
-def pad_columns(batch: AnyBatch, length: int) -> AnyBatch:
-    """Adds masked columns on the right until every row has `length` positions; per-row fields stay as they are.
-
-    Raises:
-      ValueError: if the rows are longer.
-    """
-    missing = length - batch.tokens.shape[1]
-    if missing < 0:
-        raise ValueError(f"length: got {length}, expected at least the {batch.tokens.shape[1]} that the batch has")
-
-    def pad(x: Array, about: Metadata) -> Array:
-        if about.get("axes") == "row":
-            return x
-        widths = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths, constant_values=about.get("padding", 0))
-
-    return _map(pad, batch)
-
-
 def take_rows(batch: AnyBatch, rows: slice | Array) -> AnyBatch:
     """Takes the rows of a slice or of an index array, in its order."""
-    return _map(lambda x, _: x[rows], batch)
-
-
-def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
-    """Concatenates the rows of the batches; shorter ones are padded on the right.
-
-    Raises:
-      ValueError: if a field is present in some of the batches only, naming it.
-    """
-    names = [present_arrays(batch).keys() for batch in batches]
-    differing = sorted(set().union(*names) - set(names[0]).intersection(*names))
-    if differing:
-        raise ValueError(f"{', '.join(differing)}: present in some of the batches and missing in others")
-    length = max(batch.tokens.shape[1] for batch in batches)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(pad_columns(batch, length) for batch in batches))
+    return jax.tree.map(lambda x: jnp.asarray(x)[rows], batch)
 
 
 def micro_batches(batch: AnyBatch, count: int, *, group: int = 1) -> AnyBatch:
@@ -232,10 +177,10 @@ def micro_batches(batch: AnyBatch, count: int, *, group: int = 1) -> AnyBatch:
         raise ValueError(f"micro_batches: got {count}, which does not divide the {rows} rows of the batch{groups}")
 
     def split(x: Array) -> Array:
-        groups = x.reshape(-1, count, group, *x.shape[1:])
+        groups = jnp.asarray(x).reshape(-1, count, group, *x.shape[1:])
         return jnp.swapaxes(groups, 0, 1).reshape(count, -1, *x.shape[1:])
 
-    return _map(lambda x, _: split(x), batch)
+    return jax.tree.map(split, batch)
 
 
 def merge_micro_batches(tree: Any, *, group: int = 1) -> Any:
@@ -262,12 +207,3 @@ def present_arrays(batch: Batch) -> dict[str, Array]:
 def _own_arrays(batch: Batch) -> dict[str, Array]:
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "fields"}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _map(function: Callable[[Array, Metadata], Array], batch: AnyBatch) -> AnyBatch:
-    """Applies `function(array, metadata of the field)` to every field that is present."""
-    about = {field.name: field.metadata for field in dataclasses.fields(batch)}
-    changes: dict[str, Any] = {name: function(jnp.asarray(x), about[name]) for name, x in _own_arrays(batch).items()}
-    fields = {name: (jnp.asarray(x), {"padding": TOKEN_FIELDS[name].fill}) for name, x in batch.fields.items()}
-    changes["fields"] = {name: function(*arguments) for name, arguments in fields.items()}
-    return dataclasses.replace(batch, **changes)
