@@ -1,7 +1,6 @@
 """`python -m train.serve RUN_OR_CONFIG`: the policy of a run behind an endpoint that speaks as OpenAI's does."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -94,7 +93,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.rollouts.endpoint.listen import Listener
     from train.rollouts.endpoint.sessions import SequenceLengths, Sessions
     from train.rollouts.engine.of_run import make_engine
-    from train.rollouts.jax_source import rollout_sampling
+    from train.rollouts.jax_source import plain_sampling
     from train.rollouts.server.key import read_key
     from train.run.setup import config_mesh
     from train.weights.model import make_policy_model
@@ -120,7 +119,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     served = Served(
         model=config.name,
         tokenizer=tokenizer,  # type: ignore[arg-type]
-        sampling=dataclasses.replace(rollout_sampling(config), record_kept_tokens=False),
+        sampling=plain_sampling(config),
         lengths=SequenceLengths(total, total, limit=total),
         vocab_size=tokenizer.vocab_size,
         sessions=Sessions(SequenceLengths(total, total, limit=total)),

@@ -16,7 +16,7 @@ def draw_replies(context: RunContext, policy: kljax.Policy, prompts: int, *, gre
     """Replies to the first held-out problems, sampled at the temperature of the run or greedily."""
     config = context.config
     ids, mask = encode_prompts(context.held_out[:prompts], context.tokenizer, config.data.max_prompt_length)
-    draw = make_sampler(context, name="replies", greedy=greedy)
+    draw = make_sampler(context, "greedy" if greedy else "held_out")
     samples = draw(policy, jnp.asarray(ids), jnp.asarray(mask), jax.random.key(config.seed))
     return Sequences.rows(samples.tokens, samples.token_mask, samples.completion_mask)
 

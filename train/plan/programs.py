@@ -29,12 +29,7 @@ from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
 from train.rollouts.engine.of_run import check_one_device
 from train.rollouts.engine.programs import extend_name
-from train.rollouts.jax_source import (
-    evaluation_programs,
-    rollout_programs,
-    rollout_rows,
-    rollout_sampling,
-)
+from train.rollouts.jax_source import rollout_rows, rollout_sampling, sampling_programs
 from train.rollouts.lag import reads_lags
 from train.rollouts.routes import records_routes
 from train.rollouts.sampler.draw import describe_draws
@@ -210,11 +205,11 @@ class AbstractRun:
         largest = 0
         if config.rollout.source.type == "jax" and not config.runs_episodes():
             prompts = config.rollout.prompts_per_step * repeats
-            program = self._sampler("sample", rollout_programs(context)[length], prompts, samples)
+            program = self._sampler("sample", sampling_programs(context, "rollout")[length], prompts, samples)
             largest = program.parts["KV cache"]
             yield program
         if not config.runs_episodes() and self._sampler_cache(config.eval.rows(), 1) > largest:
-            program = self._sampler("evaluate", evaluation_programs(context)[length], config.eval.rows(), 1)
+            program = self._sampler("evaluate", sampling_programs(context, "held_out")[length], config.eval.rows(), 1)
             yield dataclasses.replace(program, runs=0)
 
     def _sampler(self, name: str, program: Any, prompts: int, samples: int) -> LoweredProgram:

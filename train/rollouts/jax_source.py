@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from train.context import RunContext
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
-from train.distributed.global_arrays import RowSplit, held_rows, to_host, to_host_rows
+from train.distributed.global_arrays import held_rows, to_host, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.tracing import traced_once
@@ -25,6 +25,8 @@ from train.rollouts.source import Completions, InTurn, Request
 
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32
+Kind = Literal["rollout", "held_out", "greedy"]
+"""What a sampler completes: the prompts of steps, several times each; held-out ones, once; or these greedily."""
 
 
 class Sampler(Protocol):
@@ -52,38 +54,20 @@ def prompt_buckets(max_prompt_length: int) -> list[int]:
     return sorted({max_prompt_length, *(bucket for bucket in shorter if bucket >= MIN_BUCKET)})
 
 
-def make_sampler(
-    context: RunContext,
-    *,
-    name: str,
-    samples: int = 1,
-    greedy: bool = False,
-    record_kept_tokens: bool = False,
-    record_routes: bool = False,
-) -> Sampler:
+def make_sampler(context: RunContext, kind: Kind) -> Sampler:
     """Makes a sampler, compiled on first use of each bucket and window.
-
-    Args:
-      context: the model, and the sampling section of its config.
-      name: prefix of the program names.
-      samples: completions per prompt, in consecutive rows that share the prefill.
-      greedy: whether to take the most probable tokens instead of sampling.
-      record_kept_tokens: whether to record the tokens that the filters keep.
-      record_routes: whether to record the experts of every token.
 
     Returns:
       A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has the
       columns of a batch. `rows` are as of `WindowedSampler`.
     """
-    sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
-    sampling = dataclasses.replace(sampling, record_routes=record_routes)
-    programs = _sampling_programs(context, name, samples, sampling)
+    programs = sampling_programs(context, kind)
     layout = context.layout
 
     def identity(drawn: Samples) -> Samples:
         return drawn
 
-    to_training = jax.jit(traced_once(identity, f"{name}_to_training"), out_shardings=samples_sharding(context.mesh))
+    to_training = jax.jit(traced_once(identity, f"{kind}_to_training"), out_shardings=samples_sharding(context.mesh))
 
     def run_program(
         policy: kljax.Policy,
@@ -103,21 +87,32 @@ def make_sampler(
     return run_program
 
 
-def rollout_programs(context: RunContext) -> dict[int, WindowedSampler]:
-    """Makes the not yet compiled samplers of rollouts, by prompt-length bucket."""
-    sampling = dataclasses.replace(rollout_sampling(context.config), record_routes=records_routes(context))
-    return _sampling_programs(context, "rollout", rollout_rows(context)[1], sampling)
+def sampling_programs(context: RunContext, kind: Kind) -> dict[int, WindowedSampler]:
+    """Makes the not yet compiled samplers of a kind, by prompt-length bucket; rollouts record what the config says."""
+    section = context.config.rollout
+    samples = 1
+    sampling = dataclasses.replace(plain_sampling(context.config), greedy=kind == "greedy")
+    if kind == "rollout":
+        sampling = dataclasses.replace(rollout_sampling(context.config), record_routes=records_routes(context))
+        _, samples = rollout_rows(context)
+    size = context.model.config.vocab_size
+    # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
+    stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
+    return {
+        bucket: sampling_program(context, f"{kind}_{bucket}", samples, sampling=sampling, stop=stop)
+        for bucket in prompt_buckets(context.config.data.max_prompt_length)
+    }
 
 
-def evaluation_programs(context: RunContext) -> dict[int, WindowedSampler]:
-    """Makes the not yet compiled samplers of an evaluation that samples, by prompt-length bucket."""
-    sampling = _sampling(context.config, greedy=False, record_kept_tokens=False)
-    return _sampling_programs(context, "held_out", 1, sampling)
+def plain_sampling(config: Config) -> Sampling:
+    """Returns the sampling options of a config, without records."""
+    section = config.rollout
+    return Sampling(config.temperature, section.top_k, section.top_p, section.min_p)
 
 
 def rollout_sampling(config: Config) -> Sampling:
     """Returns the sampling options of rollouts."""
-    return _sampling(config, greedy=False, record_kept_tokens=config.rollout.record_kept_tokens)
+    return dataclasses.replace(plain_sampling(config), record_kept_tokens=config.rollout.record_kept_tokens)
 
 
 def rollout_rows(context: RunContext) -> tuple[int, int]:
@@ -128,22 +123,6 @@ def rollout_rows(context: RunContext) -> tuple[int, int]:
     section = context.config.rollout
     divides = section.prompts_per_step % context.layout.row_parts == 0
     return (1, section.samples_per_prompt) if divides else (section.samples_per_prompt, 1)
-
-
-def _sampling(config: Config, *, greedy: bool, record_kept_tokens: bool) -> Sampling:
-    section = config.rollout
-    return Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy, record_kept_tokens)
-
-
-def _sampling_programs(context: RunContext, name: str, samples: int, sampling: Sampling) -> dict[int, WindowedSampler]:
-    section = context.config.rollout
-    size = context.model.config.vocab_size
-    # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
-    stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
-    return {
-        bucket: sampling_program(context, f"{name}_{bucket}", samples, sampling=sampling, stop=stop)
-        for bucket in prompt_buckets(context.config.data.max_prompt_length)
-    }
 
 
 def sampling_program(
@@ -192,42 +171,16 @@ def begin_samples(
     return sampler(policy, prompts, prompt_mask, key, rows)
 
 
-def completions_of(context: RunContext, samples: Samples, examples: Sequence[Example], rows: RowSplit) -> Completions:
-    """Makes completions from samples, which the devices may still draw; `completed` decodes the own rows.
-
-    Args:
-      context: of the run.
-      samples: an equal number of rows for each example.
-      examples: the examples.
-      rows: the rows of the samples that this process judges.
-    """
-
-    def finish() -> dict[str, Any]:
-        arrays = to_host_rows((samples.tokens, samples.token_mask, samples.completion_mask, samples.finished))
-        tokens, token_mask, mask, finished = (rows.select_own(array) for array in arrays)
-        return {"finished": finished, "texts": decode_completions(tokens, token_mask, mask, context.tokenizer)}
-
-    return Completions(
-        examples=[examples[row * len(examples) // rows.count] for row in rows.own],
-        tokens=samples.tokens,
-        token_mask=samples.token_mask,
-        completion_mask=samples.completion_mask,
-        prompt_lengths=samples.prompt_lengths,
-        finish=finish,
-        fields=samples.fields,
-    )
-
-
 class JaxSource(InTurn):
     """Samples in this process, with the weights as the update has them or laid out for sampling.
 
     It answers the requests of steps and those for held-out prompts, each kind with programs of its own.
     """
 
-    def __init__(self, context: RunContext, samplers: Mapping[str, Sampler] | None = None) -> None:
-        """Makes each sampler at its first request, unless `samplers` has it: "rollout", "held_out" or "greedy"."""
+    def __init__(self, context: RunContext, samplers: Mapping[Kind, Sampler] | None = None) -> None:
+        """Makes each sampler at its first request, unless `samplers` has it."""
         super().__init__()
-        self._repeats, self._samples = rollout_rows(context)
+        self._repeats, _ = rollout_rows(context)
         self._context = context
         self._samplers = dict(samplers or {})
         self._weights: tuple[kljax.Policy, int] | None = None
@@ -247,7 +200,6 @@ class JaxSource(InTurn):
         policy, version = self._weights
         start = time.perf_counter()
         samples = self._begin(request, policy)
-        completions = completions_of(self._context, samples, request.examples, request.rows)
         # All programs are started here: those that come later wait for the scores of the batch.
         measured = {"rollout_occupancy": samples.occupancy}
         fields = dict(samples.fields)
@@ -257,20 +209,29 @@ class JaxSource(InTurn):
             fields["rollout_log_probs"] = fields["rollout_log_probs"] - log_kept_mass
             measured["rollout_kept_mass"] = kljax.masked_mean(jnp.exp(log_kept_mass), samples.completion_mask)
         token_count = samples.completion_mask.sum()
+        rows = request.rows
 
         def finish() -> dict[str, Any]:
-            completed = completions.completed()
+            arrays = to_host_rows((samples.tokens, samples.token_mask, samples.completion_mask, samples.finished))
+            tokens, token_mask, mask, finished = map(rows.select_own, arrays)
+            texts = decode_completions(tokens, token_mask, mask, self._context.tokenizer)
             seconds = time.perf_counter() - start
-            metrics = {name: float(value) for name, value in to_host(measured).items()}
-            timings = {"rollout_tokens_per_second": float(to_host(token_count)) / seconds}
             return {
-                "finished": completed.finished,
-                "texts": completed.texts,
-                "metrics": metrics,
-                "timings": timings,
+                "finished": finished,
+                "texts": texts,
+                "metrics": {name: float(value) for name, value in to_host(measured).items()},
+                "timings": {"rollout_tokens_per_second": float(to_host(token_count)) / seconds},
             }
 
-        return dataclasses.replace(completions, finish=finish, fields=fields).with_versions(version)
+        return Completions(
+            examples=[request.examples[row * len(request.examples) // rows.count] for row in rows.own],
+            tokens=samples.tokens,
+            token_mask=samples.token_mask,
+            completion_mask=samples.completion_mask,
+            prompt_lengths=samples.prompt_lengths,
+            finish=finish,
+            fields=fields,
+        ).with_versions(version)
 
     def _begin(self, request: Request, policy: kljax.Policy) -> Samples:
         if request.first_row is None:
@@ -282,15 +243,9 @@ class JaxSource(InTurn):
         sampler = self._sampler("greedy" if request.greedy else "held_out")
         return begin_samples(self._context, sampler, policy, prompts, request.key, first_row=request.first_row)
 
-    def _sampler(self, kind: str) -> Sampler:
+    def _sampler(self, kind: Kind) -> Sampler:
         if kind not in self._samplers:
-            rollout = {
-                "samples": self._samples,
-                "record_kept_tokens": self._context.config.rollout.record_kept_tokens,
-                "record_routes": records_routes(self._context),
-            }
-            options: dict[str, Any] = {"rollout": rollout, "held_out": {}, "greedy": {"greedy": True}}
-            self._samplers[kind] = make_sampler(self._context, name=kind, **options[kind])
+            self._samplers[kind] = make_sampler(self._context, kind)
         return self._samplers[kind]
 
     def close(self) -> None:

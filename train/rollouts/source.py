@@ -220,18 +220,13 @@ class FinishedSamples:
     seconds: float | None = None
 
 
-class Source(Protocol):
-    """A stream of samples. Every method may raise `SourceError`, when a server or file is gone.
+class StreamSource(Protocol):
+    """A stream of samples, as a user may have one. Every method may raise `SourceError`, when a server or file is gone.
 
     The trainer starts requests, several before it takes the first with `rollout.ahead`, and takes samples until a batch
     is full. Requests may finish in any order, and in parts. The samples say in the token field `token_versions` how
     many RL steps the policy had that drew each token.
-
-    Attributes:
-      row_count: number of the rows that come again in every epoch; None if every sample is new.
     """
-
-    row_count: int | None
 
     def update(self, policy: kljax.Policy, version: int) -> None:
         """Sets the weights of what is drawn from now on, with the number of their RL steps."""
@@ -245,6 +240,16 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Ends what is in flight, and frees the resources of the source outside this process."""
+
+
+class Source(StreamSource, Protocol):
+    """A stream of the trainer.
+
+    Attributes:
+      row_count: number of the rows that come again in every epoch; None if every sample is new.
+    """
+
+    row_count: int | None
 
 
 class InTurn:

@@ -20,7 +20,7 @@ from train.process.waiting import waiting_for
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import has_log_prob
-from train.rollouts.source import Completions, FinishedSamples, InTurn, Request, SourceError
+from train.rollouts.source import Completions, FinishedSamples, InTurn, Request, SourceError, StreamSource
 from train.sequences.token_fields import LEAST_LOG_PROB
 
 
@@ -35,23 +35,6 @@ class OneCallSource(Protocol):
 
     def close(self) -> None:
         """Frees the resources of the source outside this process."""
-
-
-class StreamSource(Protocol):
-    """A source of the user that is a stream: the methods of `Source`."""
-
-    def update(self, policy: kljax.Policy, version: int) -> None:
-        """Sets the weights of what is drawn from now on."""
-
-    def start(self, requests: Sequence[Request]) -> None:
-        """Begins to draw the completions of these requests."""
-
-    def take(self) -> FinishedSamples:
-        """Waits for the next finished samples."""
-        ...
-
-    def close(self) -> None:
-        """Ends what is in flight."""
 
 
 def make_user_source(context: RunContext, section: UserSourceSection) -> StreamSource | OneCallSource:

@@ -21,7 +21,7 @@ from train.plan.local import StepTokens, step_work
 from train.plan.shapes import planned_model
 from train.rl.keys import purpose_key
 from train.rl.state import policy_of
-from train.rollouts.jax_source import rollout_programs
+from train.rollouts.jax_source import sampling_programs
 from train.sequences.batch import Batch
 
 ROUNDS = 2
@@ -54,7 +54,7 @@ def learner_of(batch: UpdateWork, *, lora: bool) -> Learner:
 @functools.cache
 def sampler_of(batch: UpdateWork, *, lora: bool) -> Any:
     """Makes the sampler of a learner, which compiles at its first call."""
-    return rollout_programs(learner_of(batch, lora=lora).context)[batch.prompt_length]
+    return sampling_programs(learner_of(batch, lora=lora).context, "rollout")[batch.prompt_length]
 
 
 class TrainerContender:

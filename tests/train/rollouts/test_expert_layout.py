@@ -12,13 +12,13 @@ from tests import tiny
 from tests.train.rollouts.census import weight_collectives
 from tests.train.rollouts.test_layout import decode_program, largest_array
 from train.context import RunContext
-from train.data.tasks import load_task
 from train.distributed.compile_cache import compiled_anew
 from train.models.parameters import abstract_params
 from train.models.sharding import make_mesh
 from train.plan.compiler import hlo
-from train.rollouts.jax_source import begin_samples, make_sampler
+from train.rollouts.jax_source import JaxSource
 from train.rollouts.sampler import Samples
+from train.rollouts.source import Request
 from train.sequences.token_fields import ROUTES
 
 OPTIONS = (
@@ -27,6 +27,8 @@ OPTIONS = (
     "data.max_completion_length=4",
     "eval.batch_size=8",
     "warm_start.batch_size=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=2",
     "rollout.slots=8",
 )
 
@@ -44,10 +46,8 @@ def policy_on(context: RunContext) -> kljax.Policy:
 
 
 def sampled(context: RunContext) -> Samples:
-    examples = load_task(context.config).train[:8]
     with jax.set_mesh(context.mesh):
-        sampler = make_sampler(context, name="test", record_routes=True)
-        return begin_samples(context, sampler, policy_on(context), examples, jax.random.key(1))
+        return JaxSource(context)._begin(Request.of(context, 0), policy_on(context))
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def test_sampler_and_log_probs_have_one_temperature():
     config = tiny.config_of("temperature=0.6")
     state = tiny.state_of(config, optax.identity())
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
-    sampler = make_sampler(context, name="test")
+    sampler = make_sampler(context, "held_out")
     examples = load_task(config).train[:8]
     samples = begin_samples(context, sampler, policy, examples, jax.random.key(1))
     assert len(samples.finished) == 8
@@ -129,7 +129,7 @@ def test_short_prompts_go_through_a_narrower_program():
     config = tiny.config_of("data.max_prompt_length=64")
     state = tiny.state_of(config, optax.identity())
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
-    sampler, widths = make_sampler(context, name="widths"), []
+    sampler, widths = make_sampler(context, "held_out"), []
 
     def watched(policy, prompts, prompt_mask, key, rows) -> Samples:
         widths.append(prompts.shape[1])

@@ -59,7 +59,7 @@ def policy_on(context: RunContext) -> kljax.Policy:
 def sampled(context: RunContext, policy: kljax.Policy | None = None) -> Samples:
     examples = load_task(context.config).train[:8]
     with jax.set_mesh(context.mesh):
-        sampler = make_sampler(context, name="test")
+        sampler = make_sampler(context, "held_out")
         policy = policy_on(context) if policy is None else policy
         return begin_samples(context, sampler, policy, examples, jax.random.key(1))
 

@@ -164,7 +164,7 @@ def test_draws_are_those_of_the_bare_sampler(greedy):
         return drawn[-1]
 
     name = "greedy" if greedy else "held_out"
-    make = make_sampler(context, name=name, greedy=greedy)
+    make = make_sampler(context, name)
     stream = tiny.stream_of(context, JaxSource(context, {name: keeping}))
     evaluate(context, stream, policy, key, step=3, greedy=greedy)
     assert len(drawn) == 3
