@@ -65,7 +65,11 @@ def run_or_config(text: str) -> Path:
 
 
 def load_if_config(options: argparse.Namespace) -> LoadedConfig | None:
-    """Loads the config that a command line names, before JAX starts, so that its errors show first; None for a run."""
+    """Loads the config that a command line names, before JAX starts, so that its errors show first; None for a run.
+
+    Raises:
+      UserError: there is neither a run nor a config, or it is wrong.
+    """
     if not options.what.exists():
         raise UserError(no_such_run(options.what))
     return None if options.what.is_dir() else load(options.what, options.overrides)

@@ -29,8 +29,9 @@ from train.rl.state import TrainState, initial_state
 from train.run.base_weights import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import first_state, make_context
+from train.weights.emergency import abstract
 from train.weights.late_read_errors import quiet_abandoned_reads
-from train.weights.orbax import RunCheckpoints, abstract, orbax_arrays, restore_base, save_base
+from train.weights.orbax import RunCheckpoints, orbax_arrays, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=10)
 

@@ -67,3 +67,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in fields if names.count(name) > 1)
         raise ValueError(f"duplicate key {repeated!r}")
     return fields
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested mappings by dotted name.
+
+    Example:
+      >>> flat({"a": {"b": 1}, "c": [2]})
+      {'a.b': 1, 'c': [2]}
+    """
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = (flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items())
+    return {name: inner for part in parts for name, inner in part.items()}

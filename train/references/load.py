@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,7 +22,7 @@ from train.references.follow import start_following
 from train.references.record import is_recorded, record_reference, reference_fingerprint
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
-from train.rl.state import TrainState, first_nonfinite
+from train.rl.state import TrainState, nonfinite_name
 from train.weights.huggingface import check_folder, load_params
 from train.weights.orbax import RunCheckpoints, check_saved
 from train.weights.peft import check_adapter, load_adapter
@@ -146,7 +145,9 @@ def load_reference(
             base = read_base() if section.source == "adapter" and model.config.lora is None else None
             return ScoredPolicy(saved.model, _load_saved(saved, mesh, base, config.model.allow_nonfinite))
         if section.source == "step":
-            return ScoredPolicy(model, _load_step(checkpoints.path(section.step), model, mesh))
+            part = "params" if model.config.lora is None else "adapter"
+            path = checkpoints.path(section.step)
+            return ScoredPolicy(model, _load_orbax(path, f"trainable.{part}", model, mesh, None))
         # An average starts at the policy, so nothing is read for it.
         in_memory = model.config.lora is not None or section.source in AVERAGES
         return ScoredPolicy(model, kljax.Policy(None if in_memory else read_base()))
@@ -180,17 +181,9 @@ def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: 
 
 def _check_finite(path: Path, policy: kljax.Policy) -> None:
     """Raises ValueError naming the first array of a policy that is not finite."""
-    leaves = named_leaves({"params": policy.params, "adapter": policy.adapter})
-    index = int(jax.jit(first_nonfinite)(list(leaves.values()))) if leaves else -1
-    if index >= 0:
-        name = list(leaves)[index]
+    name = nonfinite_name(named_leaves({"params": policy.params, "adapter": policy.adapter}))
+    if name is not None:
         raise ValueError(f"{path}: {name} has numbers that are not finite; set model.allow_nonfinite to use them")
-
-
-def _load_step(path: Path, model: Decoder, mesh: Mesh) -> kljax.Policy:
-    """Loads the policy of an earlier step of this run."""
-    part = "params" if model.config.lora is None else "adapter"
-    return _load_orbax(path, f"trainable.{part}", model, mesh, None)
 
 
 def _load_orbax(path: Path, item: str | None, model: Decoder, mesh: Mesh, base: Tree) -> kljax.Policy:

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from train.config.errors import UserError
-from train.config.json_text import parse_json
+from train.config.json_text import flat, parse_json
 from train.config.regular_file import read_regular
 from train.config.yaml_text import parse_yaml
 from train.report.quantities import QUANTITIES
@@ -139,14 +139,6 @@ def _reason(error: Exception) -> str:
     """Returns the first line of an error, for a note."""
     text = str(getattr(error, "strerror", None) or error).partition("\n")[0]
     return "it is nested too deeply" if isinstance(error, RecursionError) else text.rstrip(".") or type(error).__name__
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested mappings by dotted name."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    parts = (flat(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items())
-    return {name: inner for part in parts for name, inner in part.items()}
 
 
 def mean_metrics(rollouts: Sequence[RecordedRollout]) -> Mapping[str, Points]:

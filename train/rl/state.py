@@ -150,6 +150,15 @@ def first_nonfinite(tree: Tree) -> jax.Array:
     return _first(jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
 
 
+_find_nonfinite = jax.jit(first_nonfinite)
+
+
+def nonfinite_name(arrays: Mapping[str, jax.Array]) -> str | None:
+    """Returns the first name, in the order of the mapping, whose array is not finite; None if all are."""
+    index = int(_find_nonfinite(list(arrays.values()))) if arrays else -1
+    return None if index < 0 else list(arrays)[index]
+
+
 def _first(wrong: jax.Array) -> jax.Array:
     return jnp.where(wrong.any(), jnp.argmax(wrong), -1)
 

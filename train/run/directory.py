@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
+from train.config.json_text import flat
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.config.types import RematSetting
@@ -245,13 +246,4 @@ def _compared_fields(config: Config) -> dict[str, object]:
 
 def flat_fields(config: Config) -> dict[str, object]:
     """Lists the values of a config by dotted name."""
-    return _flat(config.model_dump(mode="json"))
-
-
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, object] = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
+    return flat(config.model_dump(mode="json"))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,7 +20,7 @@ from train.distributed.global_arrays import place_whole, to_host
 from train.process.repeated_warnings import Warnings
 from train.rl.kl_metrics import ROLLOUT_KL_MAX
 from train.rl.metrics import SHARE, WITHOUT_GRADIENT, LargestToken, limits
-from train.rl.state import GuardState, TrainState, first_nonfinite
+from train.rl.state import GuardState, TrainState, nonfinite_name
 from train.sequences.batch import Batch, present_arrays
 from train.storage.uploads import whole_file
 from train.weights.orbax import RunCheckpoints
@@ -39,18 +38,10 @@ FIELDS = (
 )
 """The arrays of a batch in the order of the data, with those that are computed from others behind them."""
 
-find_nonfinite = jax.jit(first_nonfinite)
-
 
 def nonfinite_array(tree: Tree) -> str | None:
     """Returns the dotted name of the first array of a tree that is not finite; None if all are."""
-    return _first_name(named_leaves(tree))
-
-
-def _first_name(arrays: Mapping[str, jax.Array]) -> str | None:
-    """Returns the first name, in the order of the mapping, whose array is not finite; None if all are."""
-    index = int(find_nonfinite(list(arrays.values()))) if arrays else -1
-    return None if index < 0 else list(arrays)[index]
+    return nonfinite_name(named_leaves(tree))
 
 
 def check_finite(tree: Tree, what: str) -> None:
@@ -128,7 +119,7 @@ class StepGuard:
         weights = nonfinite_array(state.trainable)
         if weights is not None:
             return f"the weight {weights}"
-        field = _first_name({name: getattr(batch, name) for name in FIELDS if getattr(batch, name) is not None})
+        field = nonfinite_name({name: getattr(batch, name) for name in FIELDS if getattr(batch, name) is not None})
         if field is not None:
             return field
         index = int(state.guard.nonfinite)

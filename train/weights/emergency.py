@@ -123,7 +123,7 @@ class EmergencyCheckpoints:
                 epath.Path(memory),
                 epath.Path(unused),
                 global_mesh=_mesh_of(tree),
-                abstract_state=jax.tree.map(_abstract, tree),
+                abstract_state=abstract(tree),
                 options=orbax_emergency.CheckpointManagerOptions(
                     local=orbax_emergency.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=KEPT),
                     persistent=orbax_emergency.PersistentCheckpointOptions(should_save_fn=lambda *_: False),
@@ -143,6 +143,11 @@ class EmergencyCheckpoints:
             self._manager.close()
             self._manager = None
             shutil.rmtree(self._local, ignore_errors=True)
+
+
+def abstract(tree: Tree) -> Tree:
+    """Replaces the arrays of a tree with their shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _mesh_of(tree: Tree) -> Mesh:
@@ -167,7 +172,3 @@ def check_process(mesh: Mesh) -> None:
             f"checkpoint.emergency: process {process()} has devices of {count} slices; start one process or more for "
             "each slice"
         )
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -21,7 +21,7 @@ from train.config.schema import Checkpoint
 from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
 from train.storage.paths import is_remote, move_tree, remove_tree
-from train.weights.emergency import EmergencyCheckpoints
+from train.weights.emergency import EmergencyCheckpoints, abstract
 from train.weights.saved_array import SavedArray
 
 Tree = Any
@@ -29,11 +29,6 @@ SavedTree = tuple[checkpoint.CheckpointMetadata, Tree]
 ITEM = "state"
 REFERENCE = "reference"
 BATCH = "batch"
-
-
-def abstract(tree: Tree) -> Tree:
-    """Replaces the arrays of a tree with their shapes, dtypes and shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _layout(tree: Tree) -> dict[str, str]:

@@ -15,6 +15,7 @@ from train.config.errors import UserError
 from train.data.tasks import Example, arithmetic, gsm8k, load_task
 from train.data.tasks.jsonl import read_examples
 from train.data.tasks.records import read_records
+from train.data.tasks.task import FORMAT_WEIGHT
 
 
 def config(**data):
@@ -117,7 +118,7 @@ def test_gsm8k_reads_question_and_answer(tmp_path):
 
 def test_gsm8k_solutions_get_the_full_reward(tmp_path):
     example = gsm8k.read_examples(write_lines(tmp_path / "a.jsonl", GOOD), "data.train")[0]
-    total = gsm8k.CORRECT_WEIGHT + gsm8k.FORMAT_WEIGHT
+    total = 1 + FORMAT_WEIGHT
     assert gsm8k.score(example, example.solution, True) == {"reward": total, "correct": 1.0, "format": 1.0}
 
 

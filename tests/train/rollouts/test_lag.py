@@ -11,7 +11,8 @@ from tests import tiny
 from train.config.schema import Checkpoint
 from train.rl.state import TrainState
 from train.rollouts.lag import initial_past, next_past, sampling_policy
-from train.weights.orbax import RunCheckpoints, abstract
+from train.weights.emergency import abstract
+from train.weights.orbax import RunCheckpoints
 
 
 def numbered(lag: int) -> TrainState:

@@ -25,8 +25,9 @@ from train.config.schema import Checkpoint
 from train.models.sharding import make_mesh, replicated
 from train.rl.state import TrainState, initial_state
 from train.run.setup import first_state
+from train.weights.emergency import abstract
 from train.weights.late_read_errors import quiet_abandoned_reads
-from train.weights.orbax import RunCheckpoints, abstract, restore_base, save_base
+from train.weights.orbax import RunCheckpoints, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=2)
 CONTROLLERS = {"reward": kljax.fixed_kl(0.1), "loss": kljax.pi_kl(0.1, target=0.1, kp=0.1, ki=0.1)}

@@ -7,14 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from train.config.errors import UserError
-from train.data.tasks.task import Example, Task
+from train.data.tasks.task import SPLIT_SEED, Example, Task
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LOG = logging.getLogger(__name__)
 
-# The split does not depend on the seed of the run: accuracies of different seeds are on the same problems, and a
-# base model from the warm start of one run has not seen the held-out problems of another.
-SPLIT_SEED = 0
 # All problems are listed in memory; a larger range would need gigabytes.
 MAX_OPERAND = 999
 

@@ -7,11 +7,9 @@ from train.config.errors import UserError
 from train.data.answers import THINK_END, last_boxed
 from train.data.tasks.equality import shared_judge
 from train.data.tasks.records import Record, read_records, text_of
-from train.data.tasks.task import Example, Task
+from train.data.tasks.task import Example, Task, correct_and_format
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
-CORRECT_WEIGHT = 1.0
-FORMAT_WEIGHT = 0.1
 
 
 def score(example: Example, completion: str, finished: bool, *, equal: Callable[[str, str], bool]) -> dict[str, float]:
@@ -23,8 +21,7 @@ def score(example: Example, completion: str, finished: bool, *, equal: Callable[
     reply = completion.rpartition(THINK_END)[2]
     boxed = last_boxed(reply)
     correct = bool(reply.strip()) and (boxed == example.answer or equal(example.answer, reply))
-    format_ = float(finished and boxed is not None)
-    return {"reward": CORRECT_WEIGHT * correct + FORMAT_WEIGHT * format_, "correct": float(correct), "format": format_}
+    return correct_and_format(float(correct), float(finished and boxed is not None))
 
 
 def _example(record: Record) -> Example:

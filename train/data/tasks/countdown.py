@@ -4,16 +4,12 @@ import numpy as np
 
 from train.data.answers import tagged_or_last_line
 from train.data.tasks.arithmetic_text import NotArithmetic, evaluate
-from train.data.tasks.task import Example, Task, hold_out
+from train.data.tasks.task import SPLIT_SEED, Example, Task, correct_and_format, hold_out
 
 INSTRUCTION = (
     "Using the numbers {numbers}, make an expression that equals {target}. Use each number exactly once, and only "
     "+, -, *, / and parentheses. Think first, then give the expression alone in <answer></answer>."
 )
-CORRECT_WEIGHT = 1.0
-FORMAT_WEIGHT = 0.1
-# As in `arithmetic`: accuracies of runs with different seeds are on the same problems.
-SPLIT_SEED = 0
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
@@ -25,10 +21,9 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
     try:
         value, used = evaluate(tagged_or_last_line(completion))
     except NotArithmetic:
-        return {"reward": 0.0, "correct": 0.0, "format": 0.0}
+        return correct_and_format(0.0, 0.0)
     correct = float(value == int(target) and sorted(used) == sorted(int(number) for number in numbers.split()))
-    format_ = float(finished)
-    return {"reward": CORRECT_WEIGHT * correct + FORMAT_WEIGHT * format_, "correct": correct, "format": format_}
+    return correct_and_format(correct, float(finished))
 
 
 def _combine(left: tuple[int, str], right: tuple[int, str], operation: str) -> tuple[int, str] | None:

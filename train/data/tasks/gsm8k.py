@@ -8,12 +8,10 @@ from pathlib import Path
 from train.config.errors import UserError
 from train.data.tasks.equality import shared_judge
 from train.data.tasks.records import Record, read_records, text_of
-from train.data.tasks.task import Example, Task
+from train.data.tasks.task import Example, Task, correct_and_format
 
 INSTRUCTION = "Reason step by step, then end with '#### ' and the number alone."
 MARK = "####"
-CORRECT_WEIGHT = 1.0
-FORMAT_WEIGHT = 0.1
 
 # Stricter than `Decimal`, which also reads "nan", "1_000" and digits of other scripts.
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
@@ -37,8 +35,7 @@ def well_formed(completion: str) -> bool:
 
 
 def _rewards(correct: bool, completion: str, finished: bool) -> dict[str, float]:
-    format_ = float(finished and well_formed(completion))
-    return {"reward": CORRECT_WEIGHT * correct + FORMAT_WEIGHT * format_, "correct": float(correct), "format": format_}
+    return correct_and_format(float(correct), float(finished and well_formed(completion)))
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:

@@ -9,20 +9,16 @@ from typing import Any
 from train.config.errors import UserError
 from train.config.messages import did_you_mean
 from train.data.answers import THINK_END, tagged_answer, tagged_or_last_line
-from train.data.tasks.task import Example, Task, hold_out
+from train.data.tasks.task import FORMAT_WEIGHT, SPLIT_SEED, Example, Task, hold_out
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
 from train.process.waiting import waiting_for
 
 _LOG = logging.getLogger(__name__)
 
 INSTRUCTION = "Think first, then give the final answer alone in <answer></answer>."
-SCORE_WEIGHT = 1.0
-FORMAT_WEIGHT = 0.1
 WORKERS = 2
 SECONDS = 8.0
 """CPU seconds that a verifier may take."""
-# As in `arithmetic`: accuracies of runs with different seeds are on the same problems.
-SPLIT_SEED = 0
 
 
 class ProblemVerifier:
@@ -99,7 +95,7 @@ def score(example: Example, completion: str, finished: bool, *, verifier: Proble
     value = verifier.score(example.record["index"], answer) if answer else 0.0
     format_ = float(finished and tagged_answer(reply) is not None)
     return {
-        "reward": SCORE_WEIGHT * value + FORMAT_WEIGHT * format_,
+        "reward": value + FORMAT_WEIGHT * format_,
         "score": value,
         "correct": float(value >= 1.0),
         "format": format_,

@@ -8,6 +8,14 @@ from typing import Any
 import numpy as np
 
 _LOG = logging.getLogger(__name__)
+SPLIT_SEED = 0
+"""The seed of generated problems and of their split, whatever that of a run is.
+
+Accuracies of different seeds are on the same problems, and a base model from the warm start of one run has not seen the
+held-out problems of another.
+"""
+FORMAT_WEIGHT = 0.1
+"""Weight of the form of an answer in the reward, beside 1 for the answer."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,11 @@ def hold_out(examples: Sequence[Example], *, problems: int, held_out: int, found
         held_out,
     )
     return held_out
+
+
+def correct_and_format(correct: float, format_: float) -> dict[str, float]:
+    """Returns named rewards: correct, format, and reward, their weighted sum."""
+    return {"reward": correct + FORMAT_WEIGHT * format_, "correct": correct, "format": format_}
 
 
 @dataclass(frozen=True)

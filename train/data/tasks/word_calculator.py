@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 from train.data.environments.word_calculator import compute
-from train.data.tasks.task import Example, Task
-from train.data.tasks.word_problems import SPLIT_SEED, make_problems, numbers_of, score
+from train.data.tasks.task import SPLIT_SEED, Example, Task
+from train.data.tasks.word_problems import make_problems, numbers_of, score
 
 NUMBERS = range(12, 99)
 SIGNS = "+-*"
