@@ -1,6 +1,7 @@
 """Metrics of the compiled functions: parts that are merged exactly and divided once, on the host; and their limits."""
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -109,9 +110,20 @@ class LargestToken:
         return self.largest
 
 
+class Summed:
+    """The addition of a metric whose arrays are sums over the parts of a batch."""
+
+    def __add__(self, other: Self) -> Self:
+        return jax.tree.map(operator.add, self, other)
+
+    def reduce(self, axis: int = 0) -> Self:
+        """Adds parts that lie along an axis."""
+        return jax.tree.map(lambda x: x.sum(axis), self)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ZScore:
+class ZScore(Summed):
     """A sum of numbers whose mean is expected to be 0, over its standard deviation.
 
     Attributes:
@@ -127,13 +139,6 @@ class ZScore:
         """Sums the numbers of a mask, and their variances, detached; all [B, T]."""
         totals = (kljax.masked(x, mask).sum() for x in (values, variances))
         return jax.lax.stop_gradient(cls(*totals))
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.sum + other.sum, self.variance + other.variance)
-
-    def reduce(self, axis: int = 0) -> Self:
-        """Merges parts that lie along an axis."""
-        return type(self)(self.sum.sum(axis), self.variance.sum(axis))
 
     def value(self) -> jax.Array:
         """Returns the sum in standard deviations; 0 if there was no number."""

@@ -5,7 +5,7 @@ Shapes: L layers with experts, E experts, k of them active.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from train.models.blocks import layer_stacks
 from train.models.config import DecoderConfig
 from train.models.experts import CHOICE_BIAS, Routed, has_expert
 from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
-from train.rl.metrics import Metrics, single
+from train.rl.metrics import Metrics, Summed, single
 from train.rl.policy import ScoredPolicy, Sequences, slot_states
 from train.rl.state import policy_of
 from train.sequences.batch import Batch
@@ -62,7 +62,7 @@ class RouterTotals:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ExpertLoad:
+class ExpertLoad(Summed):
     """The tokens of each expert of a layer; its value is the load of the busiest.
 
     Attributes:
@@ -70,13 +70,6 @@ class ExpertLoad:
     """
 
     tokens: jax.Array
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.tokens + other.tokens)
-
-    def reduce(self, axis: int = 0) -> Self:
-        """Adds parts that lie along an axis."""
-        return type(self)(self.tokens.sum(axis))
 
     def value(self) -> jax.Array:
         """Returns the tokens of the busiest expert over the mean: 1 for equal loads, E / k at most; NaN without any."""
@@ -89,17 +82,10 @@ class ExpertLoad:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TokenCount:
+class TokenCount(Summed):
     """A number of tokens, which parts of a batch add up to."""
 
     tokens: jax.Array
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.tokens + other.tokens)
-
-    def reduce(self, axis: int = 0) -> Self:
-        """Adds parts that lie along an axis."""
-        return type(self)(self.tokens.sum(axis))
 
     def value(self) -> jax.Array:
         """Returns the number."""

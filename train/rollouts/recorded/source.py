@@ -54,15 +54,6 @@ class _Scan:
     episodes: bool = False
 
 
-def _group_key(pair: tuple[RowPosition, RecordedRow]) -> tuple[Any, list[int]]:
-    """Returns the group and the prompt ids of a row, since only one prompt per group goes through the model."""
-    return pair[1].group, pair[1].prompt_ids
-
-
-def _group_of(pair: tuple[RowPosition, RecordedRow]) -> Any:
-    return pair[1].group
-
-
 def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the sizes of the rows before and of one more; raises ValueError if it has other fields or other sizes."""
     sizes = {name: cast(tuple[int, ...], TOKEN_FIELDS[name].sizes(values)) for name, values in fields.items()}
@@ -191,7 +182,10 @@ class FileSource(InTurn):
         data = self._context.config.data
         # Sequences of an episode may begin with other prompts, where each row has its own.
         shared = Layout.of(self._context.config).group > 1
-        key = _group_key if shared else _group_of
+
+        def key(pair: tuple[RowPosition, RecordedRow]) -> tuple[Any, list[int] | None]:
+            return pair[1].group, pair[1].prompt_ids if shared else None
+
         for index, file in enumerate(self._files):
             for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=key):
                 pairs = list(group)
