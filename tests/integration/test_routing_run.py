@@ -148,6 +148,8 @@ def test_verify_ends_a_run_with_shifted_routes(recording, tmp_path):
     before = files(checkpoints)
     shutil.rmtree(tmp_path / "recorded")
     rewritten(recording, tmp_path / "recorded", lambda routes: routes)
+    # It has the digests of the recording that was wrong.
+    (ended.root / "inputs.json").unlink()
     resumed = run_here(*MOE, source, f"output={tmp_path / 'runs'}", "--resume").succeeded()
     uninterrupted = run_here(*MOE, source, f"output={tmp_path / 'whole'}").succeeded()
     assert before.items() <= files(checkpoints).items()
