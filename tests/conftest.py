@@ -2,13 +2,17 @@
 
 import gc
 import os
+import pathlib
 import re
+from collections.abc import Generator
 
 import hypothesis
 import pytest
+from _pytest.doctest import DoctestModule
 
-from tests import other_seeds, processes, selection, xla
+from tests import bytecode, other_seeds, processes, selection, xla
 
+bytecode.share()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # On an accelerator (`make test-accelerator`) the flags of the CPU's compiler would make slow programs.
 flags = xla.flags(devices=xla.devices()) if os.environ["JAX_PLATFORMS"] == "cpu" else ""
@@ -39,8 +43,26 @@ hypothesis.settings.load_profile("kljax")
 other_seeds.install()
 
 
-class MarkTests:
-    """Marks tests before pytest selects them by their marks."""
+Collectors = list[pytest.Collector]
+
+
+class ChooseTests:
+    """Marks tests before pytest selects them by their marks, and imports no file without one that it selects."""
+
+    def pytest_ignore_collect(self, collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+        """Leaves out the files whose tests are all in the lists of others."""
+        if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
+            return None
+        file = collection_path.relative_to(config.rootpath).as_posix()
+        return None if selection.may_select(config.option.markexpr, file) else True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: pathlib.Path) -> Generator[None, Collectors, Collectors]:
+        """Leaves out doctests of a file without an example."""
+        collectors = yield
+        if any(isinstance(each, DoctestModule) for each in collectors) and b">>>" not in file_path.read_bytes():
+            return [each for each in collectors if not isinstance(each, DoctestModule)]
+        return collectors
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -67,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Adds what is to see the doctests of the sources as well, as a conftest sees the tests of its folder alone."""
     config.pluginmanager.register(programs)
     config.pluginmanager.register(ForgetPrograms())
-    config.pluginmanager.register(MarkTests())
+    config.pluginmanager.register(ChooseTests())
     if "PYTEST_XDIST_WORKER" not in os.environ:
         programs.make_room()
 
