@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kljax.calls import quick
+from tests.kljax.numpy_programs import in_numpy
 
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
@@ -155,7 +155,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
             collected.append(traced.comparisons)
         return tuple(jax.tree.leaves(collected))
 
-    run = quick(compared)
+    run = in_numpy(compared)
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):
         # Cases of the same settings have the same shapes; where there are fewer, the last one is run again.
