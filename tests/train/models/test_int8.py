@@ -35,7 +35,8 @@ CONFIG = DecoderConfig(
 FLOAT, INT8 = Decoder(CONFIG), Decoder(dataclasses.replace(CONFIG, quantization="int8"))
 TOKENS = np.random.default_rng(5).integers(0, 48, (4, 7), np.int32)
 MASK = np.arange(7) < np.array([7, 4, 6, 7])[:, None]
-SEQUENCES = Sequences.rows(TOKENS, MASK)
+# As one program: all processes import this module.
+SEQUENCES = jax.jit(Sequences.rows)(TOKENS, MASK)
 AXES = ("embed", "mlp")
 hidden_states = jax.jit(eager_hidden_states)
 

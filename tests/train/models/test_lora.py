@@ -26,7 +26,8 @@ PLAIN = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, he
 MODEL = Decoder(dataclasses.replace(PLAIN, lora=LORA))
 TOKENS = np.random.default_rng(5).integers(0, 24, (2, 4), np.int32)
 MASK = np.ones((2, 4), bool)
-SEQUENCES = Sequences.rows(TOKENS, MASK)
+# As one program: all processes import this module.
+SEQUENCES = jax.jit(Sequences.rows)(TOKENS, MASK)
 hidden_states = jax.jit(eager_hidden_states)
 
 

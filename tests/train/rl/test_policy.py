@@ -25,7 +25,8 @@ CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, h
 MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], bool)
-SEQUENCES = Sequences.rows(TOKENS, MASK)
+# As one program: all processes import this module.
+SEQUENCES = jax.jit(Sequences.rows)(TOKENS, MASK)
 
 hidden_of = jax.jit(hidden_states)
 stats_of = jax.jit(token_stats, static_argnames=("entropy", "tile"))
