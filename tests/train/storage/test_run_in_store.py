@@ -9,6 +9,7 @@ import pytest
 
 from kljax.checkpoint import _stores
 from tests.integration.command import TINY, assert_same_arrays, run_here, state_arrays
+from tests.run_programs import shared_by_runs
 from tests.stores import FolderStore, no_fault
 from train import eval as evaluation
 from train import export
@@ -25,6 +26,13 @@ QUICK = (
     "report.rollouts=4",
     "checkpoint.keep=2",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_by_runs():
+    """A run and what continues it share the programs that they trace."""
+    with shared_by_runs():
+        yield
 
 
 @pytest.mark.slow
