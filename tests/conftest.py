@@ -9,6 +9,7 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 from _pytest.doctest import DoctestModule
+from hypothesis.internal.conjecture import providers
 
 from tests import bytecode, other_seeds, processes, selection, xla
 
@@ -40,6 +41,9 @@ MOST_MAPS = 32_000
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
+# It would draw constants of all sources that are imported, which are others for a test on its own than among others.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 other_seeds.install()
 
 

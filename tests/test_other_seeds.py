@@ -47,3 +47,9 @@ def test_instruction_set_reaches_started_processes(monkeypatch, isa, compiles):
     flags = xla.flags(devices=4).split()
     assert flags[0] == "--xla_force_host_platform_device_count=4"
     assert [item for item in flags if item.startswith("--xla_cpu_max_isa")] == flag
+
+
+def test_drawn_examples_know_no_constants_of_the_sources():
+    # Those are of what is imported: a test on its own would draw other examples than among others.
+    constants = pytest.importorskip("hypothesis.internal.conjecture.providers")._get_local_constants()
+    assert len(constants) == 0
