@@ -96,7 +96,7 @@ test-newest: $(NEWEST_VENV)/.ready ## types, the library and three runs of the t
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	@echo "left out here, as one release of JAX is enough for them: the tests that are not '$(MARKS) and not one_jax' (marks of pyproject.toml), counted as deselected"
 	$(NEWEST_VENV)/bin/mypy
-	$(NEWEST_VENV)/bin/python $(PYTEST) -m "$(MARKS) and not one_jax" \
+	KLJAX_TEST_XLA=1 $(NEWEST_VENV)/bin/python $(PYTEST) -m "$(MARKS) and not one_jax" \
 	  $(call tests,tests/kljax kljax $(TRAINER)) $(ARGS)
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.

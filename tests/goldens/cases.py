@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kljax.numpy_programs import in_numpy
+from tests.kljax.numpy_programs import traced_program
 
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
@@ -103,19 +103,11 @@ class Case:
 
         Where PyTorch returned a constant, detached from `of`, the gradient here must be 0.
         """
-
-        def value_and_gradient(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-            value, pull_back = jax.vjp(function, array)
-            cotangent = self.given("cotangent") if "cotangent" in self.inputs else jnp.ones_like(value)
-            return value, pull_back(cotangent.astype(value.dtype))[0]
-
-        value, gradient = self.program(value_and_gradient)(self.given(of))
+        value, pull_back = jax.vjp(function, self.given(of))
         self.assert_matches(value, self.result("value"))
+        cotangent = self.given("cotangent") if "cotangent" in self.inputs else jnp.ones_like(value)
+        gradient = pull_back(cotangent.astype(value.dtype))[0]
         self.assert_matches(gradient, self.result("grad") if "grad" in self.outputs else np.zeros(gradient.shape))
-
-    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function as it is run here: traced by JAX and run by NumPy."""
-        return in_numpy(function)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +125,6 @@ class TracedCase(Case):
     def result(self, name: str) -> Any:
         self.read.add(name)
         return self.traced["outputs"][name]
-
-    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
 
     def assert_matches(self, actual: Any, expected: Any) -> None:
         self.comparisons.append((actual, expected))
@@ -166,7 +155,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
             collected.append(traced.comparisons)
         return tuple(jax.tree.leaves(collected))
 
-    run = in_numpy(compared)
+    run = traced_program(compared)
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):
         # Cases of the same settings have the same shapes; where there are fewer, the last one is run again.

@@ -72,6 +72,7 @@ class NarrowCase(Case):
         return jnp.asarray(rounded.astype(np.float64) * (1 + ULPS * UNIT * signs))
 
     def assert_matches(self, actual: Any, expected: Any) -> None:
+        assert isinstance(actual, jax.Array), "computed by another than the device"
         self.results.append((np.asarray(actual), np.asarray(expected, np.float64)))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tests.kljax import calls
 from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
-from tests.kljax.numpy_programs import in_numpy
+from tests.kljax.numpy_programs import traced_program
 
 # Loops over tiles, which hold nearly all of their operations.
 WITH_HEAD = (
@@ -73,5 +73,5 @@ def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
     """The same function, run by NumPy unless it is one of `COMPILED`."""
     if name in COMPILED:
         return compiled_program(name)
-    scalars, run = numbers_of(name), in_numpy(each_traced_call(name))
+    scalars, run = numbers_of(name), traced_program(each_traced_call(name))
     return lambda given: run(given, scalars)

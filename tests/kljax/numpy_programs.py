@@ -1,15 +1,19 @@
 """Functions that JAX traces and NumPy runs: a mistake shows in the trace, and to compile a sweep takes longer.
 
-Only for tests of what a function computes, not of how XLA rounds or what it compiles.
+Only for tests of what a function computes, not of how XLA rounds or what it compiles. `make test-newest` sets
+KLJAX_TEST_XLA=1, with which XLA compiles them.
 """
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from tests.kljax.calls import quick
 
 Operation = Callable[..., Any]
 Params = Mapping[str, Any]
@@ -30,6 +34,11 @@ class Traced(NamedTuple):
     arguments: tuple[int, ...]
     steps: list[TracedStep]
     results: list[int]
+
+
+def traced_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function as NumPy runs it, or compiled where the environment asks for that."""
+    return quick(function) if os.environ.get("KLJAX_TEST_XLA") else in_numpy(function)
 
 
 def in_numpy(function: Callable[..., Any]) -> Callable[..., Any]:

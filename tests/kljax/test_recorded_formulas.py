@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.kljax.numpy_programs import in_numpy
+from tests.kljax.numpy_programs import traced_program
 
 with np.load(Path(__file__).parents[1] / "goldens" / "formulas" / "formulas.npz") as file:
     FORMULAS: Mapping[str, np.ndarray] = dict(file)
@@ -63,20 +63,20 @@ def test_loss_and_gradient_equal_the_recorded_formula(name):
 
 
 def test_second_moment_mask_drops_the_recorded_tokens():
-    mask = in_numpy(functools.partial(kljax.second_moment_mask, threshold=0.04))
+    mask = traced_program(functools.partial(kljax.second_moment_mask, threshold=0.04))
     remaining = mask(FORMULAS["in/log_probs"], OLD, ADVANTAGES, MASK)
     np.testing.assert_array_equal(remaining, FORMULAS["m2po/kept"])
     assert 0 < FORMULAS["m2po/kept"].sum() < MASK.sum()
 
 
 def test_topd_advantages_equal_the_recorded_formula():
-    advantages = in_numpy(functools.partial(kljax.topd_advantages, **GROUPS, alpha=0.3))(OLD, REF, MASK)
+    advantages = traced_program(functools.partial(kljax.topd_advantages, **GROUPS, alpha=0.3))(OLD, REF, MASK)
     np.testing.assert_allclose(advantages, FORMULAS["topd/value"], rtol=1e-12, atol=1e-13)
 
 
 def test_turn_credit_equals_the_recorded_formula():
     arrays = [FORMULAS[f"in/{name}"] for name in ("rewards", "turn_scores", "scored", "turn_ids")]
-    credit = in_numpy(functools.partial(kljax.turn_credit_advantages, **GROUPS, coef=0.8, gamma=0.6))
+    credit = traced_program(functools.partial(kljax.turn_credit_advantages, **GROUPS, coef=0.8, gamma=0.6))
     advantages = credit(*arrays, MASK)
     np.testing.assert_allclose(advantages, FORMULAS["turn_credit/value"], rtol=1e-12, atol=1e-13)
 
