@@ -1,6 +1,8 @@
 """The pool of KV caches: a row for each session, which stays on the device between its turns.
 
-Shapes: R rows of S columns, N new tokens in E segments of at most T tokens, K key-value heads, H head width.
+Shapes: R rows of S columns, N new tokens in E segments of at most T tokens, K key-value heads, H head width. A mesh
+splits each of R, N and E into D equal shards. Numbers of rows, tokens and segments count from the first of their shard,
+so that no program moves a row from one shard to another.
 """
 
 import dataclasses
@@ -15,28 +17,44 @@ from train.models.attention import AttentionOptions
 from train.models.attention.spans import capped
 from train.models.cache import KeyValues, SlotCache
 from train.models.config import DecoderConfig
+from train.models.sharding import constrain, split_by_hand
 
 Pool: TypeAlias = list[SlotCache]
 """The cache of each layer, keys [R, K, H, S] and values [R, K, S, H]."""
+POOL_AXES = ("rows", "kv_heads", None, None)
+"""Logical axes of keys and of values."""
+TOKEN_AXES = ("rows", None, "kv_heads", None)
+"""Logical axes of the keys and of the values of new tokens."""
+ROWS = ("rows",)
 
 
 def make_pool(config: DecoderConfig, rows: int, columns: int) -> Pool:
     """Makes an empty pool."""
     shape = (rows, config.kv_heads, columns, config.head_dim)
     dtype = jnp.dtype(config.dtype)
-    return [SlotCache(jnp.zeros(shape, dtype).swapaxes(-2, -1), jnp.zeros(shape, dtype)) for _ in range(config.layers)]
+    keys = (jnp.zeros(shape, dtype).swapaxes(-2, -1) for _ in range(config.layers))
+    return split_pool([SlotCache(key, jnp.zeros(shape, dtype)) for key in keys])
+
+
+def split_pool(pool: Pool) -> Pool:
+    """Splits keys and values over the mesh, by rows and key-value heads."""
+    return jax.tree.map(lambda x: constrain(x, *POOL_AXES), pool)
 
 
 def take_rows(cache: SlotCache, rows: jax.Array | None, columns: int) -> SlotCache:
     """Gathers rows of one layer, and their first columns; `rows` None: all of them, without a gather."""
-    key, value = (cache.key, cache.value) if rows is None else (cache.key[rows], cache.value[rows])
-    return SlotCache(key[..., :columns], value[..., :columns, :])
+
+    def take(cache: SlotCache, rows: jax.Array) -> SlotCache:
+        return SlotCache(cache.key[rows], cache.value[rows])
+
+    taken = cache if rows is None else split_by_hand(take, (POOL_AXES, ROWS), POOL_AXES)(cache, rows)
+    return SlotCache(taken.key[..., :columns], taken.value[..., :columns, :])
 
 
 def put_rows(pool: Pool, rows: jax.Array, starts: jax.Array, new: Pool) -> Pool:
     """Writes the columns of `new`, B rows of each layer, into rows [B] of the pool, each from its own column on."""
 
-    def put(cache: SlotCache, new: SlotCache) -> SlotCache:
+    def put(cache: SlotCache, new: SlotCache, rows: jax.Array, starts: jax.Array) -> SlotCache:
         def body(index: jax.Array, cache: SlotCache) -> SlotCache:
             key, value = (lax.dynamic_index_in_dim(x, index, keepdims=True) for x in (new.key, new.value))
             return SlotCache(
@@ -46,19 +64,35 @@ def put_rows(pool: Pool, rows: jax.Array, starts: jax.Array, new: Pool) -> Pool:
 
         return lax.fori_loop(0, len(rows), body, cache)
 
-    return [put(cache, x) for cache, x in zip(pool, new, strict=True)]
+    put = split_by_hand(put, (POOL_AXES, POOL_AXES, ROWS, ROWS), POOL_AXES)
+    return [put(cache, x, rows, starts) for cache, x in zip(pool, new, strict=True)]
 
 
-def copy_row(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
-    """Copies a row of every layer: a session that begins as another one does."""
-    taken = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source, 1), pool)
-    return jax.tree.map(lambda x, row: lax.dynamic_update_slice_in_dim(x, row, target, 0), pool, taken)
+def copy_rows(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
+    """Copies a row [D] of each shard in every layer: a session that begins as another one does."""
+
+    def copy(pool: Pool, source: jax.Array, target: jax.Array) -> Pool:
+        taken = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source[0], 1), pool)
+        return jax.tree.map(lambda x, row: lax.dynamic_update_slice_in_dim(x, row, target[0], 0), pool, taken)
+
+    return split_by_hand(copy, (POOL_AXES, ROWS, ROWS), POOL_AXES)(pool, sources, targets)
+
+
+def last_tokens(hidden: jax.Array, segments: "NewTokens") -> jax.Array:
+    """Gathers the hidden states [E, W] of the last token of each segment from those of all tokens, [D, N / D, W]."""
+
+    def take(hidden: jax.Array, numbers: jax.Array) -> jax.Array:
+        return hidden[0][numbers]
+
+    last = jnp.maximum(segments.counts - 1, 0)[:, None]
+    numbers = jnp.take_along_axis(segments.members, last, axis=1)[:, 0]
+    return split_by_hand(take, (("rows", None, None), ROWS), ("rows", None))(hidden, numbers)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """New tokens of several rows, one after the other without padding between them; arrays of the host.
+    """New tokens of several rows, in each shard one after the other without padding between; arrays of the host.
 
     Segments may share tokens, if their rows begin alike: both then get the keys and values.
 
@@ -66,7 +100,7 @@ class NewTokens:
       tokens: [N] int32.
       positions: [N] int32, of each token in its row.
       real: [N] bool, the tokens of segments.
-      members: [E, T] int32, the tokens of each segment in N; any number after its end.
+      members: [E, T] int32, the tokens of each segment; any number after its end.
       counts: [E] int32, tokens of each segment; 0: there is none.
       places: [N] int32, where each token is in E x T, of one of its segments.
       lengths: [E] int32, tokens that the row of each segment has already.
@@ -118,7 +152,7 @@ class SegmentCache:
     Attributes:
       old: [E, ...] of S columns.
       members, places: of `NewTokens`.
-      new: [1, N, K, H]; None before `write`.
+      new: [D, N / D, K, H]; None before `write`.
     """
 
     old: SlotCache
@@ -132,12 +166,26 @@ class SegmentCache:
 
     def segments(self) -> KeyValues:
         """Returns the new keys and values by segment, [E, T, K, H]."""
-        assert self.new is not None
-        return KeyValues(self.new.key[0][self.members], self.new.value[0][self.members])
+        return split_by_hand(_by_segment, (TOKEN_AXES, ("rows", None)), TOKEN_AXES)(self.new, self.members)
 
     def attend(self, query: jax.Array, mask: SegmentMask, options: AttentionOptions) -> jax.Array:
-        """Computes the attention [1, N, heads, H] of new tokens to the old columns of their row and to new ones."""
-        new = self.segments()
+        """Computes the attention [D, N / D, heads, H] of new tokens to the old columns of their row and to new ones."""
+
+        def attend(query: jax.Array, old: SlotCache, new: KeyValues, numbers: Any, *rest: Any) -> jax.Array:
+            mask, sinks = rest
+            shard = SegmentCache(old, *numbers, new)
+            return shard._attend(query, mask, dataclasses.replace(options, sinks=sinks))
+
+        heads = ("rows", None, "heads", None)
+        axes = (heads, POOL_AXES, TOKEN_AXES, ROWS, ("rows", None, None), ("heads",))
+        numbers = self.members, self.places
+        seen = mask.for_layer(options.sliding)
+        return split_by_hand(attend, axes, heads)(query, self.old, self.new, numbers, seen, options.sinks)
+
+    def _attend(self, query: jax.Array, mask: jax.Array, options: AttentionOptions) -> jax.Array:
+        """Computes `attend` in one shard, with a mask [E, T, S + T]."""
+        assert self.new is not None
+        new = _by_segment(self.new, self.members)
         segments, width = self.members.shape
         heads = query.shape[2]
         kv_heads = new.key.shape[2]
@@ -146,7 +194,7 @@ class SegmentCache:
         grouped = query[0][self.members].reshape(segments, width, kv_heads, -1, head_dim)
         products: Any = {"preferred_element_type": wide}
         scale = head_dim**-0.5 if options.scale is None else options.scale
-        seen = mask.for_layer(options.sliding)[:, None, None]
+        seen = mask[:, None, None]
         columns = self.old.columns
         old_scores = jnp.einsum("ETKGH,EKHS->EKGTS", grouped, self.old.key, **products) * scale
         new_scores = jnp.einsum("ETKGH,EUKH->EKGTU", grouped, new.key, **products) * scale
@@ -166,6 +214,11 @@ class SegmentCache:
         output = jnp.moveaxis(output / total, 3, 1)
         flat = output.astype(query.dtype).reshape(segments * width, heads, head_dim)
         return flat[self.places][None]
+
+
+def _by_segment(new: KeyValues, members: jax.Array) -> KeyValues:
+    """Sorts the keys and values of the tokens of one shard, [1, N, K, H], by segment."""
+    return KeyValues(new.key[0][members], new.value[0][members])
 
 
 def by_stack(caches: Sequence[Any], layers: Sequence[Sequence[int]]) -> tuple[list[Any], ...]:

@@ -3,10 +3,13 @@
 What a program reads of the pool and what it writes there are two programs: one that does both with a donated pool
 copies it.
 
-Shapes: R rows of the pool, S old columns, N new tokens in E segments, B rows of a chunk, V vocabulary.
+Shapes: R rows of the pool, S old columns, N new tokens in E segments, B rows of a chunk, V vocabulary; of each of the D
+shards of a mesh in the sizes, and of all together in arrays.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 import kljax
 from train.models import Decoder, Transformer, rope_tables
@@ -23,15 +27,19 @@ from train.models.blocks import layer_stacks
 from train.models.cache import DecoderState, GroupCache, SlotCache
 from train.models.head import make_logits
 from train.models.parameters import bind
+from train.models.sharding import axis_size, partition_spec
 from train.rollouts.engine.pool import (
+    POOL_AXES,
     NewTokens,
     Pool,
     SegmentCache,
     by_layer,
     by_stack,
-    copy_row,
+    copy_rows,
+    last_tokens,
     make_pool,
     put_rows,
+    split_pool,
     take_rows,
 )
 from train.rollouts.sampler import Sampling, StopTable
@@ -57,7 +65,7 @@ class ExtendSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """The sizes for which programs are compiled. More of them waste less, and take longer to compile.
+    """The sizes of each shard for which programs are compiled. More of them waste less, and take longer to compile.
 
     Attributes:
       rows: R, sessions that keep their cache.
@@ -104,10 +112,11 @@ class DrawnTokens(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkRows:
-    """The rows of a program, on the host.
+    """The rows of a program, on the host, the same number in each shard.
 
     Attributes:
-      rows: [B] int32, their numbers in the pool; of missing ones any, with a length after the last column.
+      rows: [B] int32, their numbers in their shard of the pool; of missing ones any, with a length after the last
+        column.
       lengths: [B] int32, tokens that are in the cache.
       keys: [B, 2] uint32, data of the key of each row's session.
       numbers: [B] int32, the number of the next token, of those of its session that the key draws.
@@ -138,17 +147,21 @@ class LoweredEngineProgram(NamedTuple):
 
 
 class EnginePrograms:
-    """The programs for one model and one sampling distribution, on one device.
+    """The programs for one model and one sampling distribution.
+
+    Each device reads and writes rows of its own shard alone, and of the heads that its weights have.
 
     Attributes:
       compiled: the executables by their names.
+      shards: D, the parts into which the mesh splits rows.
 
     Args:
       model: the decoder, with attention in all layers.
-      sizes: of the programs.
+      sizes: of the programs, for each shard.
       sampling: temperature and filters; `record_kept_tokens` and `record_routes` are off.
       eos_ids: [E], the tokens that end a turn.
       stop: the table of strings that end a turn, or None.
+      mesh: of the weights; None: one device.
     """
 
     def __init__(
@@ -159,9 +172,12 @@ class EnginePrograms:
         sampling: Sampling,
         eos_ids: Sequence[int],
         stop: StopTable | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.model = model
         self.sizes = sizes
+        self.shards = 1 if mesh is None else axis_size("rows", mesh)
+        self._mesh = mesh
         self.sampling = sampling
         self.stop = stop
         self.compiled: dict[str, Any] = {}
@@ -169,20 +185,44 @@ class EnginePrograms:
         self._eos = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self._structure: Any = None
         self._unstack = jax.jit(self._prepared)
+        # Rows have some columns more than sessions have tokens.
+        make = functools.partial(make_pool, model.config, self.shards * sizes.rows, sizes.columns + sizes.slack)
+        self._make_pool = jax.jit(make)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def make_pool(self) -> Pool:
-        """Makes an empty pool; its rows have some columns more than sessions have tokens."""
-        return make_pool(self.model.config, self.sizes.rows, self.sizes.columns + self.sizes.slack)
+        """Makes an empty pool."""
+        with self._on_mesh():
+            return self._make_pool()
+
+    def abstract_pool(self) -> Pool:
+        """Describes the pool."""
+        return self._split(jax.eval_shape(self._make_pool))
+
+    def _split(self, pool: Pool) -> Pool:
+        """Gives shapes of keys and values their sharding."""
+        if self._mesh is None:
+            return pool
+        sharding = NamedSharding(self._mesh, partition_spec(POOL_AXES))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
 
     def weights(self, policy: kljax.Policy) -> list[jax.Array]:
         """Takes the layers out of their stacks, once for all chunks, which would each copy all weights otherwise."""
-        leaves, self._structure = jax.tree.flatten(self._unstack(policy))
+        with self._on_mesh():
+            leaves, self._structure = jax.tree.flatten(self._unstack(policy))
         return leaves
 
     def abstract_weights(self, policy: kljax.Policy) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         """Returns the shapes of the `weights` of a described policy, and the lowered program that makes them."""
-        leaves, self._structure = jax.tree.flatten(jax.eval_shape(self._prepared, policy))
-        return leaves, self._unstack.lower(policy)
+        with self._on_mesh():
+            lowered = self._unstack.lower(policy)
+        leaves, self._structure = jax.tree.flatten(lowered.out_info)
+        # The compiler decides how parts of split weights lie.
+        shardings = jax.tree.leaves(lowered.compile().output_shardings)
+        pairs = zip(leaves, shardings, strict=True)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in pairs], lowered
 
     def _prepared(self, policy: kljax.Policy) -> tuple[Transformer, Tree]:
         head = "embed_tokens" if self.model.config.tie_embeddings else "lm_head"
@@ -197,31 +237,34 @@ class EnginePrograms:
     def lower(self, weights: Sequence[Any], pool: Pool) -> Iterator[LoweredEngineProgram]:
         """Lowers all programs, one after the other, for weights and a pool or for what describes them."""
         sizes = self.sizes
+        shards = self.shards
         put = jax.jit(put_rows, donate_argnums=0)
         greedy = np.zeros((), bool)
 
         def lowered(name: str, program: Any, *arguments: Any, **static: Any) -> LoweredEngineProgram:
-            return LoweredEngineProgram(name, program.lower(*arguments, **static), arguments)
+            with self._on_mesh():
+                return LoweredEngineProgram(name, program.lower(*arguments, **static), arguments)
 
         for size, columns in itertools.product(sizes.extends, sizes.lengths):
             name = extend_name(size, columns)
-            segments = empty_segments(size)
-            rows = ChunkRows.empty(size.segments, sizes.columns)
+            segments = empty_segments(size, shards)
+            rows = ChunkRows.empty(shards * size.segments, sizes.columns)
             program = jax.jit(_named(self._extend, f"engine_{name}"), static_argnames="columns")
             yield lowered(name, program, weights, pool, segments, rows, greedy, columns=columns)
         for batch, columns in itertools.product(sizes.batches, sizes.lengths):
             name = decode_name(batch, columns)
-            numbers = np.zeros(batch, np.int32)
-            rows = ChunkRows.empty(batch, sizes.columns)
+            numbers = np.zeros(shards * batch, np.int32)
+            rows = ChunkRows.empty(shards * batch, sizes.columns)
             program = jax.jit(_named(self._decode, f"engine_{name}"), static_argnames="columns")
             yield lowered(name, program, weights, pool, numbers, numbers, rows, greedy, columns=columns)
         for count, width in {(size.segments, size.width) for size in sizes.extends} | {
             (batch, sizes.chunk) for batch in sizes.batches
         }:
-            new = jax.eval_shape(lambda: make_pool(self.model.config, count, width))  # noqa: B023
-            numbers = np.zeros(count, np.int32)
+            new = self._split(jax.eval_shape(lambda: make_pool(self.model.config, shards * count, width)))  # noqa: B023
+            numbers = np.zeros(shards * count, np.int32)
             yield lowered(put_name(count, width), put, pool, numbers, numbers, new)
-        yield lowered("copy", jax.jit(copy_row, donate_argnums=0), pool, np.int32(0), np.int32(0))
+        numbers = np.zeros(shards, np.int32)
+        yield lowered("copy", jax.jit(copy_rows, donate_argnums=0), pool, numbers, numbers)
 
     def extend(
         self,
@@ -252,14 +295,21 @@ class EnginePrograms:
         greedy: bool,
     ) -> tuple[Pool, DrawnTokens]:
         """Draws up to `chunk` tokens of each row, at most `limits` [B]; `pending` [B] were drawn last."""
-        program = self.compiled[decode_name(len(pending), columns)]
+        batch = len(pending) // self.shards
+        program = self.compiled[decode_name(batch, columns)]
         new, drawn = program(weights, pool, pending, limits, rows, np.asarray(greedy))
-        put = self.compiled[put_name(len(pending), self.sizes.chunk)]
+        put = self.compiled[put_name(batch, self.sizes.chunk)]
         return put(pool, rows.rows, rows.lengths, new), drawn
 
     def copy(self, pool: Pool, source: int, target: int) -> Pool:
-        """Copies a row of the pool."""
-        return self.compiled["copy"](pool, np.int32(source), np.int32(target))
+        """Copies a row of the pool to another one of its shard."""
+        shard, first = divmod(source, self.sizes.rows)
+        # In other shards a row to itself.
+        sources = np.zeros(self.shards, np.int32)
+        targets = np.zeros(self.shards, np.int32)
+        sources[shard] = first
+        targets[shard] = target % self.sizes.rows
+        return self.compiled["copy"](pool, sources, targets)
 
     def _draw(self, head: Tree, hidden: jax.Array, rows: ChunkRows, numbers: jax.Array, greedy: jax.Array) -> Any:
         """Draws the tokens `numbers` [B] of the sessions of rows after hidden states [B, D]."""
@@ -304,12 +354,10 @@ class EnginePrograms:
         ]
         state = DecoderState(by_stack(caches, self._layers), 0, unrolled=True)
         mask = segments.mask(columns, self.model.config.sliding_window)
-        hidden, state = transformer.extend(
-            segments.tokens[None], segments.positions[None], segments.real[None], state, mask
-        )
-        new = [SlotCache.of(cache.segments()) for cache in by_layer(state.stacks, self._layers)]
-        last = jnp.take_along_axis(segments.members, jnp.maximum(segments.counts - 1, 0)[:, None], axis=1)[:, 0]
-        tokens, log_probs = self._draw(head, hidden[0][last], rows, rows.numbers, greedy)
+        flat = (x.reshape(self.shards, -1) for x in (segments.tokens, segments.positions, segments.real))
+        hidden, state = transformer.extend(*flat, state, mask)
+        new = split_pool([SlotCache.of(cache.segments()) for cache in by_layer(state.stacks, self._layers)])
+        tokens, log_probs = self._draw(head, last_tokens(hidden, segments), rows, rows.numbers, greedy)
         ended, stop_states = self._ends(tokens, rows.stop_states)
         return new, DrawnTokens(tokens, log_probs, jnp.where(ended, 0, 1), stop_states)
 
@@ -328,9 +376,10 @@ class EnginePrograms:
         count = len(pending)
         steps = self.sizes.chunk
         # All rows are there in their order.
-        gathered = None if count == self.sizes.rows else rows.rows
+        gathered = None if count == self.shards * self.sizes.rows else rows.rows
         old = [take_rows(cache, gathered, columns) for cache in pool]
-        caches = [GroupCache(cache, SlotCache.zeros(cache, count, steps)) for cache in old]
+        drawn = split_pool([SlotCache.zeros(cache, count, steps) for cache in old])
+        caches = [GroupCache(*pair) for pair in zip(old, drawn, strict=True)]
         lengths = jnp.where(rows.lengths < self.sizes.columns, rows.lengths, 0)
         rope = rope_tables(
             transformer.config, jnp.arange(self.sizes.columns + steps)[None], jnp.dtype(transformer.config.dtype)
@@ -369,13 +418,15 @@ class EnginePrograms:
         with jax.named_scope("decode"):
             end = lax.while_loop(lambda carry: (carry[0] < steps) & jnp.any(carry[1]), advance, start)
         _, _, _, stop_states, state, tokens, log_probs, done = end
-        new = [cache.completions for cache in by_layer(state.stacks, self._layers)]
+        new = split_pool([cache.completions for cache in by_layer(state.stacks, self._layers)])
         return new, DrawnTokens(tokens, log_probs, done, stop_states)
 
 
-def empty_segments(size: ExtendSize) -> NewTokens:
-    """Makes arrays of an extend without a token."""
-    tokens, segments, width = size
+def empty_segments(size: ExtendSize, shards: int) -> NewTokens:
+    """Makes arrays of an extend without a token, for so many shards."""
+    tokens = shards * size.tokens
+    segments = shards * size.segments
+    width = size.width
     flat = (np.zeros(tokens, np.int32) for _ in range(3))
     return NewTokens(
         tokens=next(flat),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import kljax
 from train.models import Decoder
@@ -79,7 +80,7 @@ class _PoolRow:
 
 @dataclasses.dataclass(eq=False)
 class _Part:
-    """New tokens to run: of one turn, or of several whose rows begin with the same ones."""
+    """New tokens to run: of one turn, or of several of one shard whose rows begin with the same ones."""
 
     turns: list[Turn]
     ids: list[int]
@@ -96,6 +97,9 @@ class TurnEngine:
     draws, and leaves its row to the next turn of the session. If there are more sessions than rows, the one that was
     not used for the longest time loses its row, and runs its tokens again in its next turn.
 
+    On a mesh that splits rows, each shard has rows, and turns, of its own; all run one program at a time, so that turns
+    are spread evenly. Turns of one prompt go to one shard as far as they can, which then runs it once.
+
     Attributes:
       count: what was done: `prefilled` tokens, in as many `prefill_slots`, and `copied` ones; `sampled` tokens;
         `chunks`, with their `steps` and `slot_steps`; `evicted` and `recomputed` rows.
@@ -103,12 +107,13 @@ class TurnEngine:
 
     Args:
       model: the decoder, with attention in all layers.
-      sizes: of the programs.
+      sizes: of the programs, for each shard.
       sampling: temperature and filters.
       eos_ids: the tokens that end a turn.
       stop: the table of strings that end a turn, or None.
       caches: what happens to the caches of other weights: `recompute` runs all tokens again; `keep` goes on with keys
         and values of several weights.
+      mesh: of the weights; None: one device.
     """
 
     def __init__(
@@ -120,15 +125,17 @@ class TurnEngine:
         eos_ids: Sequence[int],
         stop: StopTable | None = None,
         caches: Literal["recompute", "keep"] = "recompute",
+        mesh: Mesh | None = None,
     ) -> None:
-        self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop)
+        self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop, mesh=mesh)
         self.sizes = sizes
+        self.shards = self.programs.shards
         self.greedy = False
         self.count: collections.Counter[str] = collections.Counter()
         self._caches = caches
         self._eos = frozenset(eos_ids)
         self._matched = None if stop is None else stop.matched
-        self._rows = [_PoolRow() for _ in range(sizes.rows)]
+        self._rows = [_PoolRow() for _ in range(self.shards * sizes.rows)]
         self._row_of: dict[Hashable, int] = {}
         self._waiting: collections.deque[Turn] = collections.deque()
         self._active: list[Turn] = []
@@ -141,10 +148,17 @@ class TurnEngine:
         self._weights = self.programs.weights(policy)
         if self._pool is None:
             self._pool = self.programs.make_pool()
+        if not self.programs.compiled:
             self.programs.compile(self._weights, self._pool)
         if version != self._version and self._caches == "recompute":
             self.forget()
         self._version = version
+
+    def release(self) -> None:
+        """Frees the weights and the keys and values of all rows, until the next `update`."""
+        self.forget()
+        self._weights = []
+        self._pool = None
 
     def forget(self) -> None:
         """Drops the keys and values of all rows; turns under way run their tokens again."""
@@ -217,11 +231,14 @@ class TurnEngine:
         counts: collections.Counter[str] = collections.Counter()
         episodes = prompts * samples
         most = max(size.segments for size in sizes.extends)
-        for start in range(0, episodes, sizes.rows):
-            left = range(start, min(start + sizes.rows, episodes))
+        at_once = self.shards * sizes.rows
+        for start in range(0, episodes, at_once):
+            count = min(at_once, episodes - start)
+            level = -(-count // self.shards)
             parts = list[_Part]()
-            for _, group in itertools.groupby(left, lambda number: number // samples):
-                turns = [Turn([], length, np.zeros(0, np.uint32)) for _ in group]
+            placed = [(number // samples, (number - start) // level) for number in range(start, start + count)]
+            for (_, shard), group in itertools.groupby(placed):
+                turns = [Turn([], length, np.zeros(0, np.uint32), row=shard * sizes.rows) for _ in group]
                 parts += [
                     _Part(turns[first : first + most], [0] * prompt_length, 0) for first in range(0, len(turns), most)
                 ]
@@ -230,10 +247,10 @@ class TurnEngine:
                 columns = next(columns for columns in sizes.lengths if columns >= max(part.done for part, _ in chosen))
                 counts[extend_name(size, columns)] += 1
                 counts[put_name(size.segments, size.width)] += 1
-                for part, count in chosen:
-                    part.done += count
+                for part, tokens in chosen:
+                    part.done += tokens
                 parts = [part for part in parts if part.left()]
-            batch = next(batch for batch in sizes.batches if batch >= len(left))
+            batch = next(batch for batch in sizes.batches if batch >= level)
             for drawn in range(1, length, sizes.chunk):
                 columns = next(columns for columns in sizes.lengths if columns >= prompt_length + drawn - 1)
                 counts[decode_name(batch, columns)] += 1
@@ -245,10 +262,11 @@ class TurnEngine:
         parts = list[_Part]()
         later = list[Turn]()
         most = max(size.segments for size in self.sizes.extends)
+        level = -(-(len(self._waiting) + sum(row.busy for row in self._rows)) // self.shards)
         while self._waiting:
             turn = self._waiting.popleft()
             ids = turn.all_ids()
-            cached = self._place(turn, ids, parts)
+            cached = self._place(turn, ids, parts, level)
             if cached is None:
                 later.append(turn)
                 continue
@@ -257,7 +275,10 @@ class TurnEngine:
             row.session = turn.session
             row.tokens = ids[:cached]
             self._row_of[turn.session] = turn.row
-            same = next((x for x in parts if not cached and not x.done and x.ids == ids and len(x.turns) < most), None)
+            in_shard = [part for part in parts if self._shard_of(part.turns[0]) == self._shard_of(turn)]
+            same = next(
+                (x for x in in_shard if not cached and not x.done and x.ids == ids and len(x.turns) < most), None
+            )
             if same is None:
                 parts.append(_Part([turn], ids, cached))
             else:
@@ -265,19 +286,33 @@ class TurnEngine:
         self._waiting.extend(later)
         return parts
 
-    def _place(self, turn: Turn, ids: list[int], parts: Sequence[_Part]) -> int | None:
-        """Finds a row for a turn; returns how many of its tokens are there. None: it waits, for a row or a prefix."""
+    def _shard_of(self, turn: Turn) -> int:
+        return turn.row // self.sizes.rows
+
+    def _place(self, turn: Turn, ids: list[int], parts: Sequence[_Part], level: int) -> int | None:
+        """Finds a row for a turn; returns how many of its tokens are there. None: it waits, for a row or a prefix.
+
+        Args:
+          turn: that waits.
+          ids: of its row before the first token that it draws.
+          parts: new tokens of the turns that got rows before.
+          level: turns of each shard, if they are spread evenly.
+        """
         most = len(ids) - 1
         own = None if turn.session is None else self._row_of.get(turn.session)
         if own is not None and not self._rows[own].busy:
             turn.row = own
             return min(common_length(self._rows[own].tokens, ids), most)
-        free = [number for number, row in enumerate(self._rows) if not row.busy]
-        if not free:
+        if all(row.busy for row in self._rows):
             return None
         shared = [min(common_length(row.tokens, ids), most) for row in self._rows]
-        best = max(range(len(shared)), key=shared.__getitem__)
-        planned = (common_length(part.ids, ids) for part in parts if part.ids != ids)
+        shard = self._choose_shard(ids, shared, parts, level)
+        numbers = range(shard * self.sizes.rows, (shard + 1) * self.sizes.rows)
+        free = [number for number in numbers if not self._rows[number].busy]
+        best = max(numbers, key=shared.__getitem__)
+        planned = (
+            common_length(part.ids, ids) for part in parts if part.ids != ids and self._shard_of(part.turns[0]) == shard
+        )
         if max(planned, default=0) >= max(shared[best] + LEAST_COPIED, 2 * LEAST_COPIED):
             return None
         turn.row = min(free, key=lambda number: (bool(self._rows[number].tokens), self._rows[number].used))
@@ -293,6 +328,22 @@ class TurnEngine:
         self.count["copied"] += shared[best]
         return shared[best]
 
+    def _choose_shard(self, ids: list[int], shared: Sequence[int], parts: Sequence[_Part], level: int) -> int:
+        """Chooses the shard with free rows that has most of some ids, now or soon, unless it has its share of turns."""
+        if self.shards == 1:
+            return 0
+        rows = self.sizes.rows
+        busy = [sum(row.busy for row in self._rows[first : first + rows]) for first in range(0, len(self._rows), rows)]
+        there = [max(shared[first : first + rows]) for first in range(0, len(shared), rows)]
+        for part in parts:
+            shard = self._shard_of(part.turns[0])
+            there[shard] = max(there[shard], common_length(part.ids, ids))
+
+        def cost(shard: int) -> tuple[bool, int, int]:
+            return busy[shard] >= level, -there[shard] if there[shard] >= LEAST_COPIED else 0, busy[shard]
+
+        return min((shard for shard in range(self.shards) if busy[shard] < rows), key=cost)
+
     def _run_new_tokens(self, parts: list[_Part]) -> list[Turn]:
         """Runs the new tokens of parts, and draws the first token of each turn; returns the turns that ended."""
         ended = list[Turn]()
@@ -307,17 +358,20 @@ class TurnEngine:
         choices = []
         for size in self.sizes.extends:
             chosen = list[tuple[_Part, int]]()
-            tokens = 0
-            segments = 0
+            tokens = [0] * self.shards
+            segments = [0] * self.shards
+            left = [0] * self.shards
             for part in parts:
-                count = min(part.left(), size.width, size.tokens - tokens)
-                if count and segments + len(part.turns) <= size.segments:
+                shard = self._shard_of(part.turns[0])
+                count = min(part.left(), size.width, size.tokens - tokens[shard])
+                left[shard] += part.left()
+                if count and segments[shard] + len(part.turns) <= size.segments:
                     chosen.append((part, count))
-                    tokens = tokens + count
-                    segments = segments + len(part.turns)
+                    tokens[shard] += count
+                    segments[shard] += len(part.turns)
             if chosen:
-                left = sum(part.left() for part in parts) - tokens
-                choices.append((_work(size.tokens) + self._least_work(left), size, chosen))
+                rest = max(all_tokens - run for all_tokens, run in zip(left, tokens, strict=True))
+                choices.append((_work(size.tokens) + self._least_work(rest), size, chosen))
         return min(choices, key=lambda choice: choice[0])[1:]
 
     def _least_work(self, tokens: int) -> int:
@@ -328,44 +382,48 @@ class TurnEngine:
         return full * _work(sizes[-1]) + least
 
     def _extend(self, size: ExtendSize, chosen: Sequence[tuple[_Part, int]]) -> list[Turn]:
-        segments = empty_segments(size)
-        rows = ChunkRows.empty(size.segments, self.sizes.columns)
-        flat = at = 0
-        turns = list[Turn | None]()
+        segments = empty_segments(size, self.shards)
+        rows = ChunkRows.empty(self.shards * size.segments, self.sizes.columns)
+        tokens_of = [0] * self.shards
+        places = [shard * size.segments for shard in range(self.shards)]
+        complete = list[tuple[int, Turn]]()
         longest = 0
         for part, count in chosen:
-            members = slice(flat, flat + count)
+            shard = self._shard_of(part.turns[0])
+            flat = tokens_of[shard]
+            members = slice(shard * size.tokens + flat, shard * size.tokens + flat + count)
             segments.tokens[members] = part.ids[part.done : part.done + count]
             segments.positions[members] = np.arange(part.done, part.done + count)
             segments.real[members] = True
-            segments.places[members] = at * size.width + np.arange(count)
+            segments.places[members] = places[shard] % size.segments * size.width + np.arange(count)
             longest = max(longest, part.done)
             is_last = count == part.left()
             for turn in part.turns:
+                at = places[shard]
                 segments.members[at, :count] = np.arange(flat, flat + count)
                 segments.counts[at] = count
                 segments.lengths[at] = rows.lengths[at] = part.done
-                rows.rows[at] = turn.row
+                rows.rows[at] = turn.row % self.sizes.rows
                 self._write_draw(rows, at, turn)
-                turns.append(turn if is_last else None)
+                if is_last:
+                    complete.append((at, turn))
                 self._rows[turn.row].tokens = part.ids[: part.done + count]
-                at += 1
+                places[shard] += 1
             part.done += count
-            flat += count
-        self.count.update({"prefilled": flat, "prefill_slots": size.tokens})
+            tokens_of[shard] += count
+        self.count.update({"prefilled": sum(tokens_of), "prefill_slots": self.shards * size.tokens})
         columns = next(columns for columns in self.sizes.lengths if columns >= longest)
         self._pool, drawn = self.programs.extend(
             self._weights, self._pool, segments, rows, size=size, columns=columns, greedy=self.greedy
         )
-        if not any(turns):
+        if not complete:
             return []
         tokens, log_probs, _, states = jax.device_get(drawn)
         ended = list[Turn]()
-        for number, complete in enumerate(turns):
-            if complete is not None:
-                self._active.append(complete)
-                complete.stop_state = int(states[number])
-                ended += self._append(complete, [int(tokens[number])], [float(log_probs[number])])
+        for at, turn in complete:
+            self._active.append(turn)
+            turn.stop_state = int(states[at])
+            ended += self._append(turn, [int(tokens[at])], [float(log_probs[at])])
         return ended
 
     def _write_draw(self, rows: ChunkRows, at: int, turn: Turn) -> None:
@@ -376,17 +434,31 @@ class TurnEngine:
     def _decode(self) -> list[Turn]:
         """Draws a chunk of tokens of the turns that were started first, and returns those that ended."""
         sizes = self.sizes
-        count = next((size for size in sizes.batches if size >= len(self._active)), sizes.batches[-1])
-        turns = self._active[:count]
+        most = max(collections.Counter(map(self._shard_of, self._active)).values())
+        batch = next((size for size in sizes.batches if size >= most), sizes.batches[-1])
+        count = self.shards * batch
         rows = ChunkRows.empty(count, sizes.columns)
         pending = np.zeros(count, np.int32)
         limits = np.zeros(count, np.int32)
-        whole = count == sizes.rows
+        whole = batch == sizes.rows
         if whole:
-            rows.rows[:] = np.arange(count)
-        places = [turn.row if whole else number for number, turn in enumerate(turns)]
+            rows.rows[:] = np.tile(np.arange(batch), self.shards)
+        turns = list[Turn]()
+        places = list[int]()
+        later = list[Turn]()
+        taken = collections.Counter[int]()
+        for turn in self._active:
+            shard = self._shard_of(turn)
+            if taken[shard] == batch:
+                later.append(turn)
+                continue
+            turns.append(turn)
+            places.append(turn.row if whole else shard * batch + taken[shard])
+            taken[shard] += 1
+        # Turns that have to wait are first in the next chunk.
+        self._active = later + turns
         for at, turn in zip(places, turns, strict=True):
-            rows.rows[at] = turn.row
+            rows.rows[at] = turn.row % sizes.rows
             pending[at] = turn.tokens[-1]
             rows.lengths[at] = len(self._rows[turn.row].tokens)
             limits[at] = turn.max_tokens - len(turn.tokens)
@@ -406,9 +478,6 @@ class TurnEngine:
             # The last token was drawn, and not run.
             self._rows[turn.row].tokens += [turn.tokens[-1], *tokens[at, : drawn_now - 1].tolist()]
             ended += self._append(turn, tokens[at, :drawn_now].tolist(), log_probs[at, :drawn_now].tolist())
-        if len(self._active) > count:
-            # Turns that had to wait are first in the next chunk.
-            self._active = self._active[len(turns) - len(ended) :] + self._active[: len(turns) - len(ended)]
         return ended
 
     def _append(self, turn: Turn, tokens: list[int], log_probs: list[float]) -> list[Turn]:

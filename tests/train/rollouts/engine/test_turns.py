@@ -1,6 +1,8 @@
 """Turns: what is drawn in chunks over cached rows is what the trainer computes over whole sequences."""
 
 import collections
+import dataclasses
+import functools
 import re
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig
+from train.models.sharding import axis_size, make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
 from train.rollouts.engine.programs import DrawnTokens, EnginePrograms
@@ -223,12 +226,64 @@ def test_turn_that_does_not_fit_is_refused(engine, ids, limit):
 
 def test_no_program_copies_the_pool(engine):
     shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(engine.programs.make_pool())}
+    assert any(shape in program.as_text() for shape in shapes for program in engine.programs.compiled.values())
+    assert not [line for line in copies_of(engine.programs) if any(shape in line for shape in shapes)]
+
+
+def copies_of(programs: EnginePrograms) -> list[str]:
+    """The lines of compiled programs that copy an array, with the name of the program."""
     lines = [
-        (name, line) for name, program in engine.programs.compiled.items() for line in program.as_text().splitlines()
+        f"{name}: {line}" for name, program in programs.compiled.items() for line in program.as_text().splitlines()
     ]
-    assert any(shape in line for shape in shapes for name, line in lines)
-    copies = [(name, line) for name, line in lines if re.search(r" copy(-start)?\(", line)]
-    assert not [(name, line) for name, line in copies if any(shape in line for shape in shapes)]
+    return [line for line in lines if re.search(r" copy(-start)?\(", line)]
+
+
+MESHES = {"data": (2, 1, 1), "tensor": (1, 1, 2), "fsdp and tensor": (1, 2, 2)}
+
+
+@functools.cache
+def engine_on(shape: tuple[int, int, int]) -> TurnEngine:
+    """An engine that has as many rows as `SIZES` on all devices together."""
+    mesh = make_mesh(*shape)
+    rows = SIZES.rows // axis_size("rows", mesh)
+    sizes = dataclasses.replace(SIZES, rows=rows, batches=(1, rows), extends=(ExtendSize(24, rows, 12),))
+    stop = stop_table([STOP], [bytes([97 + token]) for token in range(24)])
+    return TurnEngine(MODEL, sizes, sampling=Sampling(TEMPERATURE), eos_ids=(EOS,), stop=stop, mesh=mesh)
+
+
+@pytest.fixture(params=MESHES.values(), ids=MESHES)
+def engine_on_mesh(request):
+    engine = engine_on(request.param)
+    engine.update(tiny.placed(policy_of(), MODEL, make_mesh(*request.param)), 0)
+    engine.forget()
+    engine.count.clear()
+    return engine
+
+
+def test_turns_on_a_mesh_equal_one_device(engine, engine_on_mesh):
+    """With evicted rows; every episode stays where it began as long as it has a row."""
+    expected, history = episodes(engine), episodes(engine_on_mesh)
+    assert [(turn.tokens, turn.finish) for turn in history] == [(turn.tokens, turn.finish) for turn in expected]
+    assert errors(history, policy_of()).max() < 5e-6
+    assert engine_on_mesh.count["evicted"] > 0
+    busy = [turn.row // engine_on_mesh.sizes.rows for turn in history[: SIZES.rows]]
+    assert {*busy} == {*range(engine_on_mesh.shards)}
+
+
+def test_no_program_moves_a_cache_between_devices(engine_on_mesh):
+    """Nor copies the pool; arrays of a program are those of one device."""
+    programs = engine_on_mesh.programs
+    pool = jax.tree.leaves(programs.make_pool())
+    columns = {programs.sizes.columns, pool[0].shape[-1]}
+    for name, program in programs.compiled.items():
+        for line in program.as_text().splitlines():
+            moved = re.search(
+                r"= \(?(\w+\[[\d,]*\]).* (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(", line
+            )
+            sizes = [] if moved is None else [int(size) for size in re.findall(r"\d+", moved[1].partition("[")[2])]
+            assert len(sizes) < 3 or not columns & {*sizes[-2:]}, (name, line)
+    shapes = {f"f32[{','.join(map(str, x.sharding.shard_shape(x.shape)))}]" for x in pool}
+    assert not [line for line in copies_of(programs) if any(shape in line for shape in shapes)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 20), (16, 300), (64, 392), (512, 4096)])
