@@ -1,5 +1,6 @@
 """A run of episodes that a signal leaves in the middle of one goes on as if nothing had happened."""
 
+import json
 import os
 import signal
 
@@ -11,14 +12,18 @@ from train.rollouts.engine import TurnEngine
 
 
 @pytest.mark.slow
-def test_step_that_is_left_between_turns_is_run_again(monkeypatch, tmp_path):
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["one device", "mesh"])
+def test_step_that_is_left_between_turns_is_run_again(mesh, monkeypatch, tmp_path):
+    """To the bit; a mesh has the episodes of one device."""
     options = (
         *CALCULATOR,
+        "model.kv_heads=2",
         "steps=3",
         "warm_start.steps=0",
         "eval.prompts=0",
         "report.rollouts=0",
         f"output={tmp_path}",
+        f"mesh={json.dumps(mesh)}",
     )
     step, calls = TurnEngine.step, []
 
@@ -41,3 +46,8 @@ def test_step_that_is_left_between_turns_is_run_again(monkeypatch, tmp_path):
     run_here(*options, "name=whole").succeeded()
     assert (root / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
     assert all(record["episode_turns"] >= 1 for record in records(root, "train"))
+    if mesh:
+        run_here(*options, "name=one", "mesh={}").succeeded()
+        for name in ("reward", "completion_length", "episode_turns", "episode_tool_calls"):
+            first, second = ([record[name] for record in records(tmp_path / x, "train")] for x in ("whole", "one"))
+            assert first == second, name

@@ -7,7 +7,10 @@ from pyarrow import parquet
 
 from tests import exactness, peers
 from tests.integration.command import records, run_here
+from tests.integration.test_shipped_configs import CALCULATOR
+from tests.train.rollouts.episodes.test_server_turns import Talking
 from tests.train.rollouts.fake_engines import FakeEngine, serving_all
+from tests.train.rollouts.fake_environment import environment_of
 from tests.train.rollouts.fake_server import PROBES, Answer, Digits, serving
 from train.data.tokenizers import ByteTokenizer
 
@@ -194,6 +197,68 @@ def test_two_processes_send_weights_once_to_each_engine(env, tmp_path):
     assert [record["rollout_engines"] for record in records(tmp_path / "quickstart", "train")] == [2, 1, 1]
     assert [len(dict.fromkeys(engine.sampled)) for engine in engines] == [3, 1]
     assert [engine.calls.count("/finish_weight_update") for engine in engines] == [3, 1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["{data: 2}", "{tensor: 2}"])
+def test_processes_run_the_episodes_of_their_own_prompts(env, tmp_path, mesh):
+    """As one process does, also where both hold all rows; the last held-out prompt has the rows of one alone."""
+    (tmp_path / "mine.py").write_text(
+        "from train.data.environments.calculator import Calculator\n"
+        "class Failing(Calculator):\n"
+        "    def reset(self, prompt):\n"
+        "        if sum(map(ord, prompt)) % 4 == 0:\n"
+        "            raise ConnectionError('no answer')\n"
+    )
+    options = (
+        *CALCULATOR,
+        "model.kv_heads=2",
+        "warm_start={steps: 30, batch_size: 8}",
+        "rollout={prompts_per_step: 4, samples_per_prompt: 2}",
+        "eval={every: 1, prompts: 5, batch_size: 4}",
+        "data.arguments={problems: 40, held_out: 5, wrong: 0.5}",
+        f"environment={{name: '{tmp_path}/mine.py:Failing', max_turns: 3, max_failures: 1.0}}",
+    )
+    sampling = "rollout.mesh={data: 2, tensor: 1}"
+    arguments = (*options, f"mesh={mesh}", sampling, f"output={tmp_path}/two")
+    for code, out, err in peers.run("train", *arguments, processes=2, devices=1, env=env):
+        assert code == 0, f"{out}\n{err}"
+    run_here(*options, f"output={tmp_path}/one").succeeded()
+    failed = 0
+    for phase in ("train", "eval"):
+        one, two = (records(tmp_path / name / "calculator", phase) for name in ("one", "two"))
+        names = [name for name in one[0] if name.startswith("episode")]
+        for name in ("step", "reward" if phase == "train" else "accuracy", *names):
+            assert [record[name] for record in one] == [record[name] for record in two], name
+        failed += sum(record["episodes_failed_exception"] for record in one)
+    assert failed
+
+
+@pytest.mark.thorough
+def test_processes_ask_servers_for_the_turns_of_their_own_episodes(env, tmp_path):
+    (tmp_path / "mine.py").write_text(environment_of("{text}+", reward=0.25, steps=3))
+
+    class NumberingServer(Talking):
+        def _choice(self, body: dict) -> dict:
+            choice = super()._choice(body)
+            if not body["ignore_eos"]:
+                choice["token_ids"][1] = ord(str(len(self.prompts) % 10))
+            return choice
+
+    engines = [NumberingServer(), NumberingServer()]
+    with serving_all(engines) as urls:
+        options = (
+            *("rollout.prompts_per_step=4", "warm_start.steps=0", "rollout.slots=null", "model.tie_embeddings=false"),
+            f"rollout.source={{type: openai, urls: [{', '.join(urls)}], model: m, retries: 0}}",
+            f"environment={{name: '{tmp_path}/mine.py:Steps', max_turns: 3}}",
+            *("data.max_completion_length=24", "eval.prompts=0", "steps=2"),
+        )
+        ended = train(env, *options, f"output={tmp_path}", mesh="{data: 2}")
+    for code, out, err in ended:
+        assert code == 0, f"{out}\n{err}"
+    for record in records(tmp_path / "quickstart", "train"):
+        assert (record["episode_turns"], record["rollout_engines"]) == (3, 2)
+    assert [len(engine.prompts) for engine in engines] == [2 * 4 * 4 * 3 // 2] * 2
 
 
 @pytest.mark.slow

@@ -27,6 +27,34 @@ def processes_of(mesh: Mesh) -> set[int]:
     return {device.process_index for device in mesh.devices.flat}
 
 
+def are_processes_whole(mesh: Mesh) -> bool:
+    """Whether every index of the first axis of a mesh lies in one process.
+
+    With weights that are split over the other axes alone, each process then has all of them.
+    """
+    return all(len({device.process_index for device in part.flat}) == 1 for part in mesh.devices)
+
+
+def mesh_of_process(mesh: Mesh) -> Mesh:
+    """Returns the indices of the first axis of a mesh that this process has, `are_processes_whole`."""
+    if processes() == 1:
+        return mesh
+    own = [part for part in mesh.devices if part.flat[0].process_index == process()]
+    return Mesh(np.stack(own), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def arrays_of_process(tree: Tree, mesh: Mesh) -> Tree:
+    """Takes the parts of arrays that this process has as whole arrays on `mesh_of_process`, without a copy."""
+
+    def take(leaf: jax.Array) -> jax.Array:
+        assert isinstance(leaf.sharding, NamedSharding)
+        parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+        sharding = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [parts[x] for x in mesh.devices.flat])
+
+    return tree if processes() == 1 else jax.tree.map(take, tree)
+
+
 def row_owners(sharding: Sharding, rows: int) -> np.ndarray:
     """Computes the process that judges each row: one that has it on its devices.
 

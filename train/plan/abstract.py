@@ -50,10 +50,8 @@ class AbstractEngine:
         engine = engine_of_run(context)
         if engine is None:
             return None
-        everywhere = replicated(context.layout.mesh)
         weights, unstack = engine.programs.abstract_weights(policy)
-        pool = jax.eval_shape(engine.programs.make_pool)
-        return cls(engine, with_sharding(weights, everywhere), with_sharding(pool, everywhere), unstack)
+        return cls(engine, weights, engine.programs.abstract_pool(), unstack)
 
     def lower(self) -> Iterator[LoweredEngineProgram]:
         """Lowers all programs of the engine."""

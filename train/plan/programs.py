@@ -27,7 +27,7 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
-from train.rollouts.engine.of_run import check_one_device
+from train.rollouts.engine.of_run import check_processes
 from train.rollouts.engine.programs import extend_name
 from train.rollouts.jax_source import rollout_rows, rollout_sampling, sampling_programs
 from train.rollouts.lag import reads_lags
@@ -70,7 +70,7 @@ class AbstractRun:
       state: before RL.
       base: frozen weights under an adapter; None without one.
       reference: the reference; None without one.
-      engine: of episodes, whose weights and KV cache stay in memory; None without one.
+      engine: of episodes, whose weights and KV cache are in memory while they run; None without one.
     """
 
     context: RunContext
@@ -96,11 +96,9 @@ class AbstractRun:
         model, tokenizer = planned_model(config)
         context = make_bare_context(config, model, mesh, tokenizer)
         state, base = abstract_state(context.plan, model, context.optimizer, mesh)
-        check_one_device(context)
+        check_processes(context)
         run = cls(context, state, base, abstract_reference(context.plan, model, mesh, state))
-        with context.layout.active():
-            engine = AbstractEngine.of(context, run.sampling_policy())
-        return dataclasses.replace(run, engine=engine)
+        return dataclasses.replace(run, engine=AbstractEngine.of(context, run.sampling_policy()))
 
     def resident(self) -> dict[str, Tree]:
         """Returns the arrays that stay in memory from step to step, by name."""
@@ -109,7 +107,6 @@ class AbstractRun:
             "optimizer": self.state.opt_state,
             "reference": (self.reference, self.state.reference),
             "lagged policies": self.state.past,
-            "engine": () if self.engine is None else (self.engine.weights, self.engine.pool),
         }
         return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
 
@@ -188,13 +185,17 @@ class AbstractRun:
         )
         sizes = engine.engine.sizes
         largest = extend_name(max(sizes.extends), sizes.lengths[-1])
-        with self.context.layout.active():
-            yield LoweredProgram("engine weights", engine.unstack, self.beside(self.policy()), {}, 1, {})
-            for name, lowered, arguments in engine.lower():
-                # Shorter prompts may need the largest program.
-                if name in counts or name == largest:
-                    loops = {"decode": sizes.chunk, **self._expert_tiles(sizes.rows)}
-                    yield LoweredProgram(name, lowered, self.beside(arguments), {}, counts.get(name, 0), loops)
+        policy = self.sampling_policy()
+        yield LoweredProgram("engine weights", engine.unstack, self.beside(policy), {}, 1, {})
+        # A frozen base that is laid out stays beside the engine's weights.
+        base = () if policy.adapter is None or self.context.layout.in_place else policy.params
+        both = engine.weights, engine.pool
+        for name, lowered, arguments in engine.lower():
+            # Shorter prompts may need the largest program.
+            if name in counts or name == largest:
+                loops = {"decode": sizes.chunk, **self._expert_tiles(sizes.rows)}
+                beside = self.beside(arguments, base, both)
+                yield LoweredProgram(name, lowered, beside, {}, counts.get(name, 0), loops)
 
     def _samplers(self) -> Iterator[LoweredProgram]:
         """Lowers the sampler of rollouts, and that of an evaluation where it may need more memory."""

@@ -119,7 +119,7 @@ def shard_completions(context: RunContext, completions: Completions, split: RowS
     episodes = completions.episode_rows
     if episodes is not None:
         # Each episode is compared once with those of its group.
-        group_ids = np.where(episodes == np.arange(len(episodes)), group_ids, -1).astype(np.int32)
+        group_ids = np.where(episodes == split.held, group_ids, -1).astype(np.int32)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
@@ -157,7 +157,9 @@ def judge_rows(context: RunContext, drawn: Rollout, split: RowSplit, step: int) 
 
     named_rewards, scores = judge_together(context, "rewards", score, lengths=lengths, rows=split)
     measured = {"completion_length": lengths, "finished": completions.finished}
+    measured |= {"leading": completions.leading(split)}
     measured = gather_rows("completions", measured, split.own, split.count)
+    leading = measured.pop("leading")
     own_statistics = dict(measure_rows(context.config, completions, split))
     if VERSIONS in completions.fields:
         own_statistics |= lags_of_rows(token_lags(split.select_own(completions.fields[VERSIONS]), mask, step))
@@ -166,7 +168,7 @@ def judge_rows(context: RunContext, drawn: Rollout, split: RowSplit, step: int) 
     if context.config.loss.unfinished == "drop":
         finished = shard_rows(measured["finished"][split.held].astype(bool), context.mesh)
         judged["kept_mask"] = drawn.batch.completion_mask & finished[:, None]
-    counted = completions.leading()
+    counted = leading if leading.any() else slice(None)
     metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
     metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
@@ -211,7 +213,7 @@ def judge_together(
     return named, gather_rows(label, rewards, rows.own, rows.count)
 
 
-def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> None:
+def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn] | None]) -> None:
     """Checks that a batch trains exactly the tokens that were sampled, each after the ids before it then.
 
     Raises:
@@ -220,6 +222,8 @@ def verify_sampled(batch: Batch, sampled: Sequence[Sequence[SampledTurn]]) -> No
     tokens, token_mask, mask = map(to_host_rows, (batch.tokens, batch.token_mask, batch.completion_mask))
     log_probs = None if batch.rollout_log_probs is None else to_host_rows(batch.rollout_log_probs)
     for row, turns in enumerate(sampled):
+        if turns is None:
+            continue
         is_real = token_mask[row]
         ids = tokens[row][is_real]
         trained = mask[row][is_real]

@@ -12,6 +12,7 @@ from train.config.checks.layout import SPLIT_BY_TENSOR, named_sizes
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed.exchange import exchange_json
+from train.distributed.global_arrays import are_processes_whole
 from train.models import Decoder
 from train.models.blocks import state_bytes
 from train.models.devices import find_device
@@ -56,7 +57,9 @@ def make_layout(
 
     def option_of(tensor: int) -> Option:
         cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)
-        return Option(tensor, layout_of(tensor).bytes, cache)
+        weights = layout_of(tensor).bytes
+        # The engine of episodes copies the weights before it has a cache.
+        return Option(tensor, weights, max(cache, weights) if config.runs_episodes() else cache)
 
     resident = resident_bytes(plan, model, mesh, optimizer)
     if section.in_place:
@@ -68,6 +71,9 @@ def make_layout(
         shape = named_sizes(dataclasses.asdict(model.config))
         sizes = [shape[name] for name in SPLIT_BY_TENSOR if name in shape]
         tensors = tensor_sizes(devices, mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["tensor"], sizes, rows)
+        if config.runs_episodes():
+            # Each process has an engine of its own.
+            tensors = [tensor for tensor in tensors if are_processes_whole(layout_of(tensor).mesh)]
         choice = choose(
             [option_of(tensor) for tensor in tensors],
             resident=resident,

@@ -125,9 +125,11 @@ class Completions:
         them.
       prompt_lengths: [B] int32, the tokens of each prompt; None: all before the first sampled one.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
-      episode_rows: [B] int32, the row of the episode that a row belongs to: its own, or an earlier one that it forked
-        from; -1 for rows without an episode that counts, which have no sampled token. None: each row is an episode.
-      sampled: [B] the turns of each row, as they were sampled, which the batch is checked against; None: no check.
+      episode_rows: [B] int32, of the rows that this process holds, the row of the episode that a row belongs to: its
+        own, or an earlier one that it forked from; -1 for rows without an episode that counts, which have no sampled
+        token. None: each row is an episode.
+      sampled: [B] the turns of each row that this process holds, as they were sampled, which the batch is checked
+        against; None, of all or of a row: no check.
       recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
@@ -144,7 +146,7 @@ class Completions:
     prompt_lengths: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     episode_rows: np.ndarray | None = None
-    sampled: Sequence[Sequence[Any]] | None = None
+    sampled: Sequence[Sequence[Any] | None] | None = None
     recorded_rows: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -186,11 +188,9 @@ class Completions:
         """Returns the completions with all fields, when the devices have sampled them."""
         return self if self.finish is None else dataclasses.replace(self, finish=None, **self.finish())
 
-    def leading(self) -> np.ndarray | slice:
-        """Selects the rows that stand for their episodes: all, but for forks and rows without an episode."""
-        if self.episode_rows is None or not (self.episode_rows >= 0).any():
-            return slice(None)
-        return self.episode_rows == np.arange(len(self.episode_rows))
+    def leading(self, rows: RowSplit) -> np.ndarray:
+        """Whether each own row stands for its episode: all do, but for forks and rows without an episode."""
+        return rows.own == (rows.own if self.episode_rows is None else rows.select_own(self.episode_rows))
 
     def with_versions(self, version: int) -> "Completions":
         """Returns the completions with this version for all sampled tokens, unless they have versions of their own."""

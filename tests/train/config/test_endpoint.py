@@ -32,7 +32,6 @@ def test_endpoint_has_defaults():
         ),
         (("rollout.source={type: endpoint, agent: 'train.data:nothing'}",), "rollout.source.agent: got 'train.data:no"),
         ((source(AGENT, ", arguments: {size: 3}"),), "train.data.agents.calculator:play has no argument 'size'"),
-        ((source(AGENT), "rollout.mesh={data: 1, tensor: 1}"), "rollout.mesh: got one, but rollout.source.type is end"),
         ((source(AGENT), "rollout.ahead=1"), "rollout.ahead: got 1, but rollout.source.type endpoint"),
         ((source(AGENT), "rollout.slots=4"), "rollout.slots: got 4, but rollout.source.type endpoint does not use it"),
         (

@@ -16,6 +16,15 @@ def test_environment_has_defaults():
     assert tiny.config_of().environment is None
 
 
+AGENT = "rollout.source={type: endpoint, agent: 'train.data.agents.calculator:play'}"
+
+
+@pytest.mark.parametrize("episodes", [ENVIRONMENT, AGENT])
+def test_episodes_are_sampled_on_a_mesh_of_their_own(episodes):
+    config = tiny.config_of(episodes, "mesh={data: 2, fsdp: 2}", "rollout.mesh={data: 4, tensor: 1}")
+    assert config.rollout.mesh.data == 4
+
+
 def test_scores_of_turns_need_an_environment():
     assert Plan.of(tiny.config_of("advantage=turn_credit", ENVIRONMENT, "environment.max_turns=3")).turns == 3
     assert Plan.of(tiny.config_of("advantage=turn_credit", ENVIRONMENT, "data.max_completion_length=6")).turns == 6

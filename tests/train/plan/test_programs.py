@@ -5,8 +5,7 @@ import pytest
 
 import kljax
 from tests.tiny import config_of, host_params, mesh_of
-from train.config.errors import UserError
-from train.models.sharding import device_bytes
+from train.models.sharding import device_bytes, make_mesh
 from train.plan.compiler.flops import count_flops
 from train.plan.compiler.hlo import parse
 from train.plan.programs import AbstractRun
@@ -39,9 +38,8 @@ def test_engine_of_episodes_is_planned(episodes):
     run = AbstractRun.of(config_of(ROWS, episodes, "data.max_completion_length=20", "kl.loss.coef=0.1"), mesh_of())
     engine = engine_of_run(run.context)
     weights = engine.programs.weights(kljax.Policy(host_params()))
-    assert device_bytes(run.resident()["engine"]) == sum(
-        x.nbytes for x in jax.tree.leaves((weights, engine.programs.make_pool()))
-    )
+    together = device_bytes((run.engine.weights, run.engine.pool))
+    assert together == sum(x.nbytes for x in jax.tree.leaves((weights, engine.programs.make_pool())))
     programs = {program.name: program for program in run.lower()}
     length = run.context.config.data.max_prompt_length
     assert {name: x.runs for name, x in programs.items() if x.runs and name not in OTHERS} == {
@@ -50,13 +48,12 @@ def test_engine_of_episodes_is_planned(episodes):
     }
     assert [name for name, x in programs.items() if not x.runs] == ["extend_256x12x25_after_25"], "the largest"
     assert [*programs][-3:] == OTHERS
-    # The engine stays in memory while the update runs, and is an argument of its own programs.
-    pool, together = (device_bytes(x) for x in (run.engine.pool, run.resident()["engine"]))
+    # The engine is in memory beside its own programs alone, of which it is an argument, and not beside the update.
     assert programs["score"].beside == device_bytes(run.resident()) - device_bytes((run.state.trainable, run.reference))
     decode = next(x for name, x in programs.items() if name.startswith("decode"))
-    assert decode.beside == device_bytes(run.resident()) - together
+    assert decode.beside == device_bytes(run.resident())
     put = next(x for name, x in programs.items() if name.startswith("put"))
-    assert put.beside == device_bytes(run.resident()) - pool
+    assert put.beside == device_bytes(run.resident()) + device_bytes(run.engine.weights)
     compiled = decode.lowered.compile({"xla_backend_optimization_level": 0})
     module = parse(compiled.as_text())
     chunk = engine.sizes.chunk
@@ -69,7 +66,16 @@ def test_episodes_of_servers_have_no_programs():
     assert [program.name for program in run.lower()] == OTHERS
 
 
-@pytest.mark.parametrize(("episodes", "field"), [(CALCULATOR, "environment"), (AGENT, "rollout.source.type")])
-def test_plan_of_episodes_on_several_devices_is_refused(episodes, field):
-    with pytest.raises(UserError, match=f"^{field}: got .*mesh of 2 devices, expected 1: episodes run on one"):
-        AbstractRun.of(config_of(episodes, "mesh.data=2"), mesh_of(2))
+def test_engine_on_a_mesh_is_planned_for_a_device():
+    """Rows are split over data and fsdp, caches over tensor, and weights as the sampler has them."""
+    shape = "model={layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}"
+    config = config_of(ROWS, CALCULATOR, shape, "mesh={fsdp: 2, tensor: 2}", "rollout.mesh={data: 2, tensor: 2}")
+    one = AbstractRun.of(config_of(ROWS, CALCULATOR, shape), mesh_of())
+    run = AbstractRun.of(config, make_mesh(1, 2, 2))
+    pools = device_bytes(one.engine.pool) / 16, device_bytes(run.engine.pool) / 8
+    assert pools[0] == 2 * pools[1]
+    assert run.engine.engine.sizes.rows == 8
+    # Norms alone are whole on every device.
+    norms = sum(x.size * x.dtype.itemsize for x in run.engine.weights if x.ndim == 1)
+    assert device_bytes(run.engine.weights) == (device_bytes(one.engine.weights) + norms) / 2
+    assert any(program.name == f"decode_8_after_{config.data.row_length()}" for program in run.lower())

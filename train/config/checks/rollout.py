@@ -176,13 +176,13 @@ def _environment(config: Config) -> Iterator[Problem]:
             "environment",
             "rollout.source.type",
         )
-    refused = [
+    refused: list[tuple[str, object, str]] = [
         ("rollout.slots", section.slots, "environment.rows sets the rows of the engine"),
         ("rollout.record_kept_tokens", section.record_kept_tokens, "the engine does not record them"),
-        ("rollout.mesh", section.mesh, "episodes run on one device"),
     ]
     if section.source.type == "openai":
         refused += [
+            ("rollout.mesh", section.mesh, "servers have weights of their own"),
             ("rollout.ahead", section.ahead, "the episodes of a step run while it waits"),
             ("environment.rows", environment.rows, "servers have a cache of their own"),
         ]
@@ -238,7 +238,6 @@ def _turn_scores(config: Config) -> Iterator[Problem]:
 
 def _endpoint(config: Config) -> Iterator[Problem]:
     """Checks the address, the keys and the agent program of an endpoint."""
-    section = config.rollout
     source = config.rollout.source
     if source.type != "endpoint":
         return
@@ -266,9 +265,6 @@ def _endpoint(config: Config) -> Iterator[Problem]:
     if not is_loopback(source.host) and source.api_key_env is None and source.api_key_file is None:
         text = f"got {source.host!r}, which other machines reach; set rollout.source.api_key_env or api_key_file"
         yield problem(text, "rollout.source.host", "rollout.source.api_key_env")
-    if section.mesh is not None:
-        text = "got one, but rollout.source.type is endpoint, and episodes run on one device; leave it out"
-        yield problem(text, "rollout.mesh", "rollout.source.type")
 
 
 def _forks(config: Config) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from train.rollouts.endpoint.generator import Generator
 from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestError, SequenceLengths
 from train.rollouts.engine import TurnEngine
-from train.rollouts.engine.of_run import check_one_device, engine_of_run
+from train.rollouts.engine.of_run import check_processes, engine_of_run, set_weights
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
@@ -47,7 +47,7 @@ class EndpointSource(InTurn):
           UserError: the agent program cannot be imported, a key is missing, or nobody may listen there.
         """
         super().__init__()
-        check_one_device(context)
+        check_processes(context)
         try:
             from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
         except ImportError:
@@ -92,6 +92,7 @@ class EndpointSource(InTurn):
             most=4 * section.max_requests + 64,
         )
         self._engine: TurnEngine | None = None
+        self._weights: tuple[kljax.Policy, int] | None = None
 
     @property
     def url(self) -> str:
@@ -99,22 +100,17 @@ class EndpointSource(InTurn):
         return self._listener.url
 
     def update(self, policy: kljax.Policy, version: int) -> None:
-        """Sets the weights; the first call compiles the engine."""
-        context = self._context
-        with context.layout.active():
-            if self._engine is None:
-                self._engine = engine_of_run(context)
-                assert self._engine is not None
-            self._engine.update(context.layout.weights(policy), version)
+        """Sets the weights, without a copy."""
+        self._weights = policy, version
 
     def sample(self, request: Request) -> Completions:
-        """Lets agents run the episodes of a request.
+        """Lets agents run the episodes of a request; the engine has memory on the devices only meanwhile.
 
         Raises:
           SourceError: more of them failed than `rollout.source.max_failures` allows, or they do not fit into rows.
           ValueError: before the first `update`.
         """
-        if self._engine is None:
+        if self._weights is None:
             raise ValueError("policy: missing; call `update` before `sample`")
         held_out = request.first_row is not None
         shape = RowShape(
@@ -130,10 +126,13 @@ class EndpointSource(InTurn):
         first = request.first_row or 0
         keys = session_keys(request.key, first + len(examples))[first:]
         rows = [{"prompt": e.prompt, "answer": e.answer, **e.record} for e in examples]
-        self._engine.greedy = request.greedy
-        self._engine.count.clear()
-        with self._context.layout.active():
-            opened = self._run(self._engine, self._episodes.open(rows, list(keys), self._lengths))
+        engine = self._engine = self._engine or engine_of_run(self._context)
+        assert engine is not None
+        set_weights(self._context, engine, *self._weights)
+        engine.greedy = request.greedy
+        engine.count.clear()
+        opened = self._run(engine, self._episodes.open(rows, list(keys), self._lengths))
+        engine.release()
         episodes = [_episode(episode) for episode in opened]
         placed = place_sequences(episodes, shape)
         self._failures.check(episodes, request)

@@ -1,8 +1,17 @@
 """The engine for the config of a run."""
 
+import kljax
 from train.config.errors import UserError
 from train.context import RunContext
 from train.data.tokenizers import vocabulary_bytes
+from train.distributed.global_arrays import (
+    are_processes_whole,
+    arrays_of_process,
+    mesh_of_process,
+    processes_of,
+    row_owners,
+)
+from train.models.sharding import batch_sharding, reshape_mesh
 from train.rollouts.engine.programs import EngineSizes
 from train.rollouts.engine.schedule import TurnEngine
 from train.rollouts.jax_source import rollout_sampling
@@ -10,31 +19,60 @@ from train.rollouts.sampler import stop_table
 
 
 def make_engine(context: RunContext, rows: int, columns: int) -> TurnEngine:
-    """Makes the engine of a run, for so many rows of KV cache of so many tokens; its first `update` compiles it."""
+    """Makes the engine of a run, whose first `update` compiles it.
+
+    Args:
+      context: the model, and its layout for sampling.
+      rows: of KV cache, on the devices of all processes together; as many more as the mesh asks for.
+      columns: tokens of a row.
+    """
     section = context.config.rollout
     size = context.model.config.vocab_size
     return TurnEngine(
         context.layout.model,
-        EngineSizes.of(rows, columns),
+        EngineSizes.of(-(-rows // context.layout.row_parts), columns),
         sampling=rollout_sampling(context.config),
         eos_ids=context.tokenizer.eos_ids,
         stop=stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else []),
+        mesh=mesh_of_process(context.layout.mesh),
     )
 
 
-def check_one_device(context: RunContext) -> None:
-    """Raises `UserError` unless the devices of a run are one, if its engine draws the turns of episodes."""
+def set_weights(context: RunContext, engine: TurnEngine, policy: kljax.Policy, version: int) -> None:
+    """Gives an engine the weights of a policy as the layout for sampling has them; a copy of that is freed."""
+    weights = arrays_of_process(context.layout.weights(policy), mesh_of_process(context.layout.mesh))
+    engine.update(weights, version)
+    context.layout.release()
+
+
+def check_processes(context: RunContext) -> None:
+    """Raises `UserError` unless each process can draw the turns of whole groups, with weights of its own.
+
+    An engine in one process has no part in others; servers have the weights themselves.
+    """
     config = context.config
     source = config.rollout.source.type
-    if context.mesh.size == 1 or source not in ("jax", "endpoint"):
+    count = len(processes_of(context.mesh))
+    if count == 1 or not (config.environment is not None or source == "endpoint"):
         return
     if source == "endpoint":
-        got = f"rollout.source.type: got endpoint with a mesh of {context.mesh.size} devices"
-        raise UserError(f"{got}, expected 1: episodes run on one")
-    if config.environment is not None:
+        raise UserError(f"rollout.source.type: got endpoint in {count} processes, expected 1, which agents connect to")
+    if source == "jax" and not are_processes_whole(context.layout.mesh):
+        rows = context.mesh.size // context.mesh.shape["expert"]
+        parts = context.mesh.shape["fsdp"] * context.mesh.shape["tensor"]
+        tensors = [tensor for tensor in range(1, parts + 1) if parts % tensor == 0]
+        meshes = [(rows // n, n) for n in tensors if are_processes_whole(reshape_mesh(context.mesh, rows // n, n))]
+        data, tensor = meshes[-1] if meshes else (0, 0)
         raise UserError(
-            f"environment: got a mesh of {context.mesh.size} devices, expected 1: episodes run on one, unless "
-            "rollout.source.type openai draws their turns"
+            f"environment: got weights for sampling that {count} processes share, expected all in each; "
+            + (f"set rollout.mesh to {{data: {data}, tensor: {tensor}}}" if meshes else "set mesh.expert to less")
+        )
+    samples = config.rollout.samples_per_prompt
+    owners = row_owners(batch_sharding(context.mesh), config.rows_per_batch()).reshape(-1, samples)
+    if (owners != owners[:, :1]).any():
+        raise UserError(
+            f"rollout.prompts_per_step: got {config.rollout.prompts_per_step}, expected a multiple of the {count} "
+            "processes, each of which runs all episodes of a prompt"
         )
 
 

@@ -172,8 +172,9 @@ class SegmentCache:
         """Computes the attention [D, N / D, heads, H] of new tokens to the old columns of their row and to new ones."""
 
         def attend(query: jax.Array, old: SlotCache, new: KeyValues, numbers: Any, *rest: Any) -> jax.Array:
+            members, places = numbers
             mask, sinks = rest
-            shard = SegmentCache(old, *numbers, new)
+            shard = SegmentCache(old, members, places, new)
             return shard._attend(query, mask, dataclasses.replace(options, sinks=sinks))
 
         heads = ("rows", None, "heads", None)

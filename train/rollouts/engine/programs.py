@@ -182,7 +182,7 @@ class EnginePrograms:
         self.stop = stop
         self.compiled: dict[str, Any] = {}
         self._layers = [list(stack.layers) for stack in layer_stacks(model.config)]
-        self._eos = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
+        self._eos = np.asarray(tuple(eos_ids) or (-1,), np.int32)
         self._structure: Any = None
         self._unstack = jax.jit(self._prepared)
         # Rows have some columns more than sessions have tokens.

@@ -1,11 +1,14 @@
 """Episodes as the rows of a batch: a row for each sequence of turns, rewards, failures and metrics."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from train.data.tasks import Example
+from train.distributed.exchange import any_of, exchange_json
+from train.distributed.global_arrays import RowSplit, gather_rows
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.source import Completions, SourceError
 from train.sequences.sample import Sample
@@ -21,6 +24,9 @@ FAILURES = {
     "forks": "episodes_failed_forks",
 }
 """The metrics that count episodes that are left out, by the name of the reason; of a limit of time it is its field."""
+
+
+ARRAYS = ("tokens", "token_mask", "completion_mask", "prompt_lengths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +161,36 @@ def make_rows(
     )
 
 
+def join_rows(completions: Completions, split: RowSplit) -> Completions:
+    """Makes the completions of a request from the rows that this process judges, `make_rows` of whole groups.
+
+    Processes whose devices hold rows of others exchange them.
+
+    Args:
+      completions: of the own rows.
+      split: the rows of the request.
+    """
+    assert completions.episode_rows is not None
+    assert completions.sampled is not None
+    names = exchange_json("rollout", sorted(completions.rewards or {}))
+    rewards = completions.rewards
+    if rewards is None and any(names):
+        # All episodes of this process failed.
+        rewards = {name: np.zeros(len(split.own), np.float32) for name in next(filter(None, names))}
+    numbers = completions.episode_rows
+    arrays = {name: getattr(completions, name) for name in ARRAYS}
+    arrays["episode_rows"] = np.where(numbers < 0, -1, split.own[numbers]).astype(np.int32)
+    fields = dict(completions.fields)
+    sampled = completions.sampled
+    if any_of("rollout", not np.array_equal(split.own, split.held)):
+        gathered = gather_rows("rollout", {**arrays, **fields}, split.own, split.count)
+        held = {name: array[split.held] for name, array in gathered.items()}
+        arrays, fields = ({name: held[name] for name in some} for some in (arrays, fields))
+        turns = dict(zip(split.own.tolist(), sampled, strict=True))
+        sampled = [turns.get(row) for row in split.held.tolist()]
+    return dataclasses.replace(completions, **arrays, fields=fields, sampled=sampled, rewards=rewards)
+
+
 def _first_placed(rows: Sequence[tuple[int, Sample] | None], row: int, shape: RowShape) -> int:
     """Returns the first episode of the group of a row that has a sequence, or else the episode of the row."""
     start = row - row % shape.samples
@@ -163,27 +199,26 @@ def _first_placed(rows: Sequence[tuple[int, Sample] | None], row: int, shape: Ro
 
 
 def episode_metrics(episodes: Sequence[Episode], *, tools: bool) -> dict[str, float]:
-    """Returns means over the episodes that did not fail, and counts of those that did.
+    """Returns means over the episodes that did not fail, and counts of those that did, of all processes.
 
     Args:
-      episodes: of a batch.
+      episodes: those of a batch that this process ran.
       tools: whether they count their calls.
     """
     trained = [episode for episode in episodes if episode.failure is None]
-    count = max(len(trained), 1)
-    metrics = {
-        "episode_turns": sum(len(episode.turns) for episode in trained) / count,
-        "episode_truncated": sum(not episode.finished for episode in trained) / count,
-        "episode_forks": sum(len(make_sequences(episode.turns)) - 1 for episode in trained if episode.turns) / count,
-        **dict.fromkeys(FAILURES.values(), 0.0),
+    sums = {
+        "episode_turns": sum(len(episode.turns) for episode in trained),
+        "episode_truncated": sum(not episode.finished for episode in trained),
+        "episode_forks": sum(len(make_sequences(episode.turns)) - 1 for episode in trained if episode.turns),
     }
     if tools:
-        metrics["episode_tool_calls"] = sum(episode.calls for episode in trained) / count
-        metrics["episode_refused_calls"] = sum(episode.refused for episode in trained) / count
-    for episode in episodes:
-        if episode.failure is not None:
-            metrics[FAILURES[episode.failure[0]]] += 1.0
-    return metrics
+        sums["episode_tool_calls"] = sum(episode.calls for episode in trained)
+        sums["episode_refused_calls"] = sum(episode.refused for episode in trained)
+    failed = Counter(FAILURES[episode.failure[0]] for episode in episodes if episode.failure is not None)
+    parts = exchange_json("episodes", [len(trained), sums, failed])
+    count = max(sum(part[0] for part in parts), 1)
+    metrics = {name: sum(part[1][name] for part in parts) / count for name in sums}
+    return metrics | {name: float(sum(part[2].get(name, 0) for part in parts)) for name in FAILURES.values()}
 
 
 def join_episode_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:

@@ -16,14 +16,14 @@ from train.data.tokenizers import decode_continuation
 from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.data.tokenizers.rendered import turn_calls
-from train.distributed.peers import processes
+from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
-from train.rollouts.engine.of_run import check_one_device, engine_of_run
+from train.rollouts.engine.of_run import check_processes, engine_of_run, set_weights
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
 from train.rollouts.episodes.failures import FailureWatch
-from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
+from train.rollouts.episodes.rows import RowShape, episode_metrics, join_rows, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn
 from train.rollouts.server import ServerSource
 from train.rollouts.server.turns import ServerTurns
@@ -55,6 +55,8 @@ class _Running:
 class EpisodeSource(InTurn):
     """Runs the episodes of a request, all at once; a row is an episode, and its observations are holes in the mask.
 
+    Each process runs the episodes of its own rows, with an engine of its own.
+
     Sampled ids are kept as they are, and an observation is encoded alone, as text. After every chunk of the engine all
     environments answer before it goes on, so that a run that is resumed has the same episodes to the bit, if its
     environment has.
@@ -73,10 +75,8 @@ class EpisodeSource(InTurn):
         super().__init__()
         config = context.config
         assert config.environment is not None
-        check_one_device(context)
+        check_processes(context)
         servers = config.rollout.source
-        if processes() > 1:
-            raise UserError(f"environment: got {processes()} processes, expected 1: episodes run in one")
         self._context = context
         self._section = config.environment
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
@@ -93,6 +93,7 @@ class EpisodeSource(InTurn):
         self._names = [tool["function"]["name"] for tool in self._environments.tools]
         self._data = config.data
         self._engine: TurnEngine | ServerTurns | None = None
+        self._weights: tuple[kljax.Policy, int] | None = None
         if servers.type == "openai":
             try:
                 self._engine = ServerTurns(ServerSource(context, servers))
@@ -101,28 +102,22 @@ class EpisodeSource(InTurn):
                 raise
 
     def update(self, policy: kljax.Policy, version: int) -> None:
-        """Sets the weights; the first call compiles the engine, if turns are drawn here."""
+        """Sets the weights, without a copy if turns are drawn here."""
+        self._weights = policy, version
         if isinstance(self._engine, ServerTurns):
             self._engine.update(policy, version)
-            return
-        context = self._context
-        with context.layout.active():
-            if self._engine is None:
-                self._engine = self._make_engine()
-                assert self._engine is not None
-            self._engine.update(context.layout.weights(policy), version)
 
     def _make_engine(self) -> TurnEngine | None:
         return engine_of_run(self._context)
 
     def sample(self, request: Request) -> Completions:
-        """Runs the episodes of a request.
+        """Runs the episodes of a request; an engine of this process has memory on the devices only meanwhile.
 
         Raises:
           SourceError: more of them failed than `environment.max_failures` allows, or a prompt is too long.
           ValueError: before the first `update`.
         """
-        if self._engine is None:
+        if self._weights is None:
             raise ValueError("policy: missing; call `update` before `sample`")
         held_out = request.first_row is not None
         shape = RowShape(
@@ -134,14 +129,18 @@ class EpisodeSource(InTurn):
             shared=Layout.of(self._context.config).group > 1 and not held_out,
             last_only=held_out,
         )
-        examples = [example for example in request.examples for _ in range(shape.episodes)]
         first = request.first_row or 0
-        keys = session_keys(request.key, first + len(examples))[first:]
-        running = [_Running(example, key) for example, key in zip(examples, keys, strict=True)]
-        self._engine.greedy = request.greedy
-        self._engine.count.clear()
-        with self._context.layout.active():
-            self._run(self._engine, running)
+        keys = session_keys(request.key, first + len(request.examples) * shape.episodes)[first:]
+        groups = request.rows.own[:: shape.samples] // shape.samples
+        numbers = [group * shape.episodes + place for group in groups for place in range(shape.episodes)]
+        examples = [request.examples[number // shape.episodes] for number in numbers]
+        running = [_Running(example, key) for example, key in zip(examples, keys[numbers], strict=True)]
+        engine = self._ready_engine(*self._weights)
+        engine.greedy = request.greedy
+        engine.count.clear()
+        run_together("environment", lambda: self._run(engine, running))
+        if not isinstance(engine, ServerTurns):
+            engine.release()
         episodes = [state.episode for state in running]
         rows = place_sequences(episodes, shape)
         self._failures.check(episodes, request)
@@ -150,19 +149,22 @@ class EpisodeSource(InTurn):
         has_tools = self._environments.form == "tools"
         prompts = [state.prompt for state in running]
         # Tools give no rewards of their own.
-        completions = make_rows(
-            examples,
-            prompts,
-            episodes,
-            rows,
-            shape,
-            turn_rewards=not has_tools,
-            turn_scores=self._context.plan.turns > 0,
-        )
+        scores = {"turn_rewards": not has_tools, "turn_scores": self._context.plan.turns > 0}
+        completions = run_together("environment", lambda: make_rows(examples, prompts, episodes, rows, shape, **scores))
         metrics = episode_metrics(episodes, tools=has_tools)
+        if isinstance(engine, ServerTurns):
+            metrics |= engine.metrics
+        return dataclasses.replace(join_rows(completions, request.rows), metrics=metrics)
+
+    def _ready_engine(self, policy: kljax.Policy, version: int) -> TurnEngine | ServerTurns:
+        """Returns the engine with these weights; the first call compiles it, if turns are drawn here."""
         if isinstance(self._engine, ServerTurns):
-            metrics |= self._engine.metrics
-        return dataclasses.replace(completions, metrics=metrics)
+            return self._engine
+        if self._engine is None:
+            self._engine = self._make_engine()
+            assert self._engine is not None
+        set_weights(self._context, self._engine, policy, version)
+        return self._engine
 
     def _run(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running]) -> None:
         rows = [{"prompt": s.example.prompt, "answer": s.example.answer, **s.example.record} for s in running]
@@ -173,7 +175,7 @@ class EpisodeSource(InTurn):
             if not self._fails(state, answer):
                 self._start(engine, number, state, answer["text"])
         while not engine.is_idle():
-            leave_if_stopping(together=True)
+            leave_if_stopping()
             began = self._clock()
             ended = engine.step()
             seconds = self._clock() - began

@@ -11,8 +11,8 @@ import pytest
 import kljax
 from tests import tiny
 from tests.train.rollouts.fake_environment import environment_of
-from train.config.errors import UserError
 from train.data.tasks import Example, Task
+from train.models.sharding import make_mesh
 from train.process.interrupt import StepLeftError
 from train.rl.algorithms import estimate_advantages
 from train.rollouts.collect import collect as collect_batch
@@ -67,12 +67,12 @@ def files(tmp_path_factory):
     return folder
 
 
-def context_of(*options):
+def context_of(*options, **changes):
     config = tiny.config_of(
         "rollout={prompts_per_step: 2, samples_per_prompt: 4}", "data.max_completion_length=16", *options
     )
     task = Task("sums", EXAMPLES, [], lambda example, text, _: {"reward": 0.0})
-    return tiny.context_of(config, task=task)
+    return tiny.context_of(config, task=task, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -200,15 +200,16 @@ def test_step_that_is_left_ends_its_episodes(collected, source, monkeypatch):
     assert collected().completions.metrics["episode_turns"] == 2
 
 
-def test_agent_draws_the_tokens_of_episodes_in_process(collected, source, files):
+def test_agent_draws_the_tokens_of_episodes_on_a_mesh(collected, source, files):
     rollout = collected()
-    context = context_of(f"environment={{name: '{files}/steps.py:Steps', turn_tokens: 3, max_turns: 2}}")
-    episodes = EpisodeSource(context)
-    episodes._engine = source._engine
-    try:
+    environment = f"environment={{name: '{files}/steps.py:Steps', turn_tokens: 3, max_turns: 2}}"
+    context = context_of(environment, "mesh={data: 2, fsdp: 2}", mesh=make_mesh(2, 2))
+    with closing(EpisodeSource(context)) as episodes, jax.set_mesh(context.mesh):
+        episodes.update(tiny.placed(kljax.Policy(tiny.host_params()), context.model, context.mesh), 5)
         drawn = draw(context, Stream(context, episodes), 3)
-    finally:
-        episodes.close()
+        # Nothing but the compiled programs stays until the next step.
+        assert episodes._engine._pool is None
+        assert not episodes._engine._weights
     # The groups have 3 episodes there and 4 here; a key belongs to the number of an episode.
     ours = [text for row, text in enumerate(texts_of(rollout.batch)) if row % 4 < 3]
     theirs = texts_of(drawn.batch)
@@ -229,12 +230,6 @@ def test_agent_has_no_key_in_its_environment(files, monkeypatch):
         agents.play(episodes, opened, base_url="http://none", model="m", key="none")
         assert ended.wait(30)
     assert opened[0].rewards == {"reward": 2.0}
-
-
-def test_mesh_of_several_devices_is_refused(files):
-    config = tiny.config_of(f"rollout.source={{type: endpoint, agent: '{files}/mine.py:play'}}", "mesh.data=2")
-    with pytest.raises(UserError, match=r"^rollout.source.type: got endpoint with a mesh of 2 devices, expected 1"):
-        EndpointSource(tiny.context_of(config, mesh=tiny.mesh_of(2)), config.rollout.source)
 
 
 def test_advantage_of_a_fork_is_that_of_its_episode():

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from train.distributed.global_arrays import RowSplit
+from train.rollouts.episodes import failures
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.turns import Episode
 from train.rollouts.source import Request, SourceError
@@ -42,6 +43,14 @@ def test_failures_of_a_name_are_shown_once_in_50_steps(capsys):
         "warning: step 61: 1 of 2 episodes failed (1 step_seconds)",
         "warning: step 60: 1 of 3 held-out episodes failed (1 exception)",
     ]
+
+
+def test_failures_of_all_processes_count_together(monkeypatch):
+    """A process all of whose episodes failed goes on with those of another."""
+    monkeypatch.setattr(failures, "exchange_json", lambda _, own: [[3, []], own])
+    FailureWatch(0.25, "environment.max_failures").check(episodes(("exception", "a fault")), request(0))
+    with pytest.raises(SourceError, match=r"max_failures: got 0.2, but 1 of 4 episodes failed \(1 exception\); the"):
+        FailureWatch(0.2, "environment.max_failures").check(episodes(("exception", "a fault")), request(0))
 
 
 def test_step_without_an_episode_ends_the_run_and_an_evaluation_does_not(capsys):

@@ -166,6 +166,10 @@ def test_server_that_lacks_the_model_ends_the_environment(environment, monkeypat
     ("options", "message"),
     [
         (("environment.rows=2",), "environment.rows: got 2, but there is an environment, and servers have a cache"),
+        (
+            ("rollout.mesh={data: 1, tensor: 1}",),
+            "rollout.mesh: got .* an environment, and servers have weights of",
+        ),
         (("rollout.ahead=1",), "rollout.ahead: got 1, but there is an environment, and the episodes of a step run"),
         (("rollout.source={type: file, path: /tmp}",), "environment: got one, but rollout.source.type file draws no"),
     ],

@@ -111,6 +111,9 @@ class Scripted:
     def is_idle(self) -> bool:
         return not self.waiting
 
+    def release(self) -> None:
+        assert not self.waiting
+
     def cancel(self, turn: Turn) -> None:
         if turn in self.waiting:
             self.waiting.remove(turn)
