@@ -160,3 +160,12 @@ def test_gpt_oss_plans_over_experts_and_heads(tmp_path):
     exchanged = program(plan, "update")["exchanged"]
     # Tokens of the devices of axis expert, and sums over those that share heads.
     assert {"all-gather", "all-reduce"} <= set(exchanged), exchanged
+
+
+def test_part_of_a_torus_gathers_weights():
+    """Over a whole cube of chips libtpu makes all-reduces of gathers, which send twice the bytes."""
+    options = ("mesh={data: 4, fsdp: 16}", "rollout.slots=null", "optim.updates_per_batch=1", "optim.micro_batches=1")
+    plan, _ = planned(CONFIG, "v5p:4x4x4", 1, (*options, "rollout.prompts_per_step=64", "eval.batch_size=64"))
+    exchanged = program(plan, "score")["exchanged"]
+    assert "all-gather" in exchanged
+    assert "all-reduce" not in exchanged, exchanged
