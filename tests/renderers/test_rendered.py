@@ -357,5 +357,5 @@ def test_episode_trains_the_ids_that_were_sampled(qwen3_folder, tmp_path, monkey
     said = [tokenizer.decode_all(after[len(before) + len(ids) :]) for (before, ids), (after, _) in pairwise(turns)]
     assert "<tool_response>\n3\n</tool_response>" in said[0]
     assert "error: " in said[1]
-    assert drawn.completions.metrics["episode_tool_calls"] == 1.0
+    assert drawn.metrics["episode_tool_calls"] == 1.0
     assert "<tools>" in tokenizer.decode_all(turns[0][0])
