@@ -13,7 +13,7 @@ from jax import lax
 
 from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
-from kljax.log_probs._head import device_kind, embed_axis, head_defaults
+from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights
 from kljax.log_probs._kernel import can_sum, sum_blocks
 from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, MeshAxes, Tokens, is_kept, is_target, unpack
@@ -145,7 +145,7 @@ def score_tile(device: DeviceView, sums: Sums, chunk: Chunk, tokens: Tokens, *, 
         return _add_parts(sums, blocks, axis=0), (logits, None) if keep else None
     policy, ref = device.logits(chunk, tokens)
     pair = (policy.values, None if ref is None else ref.values)
-    if sums.ref is None and sums.kept is None and head_defaults(device_kind(device.spec.sharding)).one_reduction:
+    if sums.ref is None and sums.kept is None and device.spec.one_reduction:
         new = _add_parts(sums, _columns(sums, policy.values, chunk, tokens), axis=1)
     else:
         new = add_tile(device.spec, sums, pair, chunk, tokens)[0]

@@ -97,7 +97,7 @@ class Spec:
       entropy: whether to compute entropies; `entropy_gradient`: whether they can be differentiated.
       sum_squared_probs: whether to compute the sum of the squared probabilities.
       divergence: None, "reverse", "forward" or "jsd".
-      kernel: whether a kernel may compute the sums of a tile.
+      one_reduction, kernel: how the sums of a tile are computed, see `HeadDefaults`.
     """
 
     layout: HeadLayout
@@ -109,6 +109,7 @@ class Spec:
     entropy_gradient: bool = False
     sum_squared_probs: bool = False
     divergence: str | None = None
+    one_reduction: bool = False
     kernel: bool = False
 
     def specs(self) -> dict[str, PartitionSpec]:
@@ -235,6 +236,7 @@ def prepare(
         entropy_gradient=entropy is True,
         sum_squared_probs=sum_squared_probs,
         divergence=divergence,
+        one_reduction=defaults.one_reduction,
         kernel=defaults.kernel and head.implementation == "tile",
     )
     wide = statistics_dtype(weights)

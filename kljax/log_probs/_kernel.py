@@ -18,9 +18,13 @@ from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, Tokens
 if TYPE_CHECKING:
     from kljax.log_probs._forward import Sums
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64
-"""Block of logits of a program, and the part of D of one step; its sums fit the registers of eight warps."""
-WARPS, STAGES = 8, 4
+ROWS = 128
+COLUMNS = 128
+"""Block of logits of a program, which fits the registers of eight warps in float32."""
+DEPTH = 64
+"""Part of D of one step of its product."""
+WARPS = 8
+STAGES = 4
 NAME = "head_sums"
 """Plans of the program find the kernel by it."""
 # Offsets in an array are 32-bit integers.
@@ -79,6 +83,7 @@ class KernelOptions(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def by_kernel(options: KernelOptions, inputs: dict[str, Array]) -> dict[str, Array]:
+    """Computes the named results of `sum_blocks` from arrays of rows and of columns."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 

@@ -22,7 +22,7 @@ def task(problems: int, held_out: int, wrong: float) -> Task:
         answers are copied wrongly.
     """
     rng = random.Random(0)
-    # A list of all problems takes 100 MB and half a second.
+    # Numbers of problems: a list of all would be long.
     chosen = rng.sample(range(COUNT**3), problems + held_out)
     examples = [_example(_numbers(problem), rng, wrong) for problem in chosen]
     return Task("calculator", train=examples[held_out:], eval=examples[:held_out], score=score)
