@@ -4,8 +4,9 @@
     python -m docs._walks 'train.rl.step:make_update(plan)'     lists the functions of a walk
 
 A walk begins at a parameter of a function and enters every function, in the order of the source, that is called with
-the value, with an attribute of it, or as a method of it. It ends where a new value is made of it. Functions are found
-by name: imports, classes, partial applications and closures are followed, dynamic calls are not.
+the value, with an attribute of it, or as a method of it. It ends where a new value is made of it, unless this is the
+config again, or the context that holds it. Functions are found by name: imports, classes, partial applications and
+closures are followed, dynamic calls are not.
 """
 
 import ast
@@ -17,11 +18,17 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ("kljax", "train")
 WALKS = (
-    *("kljax.kl:estimate_kl(log_probs)", "kljax.log_probs._api:log_probs_from_hidden(hidden)"),
-    *("train.rollouts.sampler.engine:sample(prompts)", "train.rl.step:make_update(plan)"),
-    *("train.references.load:load_reference(plan)", "train.run.loop:Programs.of(context)"),
+    "kljax.kl:estimate_kl(log_probs)",
+    "kljax.log_probs._api:log_probs_from_hidden(hidden)",
+    "train.rollouts.sampler.engine:sample(prompts)",
+    "train.rl.step:make_update(plan)",
+    "train.references.load:load_reference(plan)",
+    "train.run.loop:Programs.of(context)",
     "train.weights.orbax:RunCheckpoints.restore_last(like)",
+    "train.run.run:run(loaded)",
 )
+HOLDERS = ("Config", "RunContext")
+"""What holds the config of a run, by the annotation of the function that makes it."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -133,8 +140,20 @@ class House:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
                     carriers |= set(_aliases(target, node.value, carriers))
+                    if isinstance(target, ast.Name) and self._holds(function, node.value, carriers):
+                        carriers.add(target.id)
             elif isinstance(node, ast.Call):
                 self._call(function, node, carriers, order, seen)
+
+    def _holds(self, caller: Definition, value: ast.expr, carriers: set[str]) -> bool:
+        """Whether a call in an expression makes a holder of the value."""
+        for call in ast.walk(value):
+            if isinstance(call, ast.Call) and any(_carries(argument, carriers) for argument in call.args):
+                target = self.called(caller, call.func)
+                returns = None if target is None else getattr(target.node, "returns", None)
+                if returns is not None and ast.unparse(returns).strip("'") in HOLDERS:
+                    return True
+        return False
 
     def _call(
         self, caller: Definition, call: ast.Call, carriers: set[str], order: list[str], seen: set[object]
@@ -194,9 +213,8 @@ def _aliases(target: ast.expr, value: ast.expr, carriers: set[str]) -> Iterator[
         yield target.id
 
 
-def walk_table() -> list[str]:
+def walk_table(house: House) -> list[str]:
     """Returns a table of the walks."""
-    house = House()
     rows = ["| walk | functions | files | returns |", "|---|--:|--:|--:|"]
     for start in WALKS:
         walk = house.walk(start)
@@ -206,5 +224,6 @@ def walk_table() -> list[str]:
 
 
 if __name__ == "__main__":
-    lists = [House().walk(start).functions for start in sys.argv[1:]]
-    print("\n".join([name for names in lists for name in names] if lists else walk_table()))
+    house = House()
+    lists = [house.walk(start).functions for start in sys.argv[1:]]
+    print("\n".join([name for names in lists for name in names] if lists else walk_table(house)))

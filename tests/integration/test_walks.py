@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from docs._walks import WALKS, House
+from docs._walks import House, walk_table
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,31 @@ def unused(x):
     assert (len(set(walk.files)), walk.returns) == (2, 0)
 
 
-@pytest.mark.parametrize("start", WALKS)
-def test_walk_of_the_page_has_functions(house: House, start: str) -> None:
-    assert house.walk(start).functions
+def test_walk_goes_on_with_the_config_and_the_context_that_holds_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "run.py").write_text("""
+def run(loaded):
+    config = completed(loaded.config)
+    context = agreed(lambda: make_context(config))
+    train(context)
+    shape = measured(config)
+    unrelated(shape)
+
+def completed(config) -> Config: ...
+def make_context(config) -> "RunContext": ...
+def agreed(make): ...
+def measured(config) -> Shape: ...
+def train(context): ...
+def unrelated(shape): ...
+""")
+    walk = House(tmp_path).walk("train.run:run(loaded)")
+    names = [function.partition(":")[2] for function in walk.functions]
+    assert names == ["run", "completed", "make_context", "train", "measured"]
+
+
+def test_page_has_the_walks_that_the_tool_counts(house: House) -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    assert "\n".join(walk_table(house)) in page
 
 
 def test_walk_of_a_reference_stays_short(house: House) -> None:
