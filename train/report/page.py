@@ -18,14 +18,19 @@ import kljax
 from kljax.tools.parity.report import ParityReport, as_json, as_text
 from train.report.quantities import QUANTITIES, Quantity, color_limit, histogram, histogram_limit, quantity_of
 from train.report.rollouts import RecordedRollout, columns_of
-from train.report.runs import ShownRun, config_difference
+from train.report.runs import Points, ShownRun, config_difference
 from train.run.glossary import group_of, metric_of
+from train.sequences.sample import Failure
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("elements", "data", "chart", "curves", "table", "tokens", "rollouts", "histograms", "compare", "main")
 """The files of `page/` that are joined into one script: they see each other's functions, and are run in this order."""
 EXCERPT = 200
 """Characters of a text in the table."""
+FAILED = "episodes_failed_"
+"""How the metrics begin that count failures of the world by their names."""
+FAILURE_LINES = 8
+"""Lines of the text of a failure: the error, and where it was raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,7 @@ class TokenNumbers:
                 "finished": rollout.finished,
                 "length": rollout.length if rollout.sampled is None else sum(rollout.sampled),
                 "episode": rollout.episode,
+                "failure": None if rollout.failure is None else _describe_failure(rollout.failure),
                 "prompt": rollout.prompt[:EXCERPT],
                 "answer": rollout.answer[:EXCERPT],
                 "completion": rollout.completion[:EXCERPT],
@@ -151,8 +157,26 @@ def _describe_run(run: ShownRun) -> dict[str, Any]:
         "config": dict(run.config),
         "checkpoints": list(run.checkpoints),
         "skipped": skipped,
+        "failed": _count_failed(run.metrics.get("train", {})),
         "notes": list(run.notes),
     }
+
+
+def _count_failed(metrics: Mapping[str, Points]) -> dict[str, int]:
+    """Counts the episodes of all steps that the world failed, by the name of the failure."""
+    counts = {
+        name.removeprefix(FAILED): round(sum(value or 0.0 for _, value in points))
+        for name, points in metrics.items()
+        if name.startswith(FAILED)
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _describe_failure(failure: Failure) -> dict[str, str]:
+    """Returns a failure with the first lines of its text."""
+    lines = failure.text.splitlines()
+    more = ["..."] if len(lines) > FAILURE_LINES else []
+    return {"of": failure.of, "name": failure.name, "text": "\n".join(lines[:FAILURE_LINES] + more)}
 
 
 def _glossary(runs: Sequence[ShownRun]) -> dict[str, dict[str, str]]:

@@ -14,6 +14,7 @@ from train.config.errors import UserError
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
 from train.rollouts.recording_format import check_table
+from train.sequences.sample import Failure
 from train.storage.paths import is_remote
 
 IDS = ("prompt_ids", "completion_ids", "token_texts", "completion_mask")
@@ -36,6 +37,7 @@ class RecordedRollout:
       prompt_length: number of ids that were not sampled.
       sampled: for each token after the prompt whether it was sampled, and is no observation; None: all were.
       episode: the row of the episode that it forked from, -1 for none; None: it is one itself.
+      failure: of its episode; None if nothing failed, or the recording does not say.
       columns: numbers of each token after the prompt, [n] float32.
       others: values of each token that are no single number, as lists.
     """
@@ -57,6 +59,7 @@ class RecordedRollout:
     others: Mapping[str, Sequence[Any]]
     sampled: Sequence[bool] | None = None
     episode: int | None = None
+    failure: Failure | None = None
 
     @property
     def length(self) -> int:
@@ -217,6 +220,7 @@ def _from_table(table: Any) -> Iterator[RecordedRollout]:
             others={name: record[name][first:] for name in nested},
             sampled=record.get("completion_mask"),
             episode=None if record.get("episode") == record["row"] else record.get("episode"),
+            failure=Failure.read(record.get("failure")),
         )
         yield _checked(rollout)
 

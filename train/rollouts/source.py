@@ -20,7 +20,7 @@ from train.distributed.global_arrays import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
 from train.sequences.batch import move_columns
-from train.sequences.sample import Sample, pad_samples
+from train.sequences.sample import Failure, Sample, pad_samples
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
@@ -128,6 +128,7 @@ class Completions:
       episode_rows: [B] int32, of the rows that this process holds, the row of the episode that a row belongs to: its
         own, or an earlier one that it forked from; -1 for rows without an episode that counts, which have no sampled
         token. None: each row is an episode.
+      failures: [B] the failure of the episode that each row stands for, or None; None: no row has one.
       sampled: [B] the turns of each row that this process holds, as they were sampled, which the batch is checked
         against; None, of all or of a row: no check.
       recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
@@ -146,6 +147,7 @@ class Completions:
     prompt_lengths: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     episode_rows: np.ndarray | None = None
+    failures: Sequence[Failure | None] | None = None
     sampled: Sequence[Sequence[Any] | None] | None = None
     recorded_rows: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -181,6 +183,7 @@ class Completions:
             finished=np.array([sample.finished for sample in own], bool),
             texts=[sample.text for sample in own],
             rewards={name: np.array([named[name] for named in rewards], np.float32) for name in names} or None,
+            failures=[sample.failure for sample in own],
             **others,
         )
 

@@ -146,6 +146,9 @@ class RolloutRecorder:
         if all(facts["episode"] == row and all(facts["completion_mask"]) for row, facts in described.items()):
             for facts in described.values():
                 del facts["episode"], facts["completion_mask"]
+        if all(facts["failure"] is None for facts in described.values()):
+            for facts in described.values():
+                del facts["failure"]
 
         def write(path: Path) -> int:
             arrays = jax.device_get(selected)
@@ -220,6 +223,7 @@ def _describe(
         if row not in rows:
             continue
         example = completions.examples[index]
+        failure = None if completions.failures is None else completions.failures[index]
         texts = {"prompt": example.prompt, "completion": completions.texts[index], "answer": example.answer}
         described[str(row)] = {
             "step": step,
@@ -231,6 +235,7 @@ def _describe(
             "finished": bool(completions.finished[index]),
             "rewards": {name: float(values[index]) for name, values in (completions.rewards or {}).items()},
             "episode": int(episodes[index]),
+            "failure": None if failure is None else failure.recorded(),
             "completion_mask": completion_mask[index][token_mask[index]][prompts[index] :].tolist(),
         }
     return described

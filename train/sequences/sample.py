@@ -5,11 +5,42 @@ Answers of servers, turns of episodes, rows of recordings and demonstrations all
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from train.sequences.token_fields import TOKEN_FIELDS, TokenFields
+
+MOST_FAILURE_TEXT = 2000
+"""Characters of the text of a failure that are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an episode failed.
+
+    Attributes:
+      of: the `world`, and then the episode is left out; or the `policy`, and then it is trained.
+      name: of the reason.
+      text: the error, or what the policy did.
+    """
+
+    of: Literal["world", "policy"]
+    name: str
+    text: str
+
+    def recorded(self) -> dict[str, str]:
+        """Returns the failure as recordings have it: its text is cut, and lone surrogates have no UTF-8."""
+        text = self.text[:MOST_FAILURE_TEXT].encode("utf-8", errors="replace").decode()
+        return {"of": self.of, "name": self.name, "text": text}
+
+    @classmethod
+    def read(cls, value: Any) -> "Failure | None":
+        """Reads a failure of a recording; None for a value of another form, which is the user's own."""
+        if not isinstance(value, dict) or value.keys() != {"of", "name", "text"}:
+            return None
+        is_failure = value["of"] in ("world", "policy") and isinstance(value["name"], str)
+        return cls(**value) if is_failure and isinstance(value["text"], str) else None
 
 
 @dataclasses.dataclass
@@ -24,6 +55,7 @@ class Sample:
       text: text of the completion, for the verifier.
       finished: whether the completion ended with EOS or a stop, not at a limit.
       rewards: named rewards, including "reward"; None: the task scores the completion.
+      failure: of the episode that the sample stands for; None if nothing failed.
       turns: of an episode that were sampled in it.
     """
 
@@ -34,6 +66,7 @@ class Sample:
     text: str = ""
     finished: bool = False
     rewards: Mapping[str, float] | None = None
+    failure: Failure | None = None
     turns: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod

@@ -401,6 +401,38 @@ def test_page_fits_a_narrow_window(opened):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, view
 
 
+def test_failures_are_named_and_counted(opened, tmp_path):
+    run = make_run(tmp_path / "failures", rollouts=48, tokens=6)
+    file = run / "rollouts" / "00000001.parquet"
+    table = parquet.read_table(file)
+    failures = [
+        {"of": "world", "name": "exception", "text": "ValueError: <b>no</b> answer\n  in mine.py"},
+        {"of": "policy", "name": "max_turns", "text": "not over"},
+        {"of": "policy", "name": "max_turns", "text": "not over"},
+    ]
+    table = table.append_column("failure", pyarrow.array([*failures, *[None] * 13]))
+    parquet.write_table(table.append_column("episode", pyarrow.array([-1, *range(1, 16)])), file)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"phase": "train", "step": 9, "episodes_failed_exception": 5}) + "\n")
+    page = tmp_path / "page.html"
+    page.write_text(render("failures", [read_run(run, rollouts=1000)]), encoding="utf-8")
+    tab = opened.at("", "#rollouts", path=page)
+    expect(tab.locator(".overview")).to_contain_text("5 exception")
+    expect(tab.locator(".failures")).to_have_text("Episodes here that failed: 2 max_turns, 1 exception.")
+    shown = ["exception: ValueError: <b>no</b> answer in min", "max_turns: not over", "max_turns: not over"]
+    assert column(tab, "Failed")[:3] == shown
+    tab.get_by_label("Filter Failed").fill("max_turns")
+    expect(tab.locator("caption")).to_have_text("2 of 48 recorded rollouts")
+    tab.goto(f"{page.as_uri()}#rollout=0")
+    expect(tab.locator(".failure h4")).to_have_text("Failed: exception")
+    expect(tab.locator(".failure")).to_contain_text("Of the world: the episode is left out")
+    expect(tab.locator(".failure .text")).to_have_text("ValueError: <b>no</b> answer in mine.py")
+    expect(tab.locator(".facts")).to_contain_text("left out")
+    expect(tab.locator(".facts")).not_to_contain_text("no fork took")
+    tab.goto(f"{page.as_uri()}#rollout=1")
+    expect(tab.locator(".failure")).to_contain_text("Of the policy: the episode is trained")
+
+
 def test_episode_is_shown_turn_by_turn(opened, tmp_path):
     run = make_run(tmp_path / "episodes", rollouts=48, tokens=6)
     file = run / "rollouts" / "00000001.parquet"

@@ -11,13 +11,14 @@ from pyarrow import parquet
 
 from tests import tiny
 from tests.train.rollouts.test_user_source import right_rows
-from train.report.page import render
+from train.report.page import FAILURE_LINES, render
 from train.report.rollouts import read_parquet
 from train.report.runs import ShownRun
 from train.rollouts.collect import collect
 from train.rollouts.source import Completions, InTurn, Request
 from train.rollouts.stream import Stream
 from train.run.recorder import RolloutRecorder, recorded_steps
+from train.sequences.sample import MOST_FAILURE_TEXT, Failure
 
 SOURCE = "def make(context):\n    return None\n"
 
@@ -81,6 +82,29 @@ def test_page_has_rows_with_observations(tmp_path):
     assert header["sampled"] == [1, 0, 0, 1]
     assert unpacked(page, 4)["sampled"] is None
     assert '"length":2,"episode":null' in page
+
+
+def test_page_has_failures_with_the_first_lines_of_their_texts(tmp_path):
+    text = "</script>\ud800\n" + "\n".join(map(str, range(2000)))
+    world = Failure("world", "exception", text)
+    policy = Failure("policy", "max_turns", "not over")
+    files = recorded(
+        tmp_path, lambda rows: dataclasses.replace(rows, failures=[None, world, policy, None]), lambda rows: rows
+    )
+    names = [parquet.read_schema(file).names for file in files]
+    assert ["failure" in columns for columns in names] == [True, False]
+    sample = read_parquet(files[0].parent, 10)
+    failures = [rollout.failure for rollout in sample.rollouts]
+    assert failures == [None, Failure(**world.recorded()), policy, *[None] * 5]
+    assert len(failures[1].text) == MOST_FAILURE_TEXT
+    metrics = {"train": {"episodes_failed_exception": [(1, 2.0), (2, 1.0)], "episodes_failed_ended": [(1, 0.0)]}}
+    page = render("a run", [ShownRun("a run", metrics, {}, [], sample, [])])
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["runs"][0]["failed"] == {"exception": 3}
+    shown = [rollout["failure"] for rollout in data["rollouts"]]
+    lines = "\n".join(["</script>?", *map(str, range(FAILURE_LINES - 1)), "..."])
+    assert shown[1] == {"of": "world", "name": "exception", "text": lines}
+    assert shown[2] == {"of": "policy", "name": "max_turns", "text": "not over"}
 
 
 def unpacked(page: str, index: int) -> dict:

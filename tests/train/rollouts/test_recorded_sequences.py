@@ -69,7 +69,8 @@ def episodes_of(prompts) -> list[Episode]:
 
     def episode(*turns: SampledTurn, reward: float, finished: bool = True) -> Episode:
         rewards = {"reward": reward, "form": 0.25}
-        return Episode(list(turns), [f"turn {n}" for n in range(len(turns))], rewards, finished)
+        fault = None if finished else ("max_turns", "a limit \ud800")
+        return Episode(list(turns), [f"turn {n}" for n in range(len(turns))], rewards, finished, fault=fault)
 
     one, two = prompts
     first = turn(one, 65, 66, reward=0.3)
@@ -126,6 +127,11 @@ def assert_read(rollout, expected) -> None:
     assert rollout.completions.texts == expected.completions.texts
     for name in ("fields", "episode_rows", "finished", "rewards"):
         chex.assert_trees_all_equal(getattr(rollout.completions, name), getattr(expected.completions, name))
+    failures = [failure and failure.recorded() for failure in expected.completions.failures]
+    assert [failure and failure.recorded() for failure in rollout.completions.failures] == failures
+    kinds = [failure and (failure["of"], failure["name"]) for failure in failures]
+    failed = [None, ("policy", "max_turns"), None, None, None, ("world", "exception"), None, None]
+    assert kinds == failed
 
 
 def test_recorded_episodes_train_bit_for_bit(recorded, tmp_path):

@@ -10,6 +10,7 @@
  * @property {Record<string, unknown>} config
  * @property {number[]} checkpoints
  * @property {number[]} skipped steps with a skipped update
+ * @property {Record<string, number>} failed episodes of all steps that the world failed, by the name of the failure
  * @property {string[]} notes
  *
  * A number of each sampled token.
@@ -31,6 +32,7 @@
  * @property {Record<string, number|null>} rewards
  * @property {boolean|null} finished
  * @property {number|null} episode the row that it forked from, -1 for none; null: it is an episode
+ * @property {{of: "world"|"policy", name: string, text: string}|null} failure of its episode
  * @property {number} length
  * @property {string} prompt
  * @property {string} answer

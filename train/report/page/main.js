@@ -25,11 +25,13 @@ function overview(run, index) {
   const [accuracy, reward] = [numbers("eval", "accuracy"), numbers("train", "reward")];
   const kl = ["kl_reference_exact", "kl_reference"].map((name) => numbers("train", name)).find(({ length }) => length);
   const skipped = run.skipped.length;
+  const failed = Object.entries(run.failed);
   const entries = [
     steps.length > 0 && ["steps", steps.at(-1)],
     accuracy.length > 0 && ["held-out accuracy", change(accuracy, " %")],
     reward.length > 0 && ["reward", change(reward, "")],
     kl && ["KL to the reference", `${short(kl.at(-1))} nats/token`],
+    failed.length > 0 && ["episodes that the world failed", failed.map(([name, count]) => `${count} ${name}`).join(", ")],
     skipped > 0 && ["skipped updates", skipped === 1 ? "in 1 step" : `in ${skipped} steps`],
   ];
   return h(

@@ -16,7 +16,8 @@ function titleOf({ run, step, row }) {
   return `${page.runs.length > 1 ? `${page.runs[run].name}, ` : ""}step ${step}, row ${row}`;
 }
 
-function facts({ reward, rewards, length, finished, version, answer, episode }) {
+function facts({ reward, rewards, length, finished, version, answer, episode, failure }) {
+  const without = failure ? "left out" : "left out, or a row that no fork took";
   const others = Object.entries(rewards).filter(([name]) => name !== "reward");
   return definitions("facts", [
     ["reward", short(reward)],
@@ -24,9 +25,25 @@ function facts({ reward, rewards, length, finished, version, answer, episode }) 
     ["tokens", length],
     ["finished", finished === null ? "–" : finished ? "yes" : "no, cut at the limit"],
     ["policy version", short(version)],
-    ...(episode === null ? [] : [["episode", episode < 0 ? "left out, or a row that no fork took" : `a fork of row ${episode}`]]),
+    ...(episode === null ? [] : [["episode", episode < 0 ? without : `a fork of row ${episode}`]]),
     ...(answer ? [["answer", answer]] : []),
   ]);
+}
+
+/** Why the episode of a rollout failed; nothing if it did not. */
+function failureOf({ failure }) {
+  if (!failure) return null;
+  const whose = {
+    world: "Of the world: the episode is left out of loss, baseline and group.",
+    policy: "Of the policy: the episode is trained.",
+  };
+  return h(
+    "section",
+    { class: "failure" },
+    h("h4", {}, `Failed: ${failure.name}`),
+    h("p", { class: "hint" }, whose[failure.of]),
+    h("div", { class: "text" }, failure.text),
+  );
 }
 
 /** A view of rollouts: links, title and content. */
@@ -61,7 +78,7 @@ async function rolloutView(index, table) {
     largest.draw();
   };
   const columns = h("div", { class: "columns" }, view.element, largest.element);
-  return openedView("Rollout", `Rollout: ${titleOf(rollout)}`, links, facts(rollout), quantityChoice(change), columns);
+  return openedView("Rollout", `Rollout: ${titleOf(rollout)}`, links, facts(rollout), failureOf(rollout), quantityChoice(change), columns);
 }
 
 /** Rollouts side by side, with their prompt once if they share it. */
@@ -76,7 +93,7 @@ async function sideBySide(title, indices) {
   const cards = indices.map((index, i) => {
     const rollout = page.rollouts[index];
     const heading = h("h3", {}, h("a", { href: `#rollout=${index}` }, titleOf(rollout)));
-    return h("article", { class: "card" }, heading, facts(rollout), views[i].element);
+    return h("article", { class: "card" }, heading, facts(rollout), failureOf(rollout), views[i].element);
   });
   const prompt = tokens[0].texts.slice(0, tokens[0].prompt).map(visible).join("");
   return openedView(

@@ -78,6 +78,9 @@ function columnsOf() {
     ),
     column("length", "Tokens", ({ length }) => length),
     column("finished", "Finished", finished, { numeric: false }),
+    ...(page.rollouts.some(({ failure }) => failure)
+      ? [column("failure", "Failed", ({ failure }) => failure && `${failure.name}: ${failure.text}`, { numeric: false })]
+      : []),
     column("version", "Policy", ({ version }) => version, {
       shown: false,
       hint: "RL steps of the policy that sampled it",
@@ -94,6 +97,16 @@ function columnsOf() {
     column("prompt", "Prompt", ({ prompt }) => prompt, { numeric: false }),
     column("completion", "Completion", ({ completion }) => completion, { numeric: false }),
   ];
+}
+
+/** The recorded episodes that failed, counted by name; nothing if there are none. */
+function failureCounts() {
+  const counts = new Map();
+  for (const { failure } of page.rollouts) {
+    if (failure) counts.set(failure.name, (counts.get(failure.name) ?? 0) + 1);
+  }
+  const counted = [...counts].sort(([, a], [, b]) => b - a).map(([name, count]) => `${count} ${name}`);
+  return counted.length > 0 && h("p", { class: "hint failures" }, `Episodes here that failed: ${counted.join(", ")}.`);
 }
 
 class RolloutTable {
@@ -135,6 +148,7 @@ class RolloutTable {
         h("label", { class: "field" }, h("span", {}, "Search"), search),
         h("details", { class: "choices" }, h("summary", {}, "Columns"), h("div", {}, choices)),
         h("p", { class: "hint" }, hint),
+        failureCounts(),
       ),
       h(
         "div",

@@ -192,10 +192,12 @@ def _episode(opened: OpenEpisode) -> Episode:
     failure = opened.failure
     if failure is None and not session.turns:
         failure = "exception", "the agent program asked for no completion"
+    is_cut = failure is None and not session.finished
     return Episode(
         turns=list(session.turns),
         texts=list(session.texts),
         rewards=None if failure is not None else opened.rewards,
         finished=session.finished,
         failure=failure,
+        fault=("length", "its last turn was cut at its limit of tokens") if is_cut else None,
     )

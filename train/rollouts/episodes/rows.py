@@ -11,7 +11,7 @@ from train.distributed.exchange import any_of, exchange_json
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.source import Completions, SourceError
-from train.sequences.sample import Sample
+from train.sequences.sample import Failure, Sample
 from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
 
 FAILURES = {
@@ -149,6 +149,8 @@ def make_rows(
         sample.rewards = rewards[number]
         if placed is None and sample.rewards is not None:
             sample.rewards = dict.fromkeys(sample.rewards, 0.0)
+        if row == shape.row_of(number):
+            sample.failure = _failure(episodes[number])
         samples.append(sample)
     return Completions.of(
         samples,
@@ -239,6 +241,13 @@ def join_episode_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> di
             elif name.startswith("episode_"):
                 joined[name] = joined.get(name, 0.0) + trained * value
     return {name: value if name in counts else value / max(total, 1.0) for name, value in joined.items()}
+
+
+def _failure(episode: Episode) -> Failure | None:
+    """Returns the failure of the world, which left the episode out, or else that of the policy."""
+    if episode.failure is not None:
+        return Failure("world", *episode.failure)
+    return None if episode.fault is None else Failure("policy", *episode.fault)
 
 
 def _rewards(episodes: Sequence[Episode]) -> list[dict[str, float] | None]:

@@ -238,6 +238,12 @@ class EpisodeSource(InTurn):
         most = min(len(state.prompt) + self._data.max_completion_length, self._data.row_length())
         return most - len(ids)
 
+    def _limit_of_tokens(self, state: _Running) -> tuple[str, str]:
+        """Returns the name and the text of the limit of tokens that ends an episode."""
+        is_whole = len(state.prompt) + self._data.max_completion_length <= self._data.row_length()
+        name = "max_completion_length" if is_whole else "max_tokens"
+        return name, f"not over within data.{name} = {getattr(self._data, name)}"
+
     def _observe(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running], ended: Sequence[Turn]) -> None:
         """Gives turns to their environments, and goes on with the next turns."""
         waiting: list[tuple[int, str]] = []
@@ -253,7 +259,8 @@ class EpisodeSource(InTurn):
             state.ids += turn.tokens
             state.drawn += len(turn.tokens)
             if turn.finish == "length" and self._tokens_left(state, state.ids) <= 0:
-                continue  # the tokens of the episode are used up
+                state.episode.fault = self._limit_of_tokens(state)
+                continue
             if self._environments.form == "text":
                 questions.append({"do": "step", "episode": number, "text": text})
                 waiting.append((number, "user"))
@@ -266,6 +273,7 @@ class EpisodeSource(InTurn):
             call: ToolCall = calls[0]
             if call.problem is not None:
                 refused.append((number, call.problem))
+                state.episode.fault = "unreadable_call", call.problem
                 continue
             question = {"do": "call", "episode": number, "tool": call.name, "arguments": call.arguments}
             questions.append(question)
@@ -277,6 +285,7 @@ class EpisodeSource(InTurn):
                 continue
             if "refused" in answer:
                 refused.append((number, answer["refused"]))
+                state.episode.fault = "refused_call", answer["refused"]
                 continue
             given = answer.get("rewards", {})
             for name, value in given.items():
@@ -298,7 +307,9 @@ class EpisodeSource(InTurn):
 
     def _go_on(self, engine: TurnEngine | ServerTurns, number: int, state: _Running, *, text: str, role: str) -> None:
         """Appends an observation, and asks for the next turn, unless a limit ends the episode."""
-        if len(state.episode.turns) >= self._section.max_turns:
+        most = self._section.max_turns
+        if len(state.episode.turns) >= most:
+            state.episode.fault = "max_turns", f"not over within environment.max_turns = {most}"
             return
         observed = {"role": role, "content": text}
         ids = self._tokenizer.observation_ids(state.messages, [observed], before=state.ids, tools=self._tools)
@@ -307,6 +318,7 @@ class EpisodeSource(InTurn):
         if self._section.history == "template" and self._tokenizer.has_template:
             ids = self._as_rendered(messages, ids)
         if self._tokens_left(state, ids) <= 0:
+            state.episode.fault = self._limit_of_tokens(state)
             return
         state.messages = messages
         state.ids = ids

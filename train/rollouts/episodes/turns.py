@@ -40,6 +40,8 @@ class Episode:
       rewards: named rewards; None: the task scores the last turn.
       finished: whether the environment, or a turn without a tool call, ended it; False: a limit did.
       failure: why the world failed, by name, and the error; None if it did not.
+      fault: the last one of the policy, by name, and its text: a call that could not be made, or the limit that ended
+        the episode; None if there was none.
       calls: tool calls, and those of them that could not be made.
     """
 
@@ -48,6 +50,7 @@ class Episode:
     rewards: dict[str, float] | None = None
     finished: bool = False
     failure: tuple[str, str] | None = None
+    fault: tuple[str, str] | None = None
     calls: int = 0
     refused: int = 0
 

@@ -10,7 +10,7 @@ from train.config.float32 import fits_float32
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation, encode_continuation
-from train.sequences.sample import Sample
+from train.sequences.sample import Failure, Sample
 from train.sequences.token_fields import TOKEN_FIELDS, TOKEN_REWARDS, VERSIONS, recorded_names, shorten
 
 SEQUENCE = ("ids", "trained", "version", "rewards", "reward", "parent", "prompt_length", "episode")
@@ -101,6 +101,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
     row = RecordedRow(ids, trained, prompt_length, example=example, **place)
     row.fields = _fields(record, row, parent, context)
     row.rewards = _rewards(record, row.fields)
+    row.failure = Failure.read(record.get("failure"))
     is_text = not _is_sequence(record) and record.get("completion_ids") is None
     row.finished = is_text or _ended(row.completion_ids, context) if finished is None else finished
     if not isinstance(text, str):

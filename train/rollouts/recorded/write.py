@@ -82,6 +82,9 @@ def record_rows(completions: Completions, split: RowSplit, samples: int, longest
         if episodes[row] != number or (is_sequence and not trained.any()):
             place = int(episodes[row]) - number // samples * samples
             record["episode"] = {"row": place if episodes[row] >= 0 else None, "of": samples}
+        failure = None if completions.failures is None else completions.failures[row]
+        if failure is not None:
+            record["failure"] = failure.recorded()
         for key, name in recorded:
             of_row = TOKEN_FIELDS[name].lists(fields[name][row][is_real])
             if not TOKEN_FIELDS[name].prompts:

@@ -25,6 +25,7 @@ from train.rollouts.episodes import EpisodeSource
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
+from train.sequences.sample import Failure
 
 AGENT = """
 import json
@@ -156,6 +157,8 @@ def test_failures_of_the_world_leave_the_group(collected):
     assert np.asarray(rollout.batch.group_ids).tolist() == [0, 0, 0, -1, -1, -1, -1, -1]
     assert rollout.completions.metrics["episodes_failed_exception"] == 3
     assert rollout.completions.metrics["reward"] == 3
+    silent = Failure("world", "exception", "the agent program asked for no completion")
+    assert rollout.completions.failures[3:] == [None, silent, silent, silent, None]
     with pytest.raises(
         SourceError, match=r"^rollout.source.max_failures: got 0.5, but 6 of 6 .*6 exception.*no answer"
     ):

@@ -21,6 +21,7 @@ from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
 from train.run.evaluate import evaluate
 from train.sequences.batch import place_rewards, present_arrays
+from train.sequences.sample import Failure
 
 SOURCE = '''
 import time
@@ -76,6 +77,7 @@ class Steps:
         return "again\\n", 0.25, text == "stop"
 '''
 EOS, LENGTH = 257, 24
+ROOM = "data.max_completion_length=100"
 ENVIRONMENT = "environment={name: 'train.data.environments.calculator:Calculator', max_turns: 3}"
 EXAMPLES = [Example("1+2", "3", "3"), Example("2+2", "4", "4")]
 
@@ -219,6 +221,9 @@ def test_observations_are_holes_and_failures_leave_the_group(rollout):
     assert drawn.completions.metrics["episode_turns"] == pytest.approx(4 / 3)
     assert drawn.completions.metrics["reward"] == pytest.approx(sum(rewards[:2] + rewards[3:]) / 3)
     assert drawn.completions.metrics["episode_truncated"] == 0
+    failed = drawn.completions.failures
+    assert [failure and (failure.of, failure.name) for failure in failed] == [None, None, ("world", "exception"), None]
+    assert failed[2].text.startswith("ConnectionError: no answer\n")
 
 
 def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
@@ -231,6 +236,8 @@ def test_call_that_cannot_be_made_is_answered_and_trained(rollout):
     assert drawn.batch.group_ids.tolist() == [0, 0, 1, 1]
     text = tiny.ByteTokenizer().decode_all(np.asarray(drawn.batch.tokens[0]).tolist())
     assert "</tool_call><eos>error: the call is not JSON\n3<eos>" in text
+    unreadable = Failure("policy", "unreadable_call", "the call is not JSON")
+    assert drawn.completions.failures == [unreadable, None, None, None]
 
 
 def test_reward_gets_the_last_turn(rollout):
@@ -247,6 +254,9 @@ def test_limits_end_episodes_that_are_not_finished(rollout):
     assert drawn.completions.metrics["episode_truncated"] == 0.5
     assert drawn.batch.rewards.tolist() == [0.75, 0.25, 0.0, 0.25]
     assert np.asarray(drawn.batch.completion_mask).sum(1).tolist()[1:] == [5, LENGTH, 5]
+    turns = Failure("policy", "max_turns", "not over within environment.max_turns = 3")
+    tokens = Failure("policy", "max_completion_length", f"not over within data.max_completion_length = {LENGTH}")
+    assert drawn.completions.failures == [turns, None, tokens, None]
 
 
 def test_episode_of_the_most_tokens_is_over(rollout):
@@ -257,6 +267,14 @@ def test_episode_of_the_most_tokens_is_over(rollout):
     assert drawn.batch.tokens.shape == (4, tiny.PROMPT + 8)
     assert lengths[0] == tiny.PROMPT + 8 > lengths[1]
     assert drawn.completions.finished.tolist() == [False, True, True, True]
+    text = f"not over within data.max_tokens = {tiny.PROMPT + 8}"
+    assert drawn.completions.failures == [Failure("policy", "max_tokens", text), None, None, None]
+
+
+def test_call_that_the_environment_refuses_is_named(rollout):
+    drawn = rollout("Tools", [['<tool_call>{"name": "sum"}</tool_call>', "3"], ["3"], ["3"], ["3"]], ROOM)
+    refused = Failure("policy", "refused_call", "there is no tool 'sum'; the tools are add")
+    assert drawn.completions.failures == [refused, None, None, None]
 
 
 @pytest.mark.parametrize("weights", [None, {"reward": 2.0}])
