@@ -88,6 +88,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.config.load import fill_mesh, with_absolute_paths
     from train.context import make_bare_context
     from train.data.tokenizers import load_tokenizer
+    from train.data.tokenizers.folder import FolderTokenizer
     from train.distributed.global_arrays import device_count
     from train.rollouts.endpoint.generator import Generator
     from train.rollouts.endpoint.listen import Listener
@@ -95,7 +96,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.rollouts.engine.of_run import make_engine, set_weights
     from train.rollouts.jax_source import plain_sampling
     from train.rollouts.server.key import read_key
-    from train.run.setup import config_mesh
+    from train.run.setup import config_mesh, with_renderer
     from train.weights.model import make_policy_model
 
     if options.api_key_env is not None and options.api_key_file is not None:
@@ -112,6 +113,8 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     saved, config = open_policy(options, loaded)
     config = fill_mesh(with_absolute_paths(config), device_count())
     tokenizer = load_tokenizer(config)
+    if isinstance(tokenizer, FolderTokenizer):
+        tokenizer = with_renderer(config, tokenizer)
     context = make_bare_context(config, make_policy_model(config, tokenizer), config_mesh(config), tokenizer)
     total = options.max_model_len or config.data.row_length()
     with jax.set_mesh(context.mesh):

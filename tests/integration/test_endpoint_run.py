@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.request
@@ -11,6 +12,7 @@ import pytest
 
 from tests.integration.command import records, run_here
 from tests.integration.test_shipped_configs import CALCULATOR
+from tests.train.data.test_tokenizer_folder import FOLDERS
 from tests.train.rollouts.endpoint.test_source import AGENT
 from train import serve
 from train.rollouts.endpoint import listen
@@ -112,3 +114,17 @@ def test_run_is_served_until_a_signal(root, monkeypatch, capsys):
 def test_server_that_is_open_to_others_is_refused(tmp_path, capsys, flags, message):
     assert serve.main([str(tmp_path), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_run_in_the_form_of_a_family_is_served_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    lines = (
+        "name: family",
+        "task: arithmetic",
+        "steps: 1",
+        f"model: {{path: {FOLDERS / 'chatml'}}}",
+        "environment: {name: 'train.data.environments.calculator:Calculator', renderer: qwen3}",
+    )
+    (tmp_path / "family.yaml").write_text("\n".join(lines))
+    assert serve.main([str(tmp_path / "family.yaml")]) == 2
+    assert "environment.renderer: got 'qwen3', which needs a package" in capsys.readouterr().err

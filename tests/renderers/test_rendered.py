@@ -18,7 +18,7 @@ from train.data.tasks import Example, Task
 from train.data.tokenizers import encode_continuation, load_tokenizer
 from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.files import load_folder
-from train.data.tokenizers.rendered import RenderedTokenizer, turn_calls
+from train.data.tokenizers.rendered import RenderedTokenizer, read_turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import Request
 from train.run.setup import tell_tools
@@ -228,7 +228,7 @@ def test_turn_that_ended_while_thinking_goes_on(qwen3):
 def found(tokenizer, text):
     prompt = tokenizer.prompt_ids(EXAMPLE)
     ids = [*encode_continuation(tokenizer, prompt, text), tokenizer.eos_ids[0]]
-    return turn_calls(tokenizer, ["calc"], prompt=prompt, ids=ids, text=text)
+    return read_turn(tokenizer, ["calc"], prompt=prompt, ids=ids, text=text, tools=[TOOL]).calls
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,10 @@ def test_call_within_thinking_or_in_letters_is_none_for_the_family(qwen3):
     assert found(rendered, f"<think>\nhm {CALL}") == call
     prompt = rendered.prompt_ids(EXAMPLE)
     letters = rendered.plain_ids(CALL, prompt)
-    assert turn_calls(rendered, ["calc"], prompt=prompt, ids=letters, text=CALL) == []
-    assert turn_calls(template, ["calc"], prompt=prompt, ids=letters, text=CALL) == call
+    reads = [
+        read_turn(tokenizer, ["calc"], prompt=prompt, ids=letters, text=CALL) for tokenizer in (rendered, template)
+    ]
+    assert [read.calls for read in reads] == [[], call]
 
 
 def test_calls_of_llama3_are_json(llama3):

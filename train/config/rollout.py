@@ -111,6 +111,8 @@ class EndpointSourceSection(Section):
     """endpoint: file with this key, in place of `reward_key_env`."""
     episode_seconds: Positive = 600.0
     """endpoint: longest time of an episode; an episode beyond it has failed, and is not trained on."""
+    renderer: Text | None = None
+    """endpoint: a family of the package renderers, such as qwen3, for chats and calls; null: the chat template."""
     max_requests: Size = 1024
     """endpoint: requests at one time; more are answered with 429."""
     rows: Size | None = None

@@ -306,6 +306,15 @@ class Config(Section):
         """Whether a completion is an episode, of an environment or of an agent program."""
         return self.environment is not None or self.rollout.source.type == "endpoint"
 
+    def renderer(self) -> tuple[str, str] | None:
+        """Returns the family of the package renderers that writes conversations, behind its field; None for none."""
+        source = self.rollout.source
+        if self.environment is not None and self.environment.renderer is not None:
+            return "environment.renderer", self.environment.renderer
+        if source.type == "endpoint" and source.renderer is not None:
+            return "rollout.source.renderer", source.renderer
+        return None
+
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

@@ -132,20 +132,31 @@ def tell_tools(config: Config, tokenizer: Tokenizer) -> Tokenizer:
     """Returns the tokenizer whose prompts tell the tools of the environment, as its episodes do with a chat template.
 
     Raises:
-      UserError: the environment cannot be imported, or is none, or its renderer does not go with the tokenizer.
+      UserError: the environment cannot be imported, or is none, or a renderer does not go with the tokenizer.
     """
-    if config.environment is None or not isinstance(tokenizer, FolderTokenizer):
+    if not isinstance(tokenizer, FolderTokenizer):
         return tokenizer
     folder = tokenizer
-    if config.environment.renderer is not None:
-        tokenizer = RenderedTokenizer(folder, config.environment.renderer, config.data.template_arguments)
-    if not tokenizer.has_template:
+    tokenizer = with_renderer(config, folder)
+    if config.environment is not None and tokenizer.has_template:
+        with closing(Environments(config.environment)) as environments:
+            tokenizer = tokenizer.with_tools(environments.tools)
+    if isinstance(tokenizer, RenderedTokenizer):
+        tokenizer.warn_of_template(folder)
+    return tokenizer
+
+
+def with_renderer(config: Config, tokenizer: FolderTokenizer) -> FolderTokenizer:
+    """Returns the tokenizer in the form of the model family that the config names, if it names one.
+
+    Raises:
+      UserError: the package renderers is missing or does not know the family, or this does not go with the tokenizer.
+    """
+    renderer = config.renderer()
+    if renderer is None:
         return tokenizer
-    with closing(Environments(config.environment)) as environments:
-        told = tokenizer.with_tools(environments.tools)
-    if isinstance(told, RenderedTokenizer):
-        told.warn_of_template(folder)
-    return told
+    field, family = renderer
+    return RenderedTokenizer(tokenizer, family, config.data.template_arguments, field)
 
 
 def warn_of_pad_in_prompts(config: Config, prompts: Prompts) -> None:

@@ -97,3 +97,7 @@ def test_renderer_alone_writes_the_prompts(options, message):
     with pytest.raises(UserError) as error:
         tiny.config_of(ENVIRONMENT, "environment.renderer=qwen3", *options)
     assert message in str(error.value)
+    endpoint = "rollout.source={type: endpoint, agent: 'train.data.agents.calculator:play', renderer: qwen3}"
+    with pytest.raises(UserError) as error:
+        tiny.config_of(endpoint, *options)
+    assert message.replace("environment.renderer", "rollout.source.renderer") in str(error.value)

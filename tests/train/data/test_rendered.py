@@ -9,7 +9,7 @@ from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.files import load_folder
-from train.data.tokenizers.rendered import RenderedTokenizer, turn_calls
+from train.data.tokenizers.rendered import RenderedTokenizer, read_turn
 
 
 def test_missing_package_is_named(monkeypatch):
@@ -20,5 +20,5 @@ def test_missing_package_is_named(monkeypatch):
 
 
 def test_calls_without_a_renderer_are_those_of_the_text():
-    found = turn_calls(ByteTokenizer(), ["calc"], prompt=[1], ids=[2], text="calc 2*3")
-    assert found == [ToolCall("calc", "2*3")]
+    read = read_turn(ByteTokenizer(), ["calc"], prompt=[1], ids=[2], text="calc 2*3")
+    assert read.calls == [ToolCall("calc", "2*3")]

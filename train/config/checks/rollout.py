@@ -192,8 +192,6 @@ def _environment(config: Config) -> Iterator[Problem]:
     if environment.history == "template" and section.fork_rows == 0:
         text = "got template, but rollout.fork_rows is 0, and leaves no row for a fork; set it, as to 2 of 8"
         yield problem(text, "environment.history", "rollout.fork_rows")
-    if environment.renderer is not None:
-        yield from _renderer(config, environment.renderer)
     try:
         find_definition(environment.name)
     except LookupError as error:
@@ -211,19 +209,23 @@ def _environment(config: Config) -> Iterator[Problem]:
         yield problem(text, "environment.turn_seconds", "environment.episode_seconds")
 
 
-def _renderer(config: Config, family: str) -> Iterator[Problem]:
+def _renderer(config: Config) -> Iterator[Problem]:
     """Checks that a tokenizer with control tokens is there, and nothing else that writes its conversations."""
+    renderer = config.renderer()
+    if renderer is None:
+        return
+    name, family = renderer
     data = config.data
     if config.model.path is None or data.tokenizer is not None:
         field = "data.tokenizer" if data.tokenizer is not None else "model.path"
         text = f"got {family!r}, which needs the tokenizer of a folder; "
         text += "leave data.tokenizer out" if data.tokenizer is not None else "set model.path"
-        yield problem(text, "environment.renderer", field)
+        yield problem(text, name, field)
     for field, value in (("data.chat", data.chat), ("data.chat_template", data.chat_template)):
         if value is not None:
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            text = f"got {shown}, but environment.renderer {family} writes the prompts; set only one of them"
-            yield problem(text, field, "environment.renderer")
+            text = f"got {shown}, but {name} {family} writes the prompts; set only one of them"
+            yield problem(text, field, name)
 
 
 def _turn_scores(config: Config) -> Iterator[Problem]:
@@ -304,6 +306,7 @@ CHECKS = (
     _slots,
     _kept_tokens,
     _environment,
+    _renderer,
     _turn_scores,
     _endpoint,
     _forks,

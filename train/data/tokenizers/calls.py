@@ -17,6 +17,29 @@ class ToolCall(NamedTuple):
     problem: str | None = None
 
 
+class ReadTurn(NamedTuple):
+    """A sampled turn: its tool calls, and the text before them; all of the text if there is none."""
+
+    text: str
+    calls: list[ToolCall]
+
+
+def parse_turn(text: str, tools: Collection[str]) -> ReadTurn:
+    """Finds the tool calls of a turn, and the text before them.
+
+    Example:
+      >>> parse_turn('First. <tool_call>{"name": "calc"}</tool_call>', ["calc"]).text
+      'First.'
+      >>> parse_turn("calc 2*3", ["calc"]).text
+      ''
+    """
+    calls = parse_calls(text, tools)
+    if not calls:
+        return ReadTurn(text, [])
+    before, begins, _ = text.partition("<tool_call>")
+    return ReadTurn(before.strip() if begins else "", calls)
+
+
 def parse_calls(text: str, tools: Collection[str]) -> list[ToolCall]:
     """Finds the tool calls of a turn: `<tool_call>` with JSON, or a text that begins with the name of a tool.
 

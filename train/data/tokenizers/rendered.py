@@ -2,13 +2,14 @@
 
 import itertools
 import re
+import threading
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError, warn
-from train.data.tokenizers.calls import ToolCall, parse_calls
-from train.data.tokenizers.continuation import encode_continuation
+from train.data.tokenizers.calls import ReadTurn, ToolCall, parse_turn
+from train.data.tokenizers.continuation import decode_continuation, encode_continuation
 from train.data.tokenizers.folder import FolderTokenizer
 from train.data.tokenizers.protocol import EpisodeTokenizer, Messages
 
@@ -28,9 +29,15 @@ _SHOWN = 12
 """Tokens of a prompt that a warning quotes."""
 
 
-def turn_calls(
-    tokenizer: EpisodeTokenizer, names: Sequence[str], *, prompt: Sequence[int], ids: Sequence[int], text: str
-) -> list[ToolCall]:
+def read_turn(
+    tokenizer: EpisodeTokenizer,
+    names: Sequence[str],
+    *,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    text: str,
+    tools: Any = None,
+) -> ReadTurn:
     """Finds the tool calls of a sampled turn, in the form of the family if the tokenizer knows it.
 
     Args:
@@ -39,10 +46,11 @@ def turn_calls(
       prompt: all ids before the turn.
       ids: of the turn.
       text: of these.
+      tools: JSON schemas of the tools.
     """
     if isinstance(tokenizer, RenderedTokenizer):
-        return tokenizer.calls(prompt, ids)
-    return parse_calls(text, names)
+        return tokenizer.read_turn(prompt, ids, text, tools)
+    return parse_turn(text, names)
 
 
 class RenderedTokenizer(FolderTokenizer):
@@ -52,21 +60,31 @@ class RenderedTokenizer(FolderTokenizer):
     text with separators within the control tokens' texts, at which it is encoded in parts.
     """
 
-    def __init__(self, folder: FolderTokenizer, family: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: FolderTokenizer,
+        family: str,
+        arguments: Mapping[str, Any],
+        field: str = "environment.renderer",
+    ) -> None:
         """Makes the renderer of a family.
 
         Args:
           folder: the tokenizer of the model.
           family: name of the renderer.
           arguments: variables of the chat template that the family has, such as `enable_thinking`.
+          field: of the config, which names the family.
 
         Raises:
           UserError: the package is missing or does not know the family, or this does not go with the tokenizer.
         """
         self.__dict__.update(folder.__dict__)
         self._family = family
+        self._field = field
         self._renderer_tokenizer = _RendererTokenizer(self)
-        self._renderer = _make_renderer(self._renderer_tokenizer, family, arguments)
+        self._renderer = _make_renderer(self._renderer_tokenizer, family, arguments, field)
+        # Requests of an endpoint come in several threads, and a message has its separator meanwhile.
+        self._rendering = threading.Lock()
         self._check_controls()
 
     @property
@@ -112,22 +130,28 @@ class RenderedTokenizer(FolderTokenizer):
         if bridged is None or bridged[: len(before)] != list(before):
             roles = ", ".join(message["role"] for message in observations)
             raise UserError(
-                f"environment.renderer: {self._family} does not go on after a sampled reply with messages of {roles}"
+                f"{self._field}: {self._family} does not go on after a sampled reply with messages of {roles}"
             )
         return bridged[len(before) :]
 
-    def calls(self, prompt: Sequence[int], ids: Sequence[int]) -> list[ToolCall]:
+    def read_turn(self, prompt: Sequence[int], ids: Sequence[int], text: str, tools: Any = None) -> ReadTurn:
         """Finds the tool calls of a sampled turn; a call before the end of its thinking is none.
 
         Args:
           prompt: all ids before the turn.
           ids: of the turn.
+          text: of these.
+          tools: JSON schemas of the tools.
         """
         try:
-            parsed = self._renderer.parse_response(list(ids), tools=self.tools, prompt_ids=list(prompt))
+            parsed = self._renderer.parse_response(list(ids), tools=tools or None, prompt_ids=list(prompt))
         except Exception as error:  # a turn has any text, and a parser any fault
-            return [ToolCall("", "", f"the call cannot be read: {type(error).__name__}")]
-        return [_call(call) for call in parsed.tool_calls]
+            return ReadTurn(text, [ToolCall("", "", f"the call cannot be read: {type(error).__name__}")])
+        if not parsed.tool_calls:
+            return ReadTurn(text, [])
+        span = parsed.tool_calls[0].token_span
+        before = parsed.content if span is None else decode_continuation(self, prompt, ids[: span[0]])
+        return ReadTurn(before.strip(), [_call(call) for call in parsed.tool_calls])
 
     def warn_of_template(self, template: FolderTokenizer) -> None:
         """Warns if the chat template of the folder writes a prompt otherwise: a server or a fine-tune may go by it."""
@@ -145,13 +169,14 @@ class RenderedTokenizer(FolderTokenizer):
             return
         ours, theirs = (repr(self.decode_all(row[first : first + _SHOWN])) for row in (ids, expected))
         warn(
-            f"environment.renderer: {self._family} writes a prompt otherwise than the chat template of model.path: "
+            f"{self._field}: {self._family} writes a prompt otherwise than the chat template of model.path: "
             f"{ours} for {theirs}, from token {first} on; episodes have the form of {self._family}"
         )
 
     def _ids(self, messages: Messages, tools: Any, *, reply: bool) -> list[int]:
-        render = self._renderer.render_ids
-        return self._say(lambda said: render(said, tools=tools or None, add_generation_prompt=reply), messages)
+        render = self._renderer.render
+        rendered = self._say(lambda said: render(said, tools=tools or None, add_generation_prompt=reply), messages)
+        return list(rendered.token_ids)
 
     def _bridged(
         self, prompt: Sequence[int], completion: Sequence[int], observations: Messages, tools: Any
@@ -169,18 +194,25 @@ class RenderedTokenizer(FolderTokenizer):
         for message in said:
             if message["role"] != "assistant":
                 message["content"] = self._divided(message["content"], separator)
-        self._renderer_tokenizer.separator = separator
-        try:
-            return render(said)
-        except UserError:
-            raise
-        except Exception as error:  # those of a family are of any kind
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(
-                f"environment.renderer: {self._family} refuses messages of {roles}: {_one_line(error)}"
-            ) from error
-        finally:
-            self._renderer_tokenizer.separator = None
+        with self._rendering:
+            self._renderer_tokenizer.separator = separator
+            try:
+                rendered = render(said)
+            except UserError:
+                raise
+            except Exception as error:  # those of a family are of any kind
+                roles = ", ".join(message["role"] for message in messages)
+                raise UserError(
+                    f"{self._field}: {self._family} refuses messages of {roles}: {_one_line(error)}"
+                ) from error
+            finally:
+                self._renderer_tokenizer.separator = None
+        if rendered is not None:
+            # A family leaves out a message that it has no form for.
+            for lost in {*range(len(said))} - {*rendered.message_indices}:
+                if said[lost]["role"] != "assistant" and said[lost]["content"].strip():
+                    raise UserError(f"{self._field}: {self._family} has no form for a message of {said[lost]['role']}")
+        return rendered
 
     def _divided(self, text: str, separator: str) -> str:
         """Puts separators into the control tokens' texts of a text that would become such tokens."""
@@ -204,7 +236,7 @@ class RenderedTokenizer(FolderTokenizer):
                 count, other = (sum(token in self._added for token in row) for row in ids)
                 if count != other:
                     raise UserError(
-                        f"environment.renderer: got {self._family!r}, which makes control tokens of texts in messages "
+                        f"{self._field}: got {self._family!r}, which makes control tokens of texts in messages "
                         f"of {role}; leave it out"
                     )
 
@@ -240,13 +272,12 @@ class _RendererTokenizer:
         return [self._tokenizer._id(token) for token in tokens]
 
 
-def _make_renderer(tokenizer: _RendererTokenizer, family: str, arguments: Mapping[str, Any]) -> Any:
+def _make_renderer(tokenizer: _RendererTokenizer, family: str, arguments: Mapping[str, Any], field: str) -> Any:
     try:
         import renderers
     except ImportError as error:
         raise UserError(
-            f"environment.renderer: got {family!r}, which needs a package: pip install 'kljax[train,renderers]' "
-            f"({error})"
+            f"{field}: got {family!r}, which needs a package: pip install 'kljax[train,renderers]' ({error})"
         ) from None
     known = {
         made.model_fields["name"].default: made
@@ -254,20 +285,17 @@ def _make_renderer(tokenizer: _RendererTokenizer, family: str, arguments: Mappin
     }
     families = sorted(known.keys() - LEFT_OUT)
     if family not in families:
-        raise UserError(f"environment.renderer: got {family!r}, expected one of {', '.join(families)}")
+        raise UserError(f"{field}: got {family!r}, expected one of {', '.join(families)}")
     try:
         # Turns go on across messages of a user, whose template would drop thinking before them.
         config = renderers.merge_chat_template_kwargs(known[family](thinking_retention="all"), arguments)
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"data.template_arguments: environment.renderer {family} refuses them: {_one_line(error)}"
-        ) from None
+        raise UserError(f"data.template_arguments: {field} {family} refuses them: {_one_line(error)}") from None
     try:
         return renderers.create_renderer(tokenizer, config)
     except Exception as error:  # each family looks for its tokens in its own way
         raise UserError(
-            f"environment.renderer: got {family!r}, but the tokenizer of model.path is of another family: "
-            f"{_one_line(error)}"
+            f"{field}: got {family!r}, but the tokenizer of model.path is of another family: {_one_line(error)}"
         ) from None
 
 
@@ -277,7 +305,7 @@ def _one_line(error: Exception) -> str:
 
 def _separator(messages: Messages) -> str:
     """Chooses a text that no message has, of letters that no family escapes."""
-    texts = [str(message.get("content")) for message in messages]
+    texts = [str(message) for message in messages]
     candidates = (f"~kljax{number}~" for number in itertools.count())
     return next(text for text in candidates if not any(text in said for said in texts))
 

@@ -21,7 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from train.data.reward_call import WrongRewardError, named_rewards
 from train.data.tokenizers import decode_continuation
+from train.data.tokenizers.calls import ReadTurn
 from train.data.tokenizers.protocol import EpisodeTokenizer
+from train.data.tokenizers.rendered import read_turn
 from train.rollouts.endpoint.generator import Generator, RequestedTurn
 from train.rollouts.endpoint.sessions import OpenEpisodes, RequestError, SequenceLengths, Session, Sessions
 from train.rollouts.endpoint.wire import (
@@ -425,7 +427,14 @@ class Endpoint:
 
     def _message(self, asked: _Asked, choice: ServedChoice) -> tuple[dict[str, Any], str]:
         """Returns the message of a completion, remembered for the requests that go on from it, and why it ended."""
-        message = reply_message(choice.text, asked.reply_tools, lambda: f"call_{secrets.token_hex(8)}")
+        tools = asked.reply_tools
+        turn = ReadTurn(choice.text, [])
+        if tools:
+            names = [tool.name for tool in tools]
+            turn = read_turn(
+                self._served.tokenizer, names, prompt=asked.ids, ids=choice.ids, text=choice.text, tools=asked.tools
+            )
+        message = reply_message(choice.text, turn, tools, lambda: f"call_{secrets.token_hex(8)}")
         assert asked.messages is not None
         (read,) = read_messages({"messages": [message]})
         asked.session.remember(asked.messages, asked.tools, [(read, asked.draws[choice.index].turn)])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.data.tokenizers.calls import parse_calls
+from train.data.tokenizers.calls import ReadTurn
 from train.rollouts.endpoint.sessions import RequestError
 from train.rollouts.sampler import Sampling
 
@@ -281,27 +281,27 @@ def read_tools(body: Body) -> tuple[list[Any] | None, list[ReplyTool]]:
     return tools, [] if body.get("tool_choice") == "none" else read
 
 
-def reply_message(text: str, tools: Sequence[ReplyTool], call_id: Callable[[], str]) -> dict[str, Any]:
+def reply_message(text: str, read: ReadTurn, tools: Sequence[ReplyTool], call_id: Callable[[], str]) -> dict[str, Any]:
     """Makes the message of a reply: its tool calls, and the text before them; a call that cannot be read stays text.
 
     Example:
-      >>> reply_message("calc 2*3", [ReplyTool("calc", "expression")], lambda: "call_1")["tool_calls"]
+      >>> from train.data.tokenizers.calls import parse_turn
+      >>> read = parse_turn("calc 2*3", ["calc"])
+      >>> reply_message("calc 2*3", read, [ReplyTool("calc", "expression")], lambda: "call_1")["tool_calls"]
       [{'id': 'call_1', 'type': 'function', 'function': {'name': 'calc', 'arguments': '{"expression": "2*3"}'}}]
     """
-    first = {tool.name: tool.first for tool in tools}
-    calls = parse_calls(text, [*first]) if tools else []
-    if not calls or any(call.problem is not None for call in calls):
+    if not read.calls or any(call.problem is not None for call in read.calls):
         return {"role": "assistant", "content": text}
+    first = {tool.name: tool.first for tool in tools}
     written = []
-    for call in calls:
+    for call in read.calls:
         arguments = call.arguments
         if isinstance(arguments, str):
             name = first[call.name]
             arguments = {} if name is None else {name: arguments}
         function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         written.append({"id": call_id(), "type": "function", "function": function})
-    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
-    return {"role": "assistant", "content": before or None, "tool_calls": written}
+    return {"role": "assistant", "content": read.text or None, "tool_calls": written}
 
 
 @dataclasses.dataclass(frozen=True)

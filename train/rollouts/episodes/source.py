@@ -15,7 +15,7 @@ from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation
 from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.protocol import EpisodeTokenizer
-from train.data.tokenizers.rendered import turn_calls
+from train.data.tokenizers.rendered import read_turn
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
@@ -265,12 +265,14 @@ class EpisodeSource(InTurn):
                 questions.append({"do": "step", "episode": number, "text": text})
                 waiting.append((number, "user"))
                 continue
-            calls = turn_calls(self._tokenizer, self._names, prompt=turn.ids, ids=turn.tokens, text=text)
-            if not calls:
+            read = read_turn(
+                self._tokenizer, self._names, prompt=turn.ids, ids=turn.tokens, text=text, tools=self._tools
+            )
+            if not read.calls:
                 state.episode.finished = True
                 continue
             state.episode.calls += 1
-            call: ToolCall = calls[0]
+            call: ToolCall = read.calls[0]
             if call.problem is not None:
                 refused.append((number, call.problem))
                 state.episode.fault = "unreadable_call", call.problem

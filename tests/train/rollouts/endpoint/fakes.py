@@ -20,8 +20,10 @@ LENGTHS = SequenceLengths(prompt=40, completion=60)
 class ScriptedEngine:
     """Answers each turn with the text that `say` gives for the text of its prompt; "..." in it never ends."""
 
-    def __init__(self, say: Callable[[str], str], rows: int = 8, chunk: int = 3) -> None:
+    def __init__(self, say: Callable[[str], str], rows: int = 8, chunk: int = 3, tokenizer=TOKENIZER) -> None:
         self.say = say
+        self.tokenizer = tokenizer
+        self.end = tokenizer.eos_ids[0]
         self.rows = rows
         self.chunk = chunk
         self.waiting: list[Turn] = []
@@ -43,9 +45,9 @@ class ScriptedEngine:
     def step(self) -> list[Turn]:
         while self.waiting and len(self.active) < self.rows:
             turn = self.waiting.pop(0)
-            text = self.say(TOKENIZER.decode_all(turn.ids))
-            ids = TOKENIZER.encode(text)
-            self.active[turn] = ids if text.endswith("...") else [*ids, TOKENIZER.eos_id]
+            text = self.say(self.tokenizer.decode_all(turn.ids))
+            ids = self.tokenizer.encode(text)
+            self.active[turn] = ids if text.endswith("...") else [*ids, self.end]
         ended = []
         for turn, ids in list(self.active.items()):
             for _ in range(self.chunk):
@@ -53,8 +55,8 @@ class ScriptedEngine:
                 turn.tokens.append(ids[n] if n < len(ids) else ord("."))
                 turn.rollout_log_probs.append(-0.5 - n)
                 turn.versions.append(7)
-                if turn.tokens[-1] == TOKENIZER.eos_id or len(turn.tokens) == turn.max_tokens:
-                    turn.finish = "stop" if turn.tokens[-1] == TOKENIZER.eos_id else "length"
+                if turn.tokens[-1] == self.end or len(turn.tokens) == turn.max_tokens:
+                    turn.finish = "stop" if turn.tokens[-1] == self.end else "length"
                     del self.active[turn]
                     ended.append(turn)
                     break
@@ -77,16 +79,17 @@ def running(
 ) -> Iterator[Running]:
     """Serves a scripted engine: any session, or episodes."""
     generator = Generator()
-    engine = ScriptedEngine(say, rows=options.pop("rows", 8))
+    tokenizer = options.pop("tokenizer", TOKENIZER)
+    engine = ScriptedEngine(say, rows=options.pop("rows", 8), tokenizer=tokenizer)
     lengths = options.pop("lengths", LENGTHS)
     pause = options.pop("pause", 0.0)
     sessions = OpenEpisodes(generator.wake) if episodes else Sessions(lengths)
     served = Served(
         model="tiny",
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         sampling=options.pop("sampling", Sampling()),
         lengths=lengths,
-        vocab_size=TOKENIZER.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         sessions=sessions,
         keys=keys or EndpointKeys(),
         **options,
