@@ -32,7 +32,7 @@ def test_endpoint_has_defaults():
         ),
         (("rollout.source={type: endpoint, agent: 'train.data:nothing'}",), "rollout.source.agent: got 'train.data:no"),
         ((source(AGENT, ", arguments: {size: 3}"),), "train.data.agents.calculator:play has no argument 'size'"),
-        ((source(AGENT), "rollout.ahead=1"), "rollout.ahead: got 1, but rollout.source.type endpoint"),
+        ((source(AGENT), "rollout.ahead=1"), "rollout.ahead: got 1, but rollout.source.type endpoint cannot sample"),
         ((source(AGENT), "rollout.slots=4"), "rollout.slots: got 4, but rollout.source.type endpoint does not use it"),
         (
             (source(AGENT), "environment={name: 'train.data.environments.calculator:Calculator'}"),

@@ -65,6 +65,11 @@ def test_turn_longer_than_its_episode_is_refused():
             "rollout.fork_rows=1",
             "rollout.fork_rows: got 1, but rollout.source.type jax has no forks, unless environment",
         ),
+        (
+            "rollout.ahead=1",
+            "rollout.ahead: got 1, but rollout.source.type jax cannot sample while the devices update; set "
+            "rollout.policy_lag for samples of an earlier policy, or a source of yours whose episodes run on other ",
+        ),
         ("environment.turn_seconds=0", "environment.turn_seconds: got 0"),
         ("environment.max_failures=2", "environment.max_failures: got 2"),
     ],

@@ -39,10 +39,12 @@ def _ignored(config: Config) -> Iterator[Problem]:
         reason = "does not use it"
         if name == "ahead":
             reason = (
-                "cannot sample while the devices update; set rollout.policy_lag for samples of an earlier policy"
-                if kind == "jax"
-                else "has nothing in flight"
+                "has nothing in flight"
+                if kind == "file"
+                else "cannot sample while the devices update; set rollout.policy_lag for samples of an earlier policy"
             )
+            if config.runs_episodes():
+                reason += ", or a source of yours whose episodes run on other devices"
         yield problem(
             f"got {shown!r}, but rollout.source.type {kind} {reason}; leave it at {off}",
             f"rollout.{name}",

@@ -56,7 +56,10 @@ def check_processes(context: RunContext) -> None:
     if count == 1 or not (config.environment is not None or source == "endpoint"):
         return
     if source == "endpoint":
-        raise UserError(f"rollout.source.type: got endpoint in {count} processes, expected 1, which agents connect to")
+        raise UserError(
+            f"rollout.source.type: got endpoint in {count} processes, expected 1, which agents connect to; "
+            "start one with all devices of the host"
+        )
     if source == "jax" and not are_processes_whole(context.layout.mesh):
         rows = context.mesh.size // context.mesh.shape["expert"]
         parts = context.mesh.shape["fsdp"] * context.mesh.shape["tensor"]

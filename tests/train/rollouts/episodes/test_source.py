@@ -277,6 +277,18 @@ def test_call_that_the_environment_refuses_is_named(rollout):
     assert drawn.completions.failures == [refused, None, None, None]
 
 
+def test_episodes_of_an_earlier_policy_have_its_version(stream_of):
+    """What a run sets in place of `rollout.ahead`."""
+    correction = "correction=[{type: max_lag, max_lag: 4}]"
+    context, stream = stream_of("Tools", [["add 1+2", "3"], ["3"], ["3"], ["3"]], "rollout.policy_lag=1", correction)
+    stream._source.update(None, 2)
+    drawn = collect(context, stream, 3)
+    mask = np.asarray(drawn.batch.completion_mask)
+    assert {*np.asarray(drawn.completions.fields["token_versions"])[mask].tolist()} == {2}
+    assert {*np.asarray(drawn.batch.fields["token_lags"])[mask].tolist()} == {1}
+    assert (drawn.completions.metrics["rollout_lag"], drawn.completions.metrics["rollout_lag_max"]) == (1, 1)
+
+
 @pytest.mark.parametrize("weights", [None, {"reward": 2.0}])
 def test_rewards_of_steps_are_on_the_last_tokens_of_their_turns(rollout, weights):
     options = ["rewards.length_penalty=0.5", "optim.share_prompts=false", "data.max_completion_length=40"]
