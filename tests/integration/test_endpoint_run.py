@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 
+import jax
 import pytest
 
 from tests.integration.command import records, run_here
@@ -20,13 +21,11 @@ from train.rollouts.endpoint.generator import Generator
 from train.rollouts.engine import TurnEngine
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """A run of 3 steps that was left in the middle of its second, and went on."""
-    folder = tmp_path_factory.mktemp("endpoint")
+def options_of(folder, steps):
+    """The options of a run in a folder, with its agent."""
     (folder / "mine.py").write_text(AGENT)
     source = f"rollout.source={{type: endpoint, agent: '{folder}/mine.py:play'}}"
-    options = (
+    return (
         CALCULATOR[0],
         *CALCULATOR[1:3],
         "environment=null",
@@ -34,12 +33,19 @@ def root(tmp_path_factory):
         "rollout.samples_per_prompt=2",
         source,
         *CALCULATOR[4:],
-        "steps=3",
+        f"steps={steps}",
         "warm_start.steps=0",
         "report.rollouts=0",
         "data.max_completion_length=16",
         f"output={folder}",
     )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A run of 3 steps that was left in the middle of its second, and went on."""
+    folder = tmp_path_factory.mktemp("endpoint")
+    options = options_of(folder, 3)
     step = TurnEngine.step
     left = []
 
@@ -65,6 +71,24 @@ def test_step_that_is_left_runs_its_episodes_again(root):
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert all(record["episode_turns"] == 2 for record in steps)
     assert all(record["correct"] == 1 for record in records(root, "eval"))
+
+
+@pytest.mark.slow
+def test_run_on_two_devices_trains_what_it_served(tmp_path, monkeypatch):
+    step = TurnEngine.step
+    devices = set()
+
+    def watched(self):
+        ended = step(self)
+        devices.update(len(array.sharding.device_set) for array in jax.tree.leaves(self._pool))
+        return ended
+
+    monkeypatch.setattr(TurnEngine, "step", watched)
+    run_here(*options_of(tmp_path, 2), "mesh={data: 2}").succeeded()
+    assert devices == {2}
+    for record in records(tmp_path / "calculator", "train"):
+        assert record["episode_turns"] == 2
+        assert record["rollout_log_prob_error"] < 1e-5
 
 
 @pytest.mark.slow
