@@ -107,7 +107,8 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
             f"--host: got {options.host}, which other machines reach; set --api-key-env or --api-key-file as well"
         )
     try:
-        from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
+        from train.rollouts.endpoint.app import Endpoint
+        from train.rollouts.endpoint.completions import EndpointKeys, Served
     except ImportError:
         raise UserError("train.serve needs uvicorn and starlette; pip install 'kljax[serve]'") from None
     saved, config = open_policy(options, loaded)

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.command import records, run_here
 from tests.integration.test_shipped_configs import CALCULATOR
 from tests.train.rollouts.endpoint.fakes import LENGTHS, running
-from train.rollouts.endpoint.app import EndpointKeys
+from train.rollouts.endpoint.completions import EndpointKeys
 from train.rollouts.endpoint.listen import Listener
 
 openai = pytest.importorskip("openai", reason="make test-agents has the package")

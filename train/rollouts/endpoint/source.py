@@ -49,7 +49,8 @@ class EndpointSource(InTurn):
         super().__init__()
         check_processes(context)
         try:
-            from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
+            from train.rollouts.endpoint.app import Endpoint
+            from train.rollouts.endpoint.completions import EndpointKeys, Served
         except ImportError:
             raise UserError(
                 "rollout.source.type: endpoint needs uvicorn and starlette; pip install 'kljax[serve]'"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from train.data.tokenizers import ByteTokenizer
-from train.rollouts.endpoint.app import Endpoint, EndpointKeys, Served
+from train.rollouts.endpoint.app import Endpoint
+from train.rollouts.endpoint.completions import EndpointKeys, Served
 from train.rollouts.endpoint.generator import Generator
 from train.rollouts.endpoint.sessions import OpenEpisodes, SequenceLengths, Sessions
 from train.rollouts.engine import Turn

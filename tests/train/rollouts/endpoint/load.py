@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.train.rollouts.endpoint.fakes import Running, running
-from train.rollouts.endpoint.app import EndpointKeys
+from train.rollouts.endpoint.completions import EndpointKeys
 from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import SequenceLengths
 

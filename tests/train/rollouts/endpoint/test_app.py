@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.rollouts.endpoint.fakes import LENGTHS, TOKENIZER, running
 from train.rollouts.endpoint import app
-from train.rollouts.endpoint.app import EndpointKeys
+from train.rollouts.endpoint.completions import EndpointKeys
 from train.rollouts.endpoint.sessions import SequenceLengths
 from train.rollouts.endpoint.wire import read_messages
 from train.rollouts.episodes.turns import make_sequences
