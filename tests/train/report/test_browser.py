@@ -419,7 +419,7 @@ def test_failures_are_named_and_counted(opened, tmp_path):
     tab = opened.at("", "#rollouts", path=page)
     expect(tab.locator(".overview")).to_contain_text("5 exception")
     expect(tab.locator(".failures")).to_have_text("Episodes here that failed: 2 max_turns, 1 exception.")
-    shown = ["exception: ValueError: <b>no</b> answer in min", "max_turns: not over", "max_turns: not over"]
+    shown = ["exception: ValueError: <b>no</b> answer", "max_turns: not over", "max_turns: not over"]
     assert column(tab, "Failed")[:3] == shown
     tab.get_by_label("Filter Failed").fill("max_turns")
     expect(tab.locator("caption")).to_have_text("2 of 48 recorded rollouts")

@@ -66,6 +66,7 @@ function columnsOf() {
   const rewards = new Set(page.rollouts.flatMap(({ rewards }) => Object.keys(rewards)));
   rewards.delete("reward");
   const finished = ({ finished }) => (finished === null ? null : finished ? "yes" : "no");
+  const failed = ({ failure }) => failure && `${failure.name}: ${failure.text.split("\n", 1)[0]}`;
   const far = "Of all tokens, the number that is farthest from 0";
   return [
     ...(page.runs.length > 1 ? [column("run", "Run", ({ run }) => page.runs[run].name, { numeric: false })] : []),
@@ -79,7 +80,7 @@ function columnsOf() {
     column("length", "Tokens", ({ length }) => length),
     column("finished", "Finished", finished, { numeric: false }),
     ...(page.rollouts.some(({ failure }) => failure)
-      ? [column("failure", "Failed", ({ failure }) => failure && `${failure.name}: ${failure.text}`, { numeric: false })]
+      ? [column("failure", "Failed", failed, { numeric: false })]
       : []),
     column("version", "Policy", ({ version }) => version, {
       shown: false,
