@@ -85,8 +85,8 @@ class EngineSizes:
 
     @classmethod
     def of(cls, rows: int, columns: int) -> "EngineSizes":
-        """Chooses the sizes for so many rows of so many tokens: at most 13 programs."""
-        batches = (rows // 4, rows) if rows >= 16 else (rows,)
+        """Chooses the sizes for so many rows of so many tokens: at most 16 programs."""
+        batches = (rows // 4, rows // 2, rows) if rows >= 16 else (rows,)
         lengths = (columns // 2, columns) if columns >= 256 else (columns,)
         width = min(columns, 32)
         extends: tuple[ExtendSize, ...] = (ExtendSize(min(rows * width, 64), min(rows, 4), width),)
@@ -377,6 +377,9 @@ class EnginePrograms:
         steps = self.sizes.chunk
         # All rows are there in their order.
         gathered = None if count == self.shards * self.sizes.rows else rows.rows
+        if gathered is None and columns == self.sizes.columns:
+            # A slice without the slack would be a copy of all rows, which takes longer than to read the slack.
+            columns += self.sizes.slack
         old = [take_rows(cache, gathered, columns) for cache in pool]
         drawn = split_pool([SlotCache.zeros(cache, count, steps) for cache in old])
         caches = [GroupCache(*pair) for pair in zip(old, drawn, strict=True)]

@@ -231,6 +231,15 @@ def test_no_program_copies_the_pool(engine):
     assert not [line for line in copies_of(engine.programs) if any(shape in line for shape in shapes)]
 
 
+def test_chunk_of_all_rows_reads_them_in_place(engine):
+    """A slice of their columns would be another array of that shape."""
+    sizes = engine.sizes
+    shape = f"f32[{sizes.rows},{MODEL.config.kv_heads},{MODEL.config.head_dim},{{}}]"
+    text = engine.programs.compiled[f"decode_{sizes.rows}_after_{sizes.columns}"].as_text()
+    assert shape.format(sizes.columns + sizes.slack) in text
+    assert shape.format(sizes.columns) not in text
+
+
 def copies_of(programs: EnginePrograms) -> list[str]:
     """The lines of compiled programs that copy an array, with the name of the program."""
     lines = [
@@ -382,3 +391,18 @@ def test_executions_are_those_of_the_engine(*, shards, rows, prompts, samples, p
     run(engine, turns)
     numbers = {"prompts": prompts, "samples": samples, "prompt_length": prompt_length, "length": length}
     assert engine.executions(**numbers) == engine.programs.runs
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_chunk_has_at_most_twice_its_rows(rows):
+    """Beside those of a few rows: other slots draw for nobody."""
+    sizes = EngineSizes.of(rows, 64)
+    options = {"sampling": Sampling(TEMPERATURE), "eos_ids": (EOS,)}
+    engine = TurnEngine(MODEL, sizes, **options)
+    engine.programs = CountedPrograms(MODEL, sizes, **options)
+    engine.update(None, 0)
+    for count in range(rows // 8, rows + 1):
+        engine.forget()
+        engine.count.clear()
+        run(engine, [Turn([6], 1 + sizes.chunk, key, session=n) for n, key in enumerate(session_keys(KEY, count))])
+        assert engine.count["slot_steps"] <= 2 * sizes.chunk * count
