@@ -93,7 +93,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.rollouts.endpoint.generator import Generator
     from train.rollouts.endpoint.listen import Listener
     from train.rollouts.endpoint.sessions import SequenceLengths, Sessions
-    from train.rollouts.engine.of_run import make_engine, set_weights
+    from train.rollouts.engine.of_run import make_engine, running_engine
     from train.rollouts.jax_source import plain_sampling
     from train.rollouts.server.key import read_key
     from train.run.setup import config_mesh, with_renderer
@@ -133,10 +133,11 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     generator = Generator()
     endpoint = Endpoint(served, generator)
     engine = make_engine(context, options.rows, total)
-    with jax.set_mesh(context.mesh):
-        set_weights(context, engine, policy, step or 0)
-    listener = Listener(endpoint.app, options.host, options.port, field="--port", most=4 * options.max_requests + 64)
-    with closing(listener):
+    most = 4 * options.max_requests + 64
+    with (
+        running_engine(context, engine, policy, step or 0),
+        closing(Listener(endpoint.app, options.host, options.port, field="--port", most=most)) as listener,
+    ):
         print(f"serving {served.model} after step {step or 0} on {listener.url}/v1, {total} tokens", flush=True)
         try:
             while True:

@@ -18,7 +18,7 @@ from train.rollouts.endpoint.generator import Generator
 from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestError, SequenceLengths
 from train.rollouts.engine import TurnEngine
-from train.rollouts.engine.of_run import check_processes, engine_of_run, set_weights
+from train.rollouts.engine.of_run import check_processes, engine_of_run, running_engine
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
@@ -127,13 +127,12 @@ class EndpointSource(InTurn):
         first = request.first_row or 0
         keys = session_keys(request.key, first + len(examples))[first:]
         rows = [{"prompt": e.prompt, "answer": e.answer, **e.record} for e in examples]
-        engine = self._engine = self._engine or engine_of_run(self._context)
-        assert engine is not None
-        set_weights(self._context, engine, *self._weights)
-        engine.greedy = request.greedy
-        engine.count.clear()
-        opened = self._run(engine, self._episodes.open(rows, list(keys), self._lengths))
-        engine.release()
+        self._engine = self._engine or engine_of_run(self._context)
+        assert self._engine is not None
+        with running_engine(self._context, self._engine, *self._weights) as engine:
+            engine.greedy = request.greedy
+            engine.count.clear()
+            opened = self._run(engine, self._episodes.open(rows, list(keys), self._lengths))
         episodes = [_episode(episode) for episode in opened]
         placed = place_sequences(episodes, shape)
         self._failures.check(episodes, request)

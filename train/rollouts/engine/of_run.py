@@ -1,4 +1,9 @@
-"""The engine for the config of a run."""
+"""The engine for the config of a run, and its memory on the devices."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
 
 import kljax
 from train.config.errors import UserError
@@ -19,7 +24,7 @@ from train.rollouts.sampler import stop_table
 
 
 def make_engine(context: RunContext, rows: int, columns: int) -> TurnEngine:
-    """Makes the engine of a run, whose first `update` compiles it.
+    """Makes the engine of a run, which has no memory on the devices until `running_engine`.
 
     Args:
       context: the model, and its layout for sampling.
@@ -38,11 +43,23 @@ def make_engine(context: RunContext, rows: int, columns: int) -> TurnEngine:
     )
 
 
-def set_weights(context: RunContext, engine: TurnEngine, policy: kljax.Policy, version: int) -> None:
-    """Gives an engine the weights of a policy as the layout for sampling has them; a copy of that is freed."""
-    weights = arrays_of_process(context.layout.weights(policy), mesh_of_process(context.layout.mesh))
-    engine.update(weights, version)
-    context.layout.release()
+@contextlib.contextmanager
+def running_engine(context: RunContext, engine: TurnEngine, policy: kljax.Policy, version: int) -> Iterator[TurnEngine]:
+    """Gives an engine the weights of a policy; frees them and its KV cache at the end, also after an error.
+
+    The first call compiles the engine. It has the weights as the layout for sampling has them; a copy of that is freed
+    at once. Turns that an error leaves under way are dropped.
+    """
+    try:
+        with jax.set_mesh(context.mesh):
+            try:
+                weights = arrays_of_process(context.layout.weights(policy), mesh_of_process(context.layout.mesh))
+                engine.update(weights, version)
+            finally:
+                context.layout.release()
+        yield engine
+    finally:
+        engine.release()
 
 
 def check_processes(context: RunContext) -> None:

@@ -155,8 +155,9 @@ class TurnEngine:
         self._version = version
 
     def release(self) -> None:
-        """Frees the weights and the keys and values of all rows, until the next `update`."""
+        """Frees the weights and the keys and values of all rows, until the next `update`, and drops all turns."""
         self.forget()
+        self._waiting.clear()
         self._weights = []
         self._pool = None
 

@@ -1,5 +1,6 @@
 """The source of episodes: turns of the engine in this process or of servers, and an environment in worker processes."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from train.data.tokenizers.rendered import read_turn
 from train.distributed.exchange import run_together
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.engine import Turn, TurnEngine
-from train.rollouts.engine.of_run import check_processes, engine_of_run, set_weights
+from train.rollouts.engine.of_run import check_processes, engine_of_run, running_engine
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.environments import Answer, Environments
 from train.rollouts.episodes.failures import FailureWatch
@@ -135,12 +136,10 @@ class EpisodeSource(InTurn):
         numbers = [group * shape.episodes + place for group in groups for place in range(shape.episodes)]
         examples = [request.examples[number // shape.episodes] for number in numbers]
         running = [_Running(example, key) for example, key in zip(examples, keys[numbers], strict=True)]
-        engine = self._ready_engine(*self._weights)
-        engine.greedy = request.greedy
-        engine.count.clear()
-        run_together("environment", lambda: self._run(engine, running))
-        if not isinstance(engine, ServerTurns):
-            engine.release()
+        with self._running_engine(*self._weights) as engine:
+            engine.greedy = request.greedy
+            engine.count.clear()
+            run_together("environment", lambda: self._run(engine, running))
         episodes = [state.episode for state in running]
         rows = place_sequences(episodes, shape)
         self._failures.check(episodes, request)
@@ -156,15 +155,15 @@ class EpisodeSource(InTurn):
             metrics |= engine.metrics
         return dataclasses.replace(join_rows(completions, request.rows), metrics=metrics)
 
-    def _ready_engine(self, policy: kljax.Policy, version: int) -> TurnEngine | ServerTurns:
-        """Returns the engine with these weights; the first call compiles it, if turns are drawn here."""
+    def _running_engine(
+        self, policy: kljax.Policy, version: int
+    ) -> contextlib.AbstractContextManager[TurnEngine | ServerTurns]:
+        """Returns the context in which the engine has these weights; servers have theirs."""
         if isinstance(self._engine, ServerTurns):
-            return self._engine
-        if self._engine is None:
-            self._engine = self._make_engine()
-            assert self._engine is not None
-        set_weights(self._context, self._engine, policy, version)
-        return self._engine
+            return contextlib.nullcontext(self._engine)
+        self._engine = self._engine or self._make_engine()
+        assert self._engine is not None
+        return running_engine(self._context, self._engine, policy, version)
 
     def _run(self, engine: TurnEngine | ServerTurns, running: Sequence[_Running]) -> None:
         rows = [{"prompt": s.example.prompt, "answer": s.example.answer, **s.example.record} for s in running]

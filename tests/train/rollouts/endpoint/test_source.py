@@ -199,24 +199,43 @@ def test_step_that_is_left_ends_its_episodes(collected, source, monkeypatch):
     with pytest.raises(StepLeftError):
         collected()
     assert source._generator.open == 0
+    assert is_freed(source._engine)
     monkeypatch.undo()
     assert collected().completions.metrics["episode_turns"] == 2
 
 
-def test_agent_draws_the_tokens_of_episodes_on_a_mesh(collected, source, files):
+def is_freed(engine) -> bool:
+    """Whether nothing but the compiled programs stays until the next step."""
+    return engine._pool is None and not engine._weights and engine.is_idle()
+
+
+def test_agent_draws_the_tokens_of_episodes_on_a_mesh(collected, source, files, monkeypatch):
     rollout = collected()
     environment = f"environment={{name: '{files}/steps.py:Steps', turn_tokens: 3, max_turns: 2}}"
     context = context_of(environment, "mesh={data: 2, fsdp: 2}", mesh=make_mesh(2, 2))
     with closing(EpisodeSource(context)) as episodes, jax.set_mesh(context.mesh):
         episodes.update(tiny.placed(kljax.Policy(tiny.host_params()), context.model, context.mesh), 5)
         drawn = draw(context, Stream(context, episodes), 3)
-        # Nothing but the compiled programs stays until the next step.
-        assert episodes._engine._pool is None
-        assert not episodes._engine._weights
+        assert is_freed(episodes._engine)
+        monkeypatch.setattr(episodes._environments, "answer", _fail_on_steps(episodes._environments.answer))
+        with pytest.raises(SourceError, match=r"^environment: gone$"):
+            draw(context, Stream(context, episodes), 4)
+        assert is_freed(episodes._engine)
     # The groups have 3 episodes there and 4 here; a key belongs to the number of an episode.
     ours = [text for row, text in enumerate(texts_of(rollout.batch)) if row % 4 < 3]
     theirs = texts_of(drawn.batch)
     assert ours[:3] == theirs[:3]
+
+
+def _fail_on_steps(answer):
+    """Answers until the first turn is over: others are under way then."""
+
+    def failing(questions):
+        if any(question["do"] == "step" for question in questions):
+            raise SourceError("environment: gone")
+        return answer(questions)
+
+    return failing
 
 
 def test_agent_has_no_key_in_its_environment(files, monkeypatch):
