@@ -49,8 +49,8 @@ endef
 
 # Plans of the compilers of TPUs and GPUs, and the built wheel: in environments of their own, by targets of the second file.
 AOT := $(addprefix tests/,benchmarks/test_head_aot_plans.py benchmarks/test_attention_plans.py train/models/test_grouped_plans.py \
-  train/models/test_expert_axis_plans.py train/rollouts/test_layout_plans.py train/plan/test_adapter_plans.py \
-  train/plan/test_plans_aot.py train/plan/test_remat_aot.py train/process/test_xla_flags_aot.py)
+  train/models/test_expert_axis_plans.py train/rollouts/test_engine_plans.py train/rollouts/test_layout_plans.py \
+  train/plan/test_adapter_plans.py train/plan/test_plans_aot.py train/plan/test_remat_aot.py train/process/test_xla_flags_aot.py)
 ELSEWHERE := $(AOT) tests/integration/test_wheel.py tests/launch/test_slurm.py tests/storage tests/reasoning_gym tests/renderers tests/agents
 
 .PHONY: help train real real-agent test test-all check lint format types docs

@@ -6,6 +6,7 @@ so that no program moves a row from one shard to another.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from train.models.attention import AttentionOptions
 from train.models.attention.spans import capped
 from train.models.cache import KeyValues, SlotCache
 from train.models.config import DecoderConfig
-from train.models.sharding import constrain, split_by_hand
+from train.models.sharding import constrain, device_kind, split_by_hand
 
 Pool: TypeAlias = list[SlotCache]
 """The cache of each layer, keys [R, K, H, S] and values [R, K, S, H]."""
@@ -42,13 +43,34 @@ def split_pool(pool: Pool) -> Pool:
 
 
 def take_rows(cache: SlotCache, rows: jax.Array | None, columns: int) -> SlotCache:
-    """Gathers rows of one layer, and their first columns; `rows` None: all of them, without a gather."""
+    """Copies rows of one layer, with their first columns; `rows` None: all of them."""
+    if rows is None:
+        return SlotCache(cache.key[..., :columns], cache.value[..., :columns, :])
+    take = slice_rows if device_kind().startswith("TPU") else gather_rows
+    return split_by_hand(functools.partial(take, columns=columns), (POOL_AXES, ROWS), POOL_AXES)(cache, rows)
 
-    def take(cache: SlotCache, rows: jax.Array) -> SlotCache:
-        return SlotCache(cache.key[rows], cache.value[rows])
 
-    taken = cache if rows is None else split_by_hand(take, (POOL_AXES, ROWS), POOL_AXES)(cache, rows)
-    return SlotCache(taken.key[..., :columns], taken.value[..., :columns, :])
+def gather_rows(cache: SlotCache, rows: jax.Array, columns: int) -> SlotCache:
+    """Copies rows of one shard at once."""
+    return SlotCache(cache.key[rows][..., :columns], cache.value[rows][..., :columns, :])
+
+
+def slice_rows(cache: SlotCache, rows: jax.Array, columns: int) -> SlotCache:
+    """Copies rows of one shard one after the other.
+
+    The compiler of TPUs lays the operand of a gather out as its result is read: it would copy the whole pool.
+    """
+    heads, head_dim = cache.key.shape[1:3]
+
+    def body(index: jax.Array, taken: SlotCache) -> SlotCache:
+        def copy(x: jax.Array, y: jax.Array) -> jax.Array:
+            row = lax.dynamic_slice(x, (rows[index], 0, 0, 0), (1, *y.shape[1:]))
+            return lax.dynamic_update_slice_in_dim(y, row, index, 0)
+
+        return jax.tree.map(copy, cache, taken)
+
+    key = jnp.zeros((len(rows), heads, head_dim, columns), cache.key.dtype)
+    return lax.fori_loop(0, len(rows), body, SlotCache(key, key.swapaxes(-2, -1)))
 
 
 def put_rows(pool: Pool, rows: jax.Array, starts: jax.Array, new: Pool) -> Pool:

@@ -17,6 +17,7 @@ from train.models.config import ExpertsConfig, LayerKind
 from train.models.sharding import axis_size, make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
+from train.rollouts.engine.pool import gather_rows, slice_rows
 from train.rollouts.engine.programs import DrawnTokens, EnginePrograms
 from train.rollouts.engine.schedule import session_keys
 from train.rollouts.sampler import Sampling, sample, stop_table
@@ -238,6 +239,16 @@ def test_chunk_of_all_rows_reads_them_in_place(engine):
     text = engine.programs.compiled[f"decode_{sizes.rows}_after_{sizes.columns}"].as_text()
     assert shape.format(sizes.columns + sizes.slack) in text
     assert shape.format(sizes.columns) not in text
+
+
+def test_rows_are_sliced_as_they_are_gathered(engine):
+    """A TPU takes the first, everything else the second."""
+    pool = engine.programs.make_pool()[0]
+    pool = jax.tree.map(lambda x: jax.random.normal(KEY, x.shape), pool)
+    rows = jnp.asarray([3, 0, 3])
+    results = [take(pool, rows, 5) for take in (slice_rows, gather_rows)]
+    assert results[0].key.shape[::3] == (3, 5)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def copies_of(programs: EnginePrograms) -> list[str]:
