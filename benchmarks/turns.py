@@ -258,7 +258,7 @@ def _describe(counts: Mapping[str, float]) -> str:
     return (
         f"{counts['programs']:.0f} programs, compiled in {counts['compile_seconds']:.0f} CPU s. "
         f"{counts['decode_slots']:.0%} of the slots of decode steps drew a token, {counts['prefill_slots']:.0%} of "
-        f"those for new tokens had one. Log-probs differ from the trainer's by {counts['difference']:.0e}."
+        f"those for new tokens had one. Log-probs differ from the trainer's by {counts['difference']:.1e}."
     )
 
 

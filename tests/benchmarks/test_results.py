@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import accelerator, grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step
+from benchmarks import accelerator, grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step, turns
 from benchmarks.harness.report import Report
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -20,6 +20,7 @@ REPORTS = {
     "quickstart-fooled-cpu": quickstart.report,
     "rollout-cpu": rollout.report,
     "train-step-cpu": train_step.report,
+    "turns-cpu": turns.report,
 }
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512"}
 
