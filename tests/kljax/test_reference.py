@@ -147,6 +147,8 @@ def test_a_permutation_of_the_values_changes_the_fingerprint() -> None:
     swapped = values.at[0, 0].set(values[2, 3]).at[2, 3].set(values[0, 0])
     for other in (swapped, values[::-1], values.T.reshape(3, 4), values[:, ::-1]):
         assert kljax.fingerprint(values).item() != kljax.fingerprint(other).item()
+    square = jnp.arange(9.0).reshape(3, 3)
+    assert kljax.fingerprint(square).item() != kljax.fingerprint(square.T).item()
 
 
 def test_signed_zeros_and_nans_change_the_fingerprint() -> None:

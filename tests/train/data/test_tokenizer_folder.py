@@ -396,6 +396,18 @@ def test_complete_vocabulary_spells_every_text(kind, text):
 load_once = functools.cache(load)
 
 
+def test_tokenizer_config_wins_over_the_map_of_special_tokens(tmp_path):
+    without = {"generation_config__json": None, "special_tokens_map__json": {"eos_token": "<think>"}}
+    known = load_folder(changed(tmp_path / "known", "chatml", generation_config__json=None)).eos_ids
+    folder = changed(tmp_path / "both", "chatml", **without)
+    assert load_folder(folder).eos_ids == known
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    alone = load_folder(folder)
+    assert alone.eos_ids[0] == alone.encode("<think>")[0] != known[0]
+
+
 def test_missing_ends_of_a_vocabulary_are_named(tmp_path):
     for number, (config, name) in enumerate(
         [

@@ -17,7 +17,7 @@ from train.config.schema import Checkpoint, Config
 from train.models.parameters import abstract_params, init_adapter
 from train.references.find import locate
 from train.references.load import check_reference, load_reference
-from train.references.record import assert_unchanged, reference_fingerprint
+from train.references.record import assert_unchanged, read_entries, record_reference, reference_fingerprint
 from train.rl.keys import purpose_key
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
@@ -196,3 +196,14 @@ def test_missing_reference_cannot_change():
     frozen = FrozenWeights({"w": np.ones(2)}, None)
     assert reference_fingerprint(frozen) is None
     assert_unchanged(frozen, None)
+
+
+def test_return_to_an_earlier_reference_is_an_entry_of_its_own(tmp_path):
+    path = tmp_path / "references.json"
+    first, second = (tiny.config_of(f"reference={{source: step, step: {step}}}") for step in (0, 1))
+    for step, (config, word) in enumerate([(first, 1), (second, 2), (first, 3)]):
+        record_reference(path, config, np.array([word], np.uint32), step)
+        record_reference(path, config, np.array([word], np.uint32), step + 1)  # the run continues
+    assert [entry.from_step for entry in read_entries(path)] == [0, 1, 2]
+    with pytest.raises(UserError, match=r"reference\.step: got 0, whose weights are not .* since step 2 "):
+        record_reference(path, first, np.array([1], np.uint32), 4)

@@ -21,7 +21,7 @@ from train.rl.state import policy_of
 from train.rollouts.collect import collect
 from train.rollouts.open import open_stream
 from train.rollouts.recorded import record_rows, write_rows
-from train.rollouts.recorded.files import JsonLinesFile, open_files
+from train.rollouts.recorded.files import JsonLinesFile, count_file, file_name, list_files, open_files
 from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import SourceError, batch_rows
 
@@ -366,3 +366,17 @@ def test_parquet_of_a_later_format_is_refused(tmp_path, metadata, message):
     assert "'kljax' are damaged" in note or "update kljax" in note
     parquet.write_table(table.replace_schema_metadata({"kljax": b'{"format": 1}', "theirs": b"{"}), path)
     assert len(list(open_files(path)[0])) == len(ROWS)
+
+
+def test_loss_of_any_recorded_file_is_named(tmp_path):
+    names = [file_name(step) for step in range(3)]
+    for step, name in enumerate(names):
+        (tmp_path / name).write_text("{}\n")
+        count_file(tmp_path, step)
+    count_file(tmp_path, 1)  # a resumed run records a step again
+    assert [file.name for file in list_files(tmp_path)] == names
+    for name in names:
+        (tmp_path / name).rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match=rf"lacks {name}, 1 of the 3 files that a run recorded there"):
+            list_files(tmp_path)
+        (tmp_path / "elsewhere").rename(tmp_path / name)
