@@ -20,7 +20,7 @@ from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts.open import open_stream
 from train.run.loop import Programs, rl_step
-from train.sequences.batch import Batch
+from train.sequences.batch import Batch, prompt_lengths
 
 PROMPTS, PER_EPOCH, EPOCHS, STOPPED = 6, 3, 3, 4
 STEPS = EPOCHS * PER_EPOCH
@@ -52,7 +52,8 @@ class Counted:
         self.program, self.calls = program, []
 
     def __call__(self, base, reference, batch):
-        self.calls.append(np.asarray(batch.tokens)[:, tiny.PROMPT].tolist())
+        first = np.asarray(prompt_lengths(batch))
+        self.calls.append(np.asarray(batch.tokens)[np.arange(len(first)), first].tolist())
         return self.program(base, reference, batch)
 
 
