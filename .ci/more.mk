@@ -30,12 +30,12 @@ CORE := $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py 
   losses ratios advantages)
 # One run of all tests, with a seed: $(1) the flags of XLA, $(2) the seed, $(3) threads of XLA.
 define run-on-another-cpu
-	XLA_FLAGS="$(1)" KLJAX_TEST_SEED=$(2) NPROC=$(3) $(BIN)/python $(PYTEST) -m "not thorough" \
+	XLA_FLAGS="$(1)" KLJAX_TEST_XLA=1 KLJAX_TEST_SEED=$(2) NPROC=$(3) $(BIN)/python $(PYTEST) -m "not thorough" \
 	  $(addprefix --deselect=,$(ELSEWHERE)) $(ARGS)
 endef
 # The core on one device, with a pool of $(1) threads; eight devices always have eight threads or more.
 define run-with-threads
-	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
+	KLJAX_TEST_XLA=1 KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(call tests,$(CORE)) $(ARGS)
 endef
 
 .PHONY: test-more test-wheel test-real test-isa test-cpus test-accelerator test-thorough measure-tests test-library test-house test-newest test-aot test-figures test-vllm test-transformers test-recorders test-tunix test-reasoning-gym test-renderers test-launch test-storage test-agents test-report find-newest-python nightly lock clean
@@ -47,8 +47,8 @@ test-wheel: $(VENV)/.ready ## the built wheel in empty environments, outside of 
 	$(BIN)/python -m pytest -q -n 0 tests/integration/test_wheel.py $(ARGS)
 
 test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
-	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "$(MARKS)" \
-	  $(addprefix --deselect=,$(AOT)) $(call tests,$(SENSITIVE)) $(ARGS)
+	KLJAX_TEST_XLA=1 XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python \
+	  $(PYTEST) -m "$(MARKS)" $(addprefix --deselect=,$(AOT)) $(call tests,$(SENSITIVE)) $(ARGS)
 
 test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other inputs and in another order; for hours
 	$(call run-on-another-cpu,--xla_cpu_max_isa=SSE4_2,1,8)

@@ -1,5 +1,9 @@
-"""Eight virtual CPU devices and quick compilation, set before JAX starts; the same drawn examples every time."""
+"""Eight virtual CPU devices and quick compilation, set before JAX starts; the same drawn examples every time.
 
+NumPy runs what a test calls outside of `jax.jit`: `tests.eager`.
+"""
+
+import contextlib
 import gc
 import os
 import pathlib
@@ -24,7 +28,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Traces make many objects that live long: at the default Python walks them for a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 
-from tests import programs  # noqa: E402 (starts JAX)
+from tests import eager, programs  # noqa: E402 (starts JAX)
 from train.distributed import compile_cache  # noqa: E402
 
 # A test that starts the command keeps no program of it, unless it says where.
@@ -72,6 +76,14 @@ class ChooseTests:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Adds the marks of the lists of tests."""
         selection.add_marks(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Lets NumPy run the eager operations of a test and of its fixtures, unless they are for an accelerator or XLA."""
+    by_xla = os.environ["JAX_PLATFORMS"] != "cpu" or os.environ.get("KLJAX_TEST_XLA") or item.get_closest_marker("xla")
+    with contextlib.nullcontext() if by_xla else eager.run_by_numpy():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kljax.numpy_programs import traced_program
+from tests.kljax.calls import traced_program
 
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"

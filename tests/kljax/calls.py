@@ -9,6 +9,7 @@ what its new parameter stands for or `NOT_CALLED` says why it is not called.
 
 import functools
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ import kljax
 from kljax._checks import check_mask
 from kljax.typing import ArrayLike, Mask
 from tests import oracles
+from tests.numpy_programs import in_numpy
 from train.distributed.compile_cache import compiled_anew
 
 # Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
@@ -340,6 +342,11 @@ def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
 def quick(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a program of the function, which runs a few times: its compilation is what costs."""
     return jax.jit(function, compiler_options=known_options())
+
+
+def traced_program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function as NumPy runs it, or compiled where the environment asks for that."""
+    return quick(function) if os.environ.get("KLJAX_TEST_XLA") else in_numpy(function)
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:

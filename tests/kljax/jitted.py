@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tests.kljax import calls
-from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
-from tests.kljax.numpy_programs import traced_program
+from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs, traced_program
 
 # Loops over tiles, which hold nearly all of their operations.
 WITH_HEAD = (

@@ -8,6 +8,8 @@ import pytest
 import kljax
 from tests.goldens import cases, narrow
 
+pytestmark = pytest.mark.xla
+
 KL = narrow.cases_of("kl")
 
 

@@ -9,6 +9,8 @@ import pytest
 import kljax
 from tests import oracles
 
+pytestmark = pytest.mark.xla
+
 
 def log_ratios(low: float, high: float, dtype: type) -> np.ndarray:
     """Log-ratios of both signs between two sizes, spaced evenly in the logarithm, rounded to `dtype`."""

@@ -12,6 +12,8 @@ from jax.extend.core import jaxprs_in_params
 from tests.kljax import calls
 from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 
+pytestmark = pytest.mark.xla
+
 # These move arrays of any type, and keep it.
 KEEP_THE_DTYPE = {"bema_reference", "ema_reference", "refreshed_reference", "shift_right"}
 NARROW = (jnp.bfloat16, jnp.float16)

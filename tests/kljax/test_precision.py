@@ -15,6 +15,8 @@ import kljax
 from tests.kljax import calls, precision
 from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 
+pytestmark = pytest.mark.xla
+
 INF = np.inf
 
 # ---- extreme log-ratios ----

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.kljax.numpy_programs import traced_program
+from tests.kljax.calls import traced_program
 
 with np.load(Path(__file__).parents[1] / "goldens" / "formulas" / "formulas.npz") as file:
     FORMULAS: Mapping[str, np.ndarray] = dict(file)
