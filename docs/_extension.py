@@ -3,15 +3,14 @@
 # ruff: noqa: PLR0917 -- Sphinx passes its arguments by position.
 
 import inspect
-import re
 from typing import Any
 
 from docutils import nodes
-from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 from docs import _docstrings, _generate
+from docs._formulas import to_mathml
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -45,12 +44,3 @@ def _write_inline(writer: HTML5Translator, node: nodes.math) -> None:
 def _write_block(writer: HTML5Translator, node: nodes.math_block) -> None:
     writer.body.append(f'<div class="math">{to_mathml(node.astext(), "block")}</div>')
     raise nodes.SkipNode
-
-
-def to_mathml(latex: str, display: str) -> str:
-    """Translates a formula, which browsers then show without a script or a network."""
-    words = re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace(r"\_", "_"), latex)  # text needs no escape
-    mathml = convert(words, display=display)
-    if "\\" in mathml:  # a command that the translator does not know passes as text
-        raise ValueError(f"a formula that MathML cannot show: {latex}")
-    return mathml

@@ -13,17 +13,17 @@ import pathlib
 import re
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot  # after the backend is chosen
-
 NUMBER = re.compile(r"-?\d+(?:\.(\d+))?")
 
 
 def run(notebook: dict[str, Any]) -> list[tuple[str, list[bytes]]]:
     """Executes the code cells in one namespace; returns the printed text and the pictures of each."""
+    # Here, as every test process imports this file, and only a process of its own runs notebooks.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the backend is chosen
+
     namespace: dict[str, Any] = {"__name__": "__main__"}
     outputs = []
     for cell in code_cells(notebook):
