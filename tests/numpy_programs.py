@@ -445,6 +445,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 # Functions of parameters that return a function of several results.
 OF_SEVERAL: dict[str, Callable[[Params], Operation]] = {
+    "optimization_barrier": lambda params: lambda *args: args,
     "sort": _sort,
     "split": _split,
     "scan": _scan,

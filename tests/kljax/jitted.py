@@ -1,7 +1,7 @@
 """All calls of a public function as one jitted program, whose trace and whose results are shared by the tests.
 
 A mistake of a function shows in its trace, and XLA takes longer to compile one than NumPy to run its operations. XLA
-compiles one function of each kind of program, and those that are mostly loops: `COMPILED`.
+compiles one function of each kind of program: `EACH_KIND`.
 """
 
 import functools
@@ -25,7 +25,6 @@ EACH_KIND = (
     *("clip_cov_loss", "top_k_with_tail"),  # tokens by their rank, over the batch and over a vocabulary
     "token_log_probs",  # loops over tiles with a derivative of their own
 )
-COMPILED = {*EACH_KIND, *WITH_HEAD}
 
 
 @functools.cache
@@ -69,8 +68,8 @@ def compiled_program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
 
 @functools.cache
 def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
-    """The same function, run by NumPy unless it is one of `COMPILED`."""
-    if name in COMPILED:
+    """The same function, run by NumPy unless it is one of `EACH_KIND`."""
+    if name in EACH_KIND:
         return compiled_program(name)
     scalars, run = numbers_of(name), traced_program(each_traced_call(name))
     return lambda given: run(given, scalars)

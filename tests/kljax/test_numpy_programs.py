@@ -64,6 +64,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             jnp.einsum("abc,dcb->bad", (x[:, None] * y[None])[:2], jnp.stack([x.T, y.T])),
         ),
     ),
+    "from hidden states": lambda x, y, m: jax.value_and_grad(
+        lambda x: kljax.log_probs_from_hidden(
+            x, kljax.Head(y.T, tile=kljax.Tile(2, 3)), m[:, 0].astype(int), entropy=True
+        ).entropy.sum()
+    )(x),
     "rounding": lambda x, y, m: (
         [way(4 * x) for way in (jnp.round, jnp.floor, jnp.ceil, jnp.sin, jnp.cos, jnp.exp2)],
         jax.lax.round(jnp.array([-2.5, -0.5, 0.5, 1.5, 0.4]), jax.lax.RoundingMethod.AWAY_FROM_ZERO),
