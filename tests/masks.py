@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kljax.calls import traced_program
+
 # No token, every token, a single token, holes, right padding, left padding.
 MASK = np.array(
     [
@@ -29,7 +31,7 @@ def draw(*scales: float, seed: int = 0) -> list[np.ndarray]:
 
 
 def check_masked(function: Callable[..., Any], arrays: Sequence[np.ndarray], mask: np.ndarray = MASK) -> None:
-    """Checks masked positions, NaN and infinity under the mask for value and gradient, and dtypes, all under jit.
+    """Checks masked positions, NaN and infinity under the mask for value and gradient, and dtypes, all traced.
 
     `function(*arrays)` uses `mask` itself. Outputs of the shape of the mask must hold 0 where it is not set.
     """
@@ -42,9 +44,9 @@ def check_masked(function: Callable[..., Any], arrays: Sequence[np.ndarray], mas
         )
         return value, pull(cotangents)
 
-    compiled = jax.jit(value_and_grads)
+    run = traced_program(value_and_grads)
     clean = [np.where(mask, array, 0.0) for array in arrays]
-    expected_value, expected_grads = compiled(*clean)
+    expected_value, expected_grads = run(*clean)
     for leaf in jax.tree.leaves(expected_value):
         assert np.isfinite(leaf).all()
         if leaf.shape == mask.shape:
@@ -54,7 +56,7 @@ def check_masked(function: Callable[..., Any], arrays: Sequence[np.ndarray], mas
         np.testing.assert_array_equal(np.asarray(grad)[~mask], 0)
     poisoned = ([np.where(mask, array, poison) for array in arrays] for poison in (np.nan, np.inf, -np.inf))
     for hidden in (arrays, *poisoned):
-        value, grads = compiled(*hidden)
+        value, grads = run(*hidden)
         jax.tree.map(np.testing.assert_array_equal, value, expected_value)
         jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
     for leaf in jax.tree.leaves(jax.eval_shape(function, *[jnp.asarray(array, jnp.bfloat16) for array in arrays])):

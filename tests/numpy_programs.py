@@ -36,15 +36,18 @@ class Traced(NamedTuple):
 
 
 def in_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the same results, as arrays of NumPy. JAX traces it once for each shape and dtype."""
+    """Returns a function with the same results, as arrays of NumPy.
+
+    JAX traces it once for each shape, dtype and keyword argument.
+    """
     traced: dict[Any, tuple[Traced, Any]] = {}
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **static: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
         kinds = tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-        key = tree, kinds, jax.dtypes.canonicalize_dtype(float)
+        key = tree, kinds, jax.dtypes.canonicalize_dtype(float), tuple(sorted(static.items()))
         if key not in traced:
-            traced[key] = _trace(function, arguments)
+            traced[key] = _trace(functools.partial(function, **static), arguments)
         program, results = traced[key]
         return jax.tree.unflatten(results, run_steps(program, leaves))
 

@@ -339,14 +339,18 @@ def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
     return jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
 
 
-def quick(function: Callable[..., Any]) -> Callable[..., Any]:
+def quick(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a program of the function, which runs a few times: its compilation is what costs."""
-    return jax.jit(function, compiler_options=known_options())
+    return jax.jit(function, compiler_options=known_options(), **options)
 
 
-def traced_program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function as NumPy runs it, or compiled where the environment asks for that."""
-    return quick(function) if os.environ.get("KLJAX_TEST_XLA") else in_numpy(function)
+def traced_program(function: Callable[..., Any], *, static_argnames: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Returns the function as NumPy runs it, or compiled where the environment asks for that.
+
+    Static arguments are given by keyword.
+    """
+    by_xla = os.environ.get("KLJAX_TEST_XLA")
+    return quick(function, static_argnames=static_argnames) if by_xla else in_numpy(function)
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:

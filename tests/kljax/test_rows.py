@@ -360,7 +360,7 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
     def run(own: dict[str, jax.Array], shared: dict[str, Any]) -> Any:
         return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent))
 
-    for (grads, out), (packed_grads, packed_out) in zip(*calls.quick(run)(separate, shared), strict=True):
+    for (grads, out), (packed_grads, packed_out) in zip(*calls.traced_program(run)(separate, shared), strict=True):
         for part, full in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
             assert (part.dtype, part.ndim) == (full.dtype, full.ndim)
             check_leaf(part, full)
@@ -401,7 +401,7 @@ def test_segments_are_a_mask_to_every_other_function(name: str, monkeypatch: pyt
         alone = {**data, mask: data[mask] & (ids >= 0)}
         return call(arrays, {**data, mask: kljax.Segments(data[mask], ids)}), call(arrays, alone)
 
-    jax.tree.map(np.testing.assert_array_equal, *calls.quick(both)(call.arrays, call.data))
+    jax.tree.map(np.testing.assert_array_equal, *calls.traced_program(both)(call.arrays, call.data))
     # A statistic of sequences says so in its docstring, and is compared above.
     assert not reductions or name == PLACES_ZEROS
 

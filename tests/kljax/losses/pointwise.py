@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kljax.calls import traced_program
 from tests.masks import MASK, check_masked, draw
 
 LP, OLD, ADV = draw(0.7, 0.7, 2.0)
@@ -23,7 +24,7 @@ def check_pointwise(
 ) -> None:
     """The loss `loss(log_probs, *data)` of each token, and its derivative to the log-prob of the same token."""
 
-    @jax.jit
+    @traced_program
     def value_and_pulled(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
         losses, pull = jax.vjp(lambda lp: loss(lp, *data), log_probs)
         return losses, pull(jnp.asarray(WEIGHTS))[0]
@@ -46,7 +47,7 @@ def check_far(loss: Loss, dtype: type = np.float64) -> tuple[jax.Array, jax.Arra
     """Value and gradient with probabilities at the ends of the range are finite."""
     log_probs, old, advantages = far(dtype)
 
-    @jax.jit
+    @traced_program
     def value_and_slope(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         value, pull = jax.vjp(lambda lp: loss(lp, *arrays[1:]), arrays[0])
         return value, pull(jnp.ones_like(value))[0]

@@ -10,6 +10,7 @@ import pytest
 from scipy.special import log_softmax, logsumexp
 
 import kljax
+from tests.kljax.calls import traced_program
 from tests.masks import MASK, check_masked, draw
 
 RNG = np.random.default_rng(0)
@@ -28,9 +29,8 @@ def value_and_slope(log_probs: jax.Array, teacher: jax.Array, mask: jax.Array, b
     return value, pull(jnp.ones_like(value))[0]
 
 
-# Eagerly every operation would be compiled for itself, those of a derivative too.
-JSD = jax.jit(kljax.generalized_jsd, static_argnames="beta")
-VALUE_AND_SLOPE = jax.jit(value_and_slope, static_argnames="beta")
+JSD = traced_program(kljax.generalized_jsd, static_argnames=("beta",))
+VALUE_AND_SLOPE = traced_program(value_and_slope, static_argnames=("beta",))
 TRACED = jax.jit(value_and_slope)
 
 
