@@ -27,7 +27,7 @@ from tests.tiers.measured import tests_reaching
 ROOT = Path(__file__).parents[2]
 MUTANTS: list[dict[str, str]] = json.loads(Path(__file__).with_name("mutants.json").read_text())
 # What sees every public function of the library.
-PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "systems")
+PROPERTIES = ("everywhere", "split_invariance", "masks", "rows", "precision", "systems", "devices")
 SWEEPS = [f"tests/kljax/test_{name}.py" for name in PROPERTIES]
 QUICK = "not thorough and not more"
 MORE = "more and not thorough"
