@@ -1,6 +1,7 @@
 """Follows a value through the calls that take it, for `docs/architecture.md`.
 
     python -m docs._walks                                       prints the table of the page
+    python -m docs._walks --write                               writes it there
     python -m docs._walks 'train.rl.step:make_update(plan)'     lists the functions of a walk
 
 A walk begins at a parameter of a function and enters every function, in the order of the source, that is called with
@@ -11,11 +12,13 @@ closures are followed, dynamic calls are not.
 
 import ast
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
 FOLDERS = ("kljax", "train")
 WALKS = (
     "kljax.kl:estimate_kl(log_probs)",
@@ -223,7 +226,18 @@ def walk_table(house: House) -> list[str]:
     return rows
 
 
+def write_table(page: pathlib.Path, table: list[str]) -> None:
+    """Puts the table in the place of that of the page."""
+    text = page.read_text()
+    page.write_text(re.sub(rf"^{re.escape(table[0])}\n(?:\|.*\n)+", "\n".join([*table, ""]), text, flags=re.MULTILINE))
+
+
 if __name__ == "__main__":
     house = House()
-    lists = [house.walk(start).functions for start in sys.argv[1:]]
-    print("\n".join([name for names in lists for name in names] if lists else walk_table(house)))
+    starts = sys.argv[1:]
+    if starts == ["--write"]:
+        write_table(PAGE, walk_table(house))
+    elif starts:
+        print("\n".join(name for start in starts for name in house.walk(start).functions))
+    else:
+        print("\n".join(walk_table(house)))
