@@ -5,12 +5,25 @@ import pathlib
 
 import pytest
 
-from benchmarks import accelerator, grouped, head, head_aot, memory, overhead, quickstart, rollout, train_step, turns
+from benchmarks import (
+    accelerator,
+    forests,
+    grouped,
+    head,
+    head_aot,
+    memory,
+    overhead,
+    quickstart,
+    rollout,
+    train_step,
+    turns,
+)
 from benchmarks.harness.report import Report
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
     "accelerator-nvidia-h200": accelerator.report,
+    "forests-cpu": forests.report,
     "grouped-cpu": grouped.report,
     "head-aot": head_aot.report,
     "head-cpu": head.report,
