@@ -13,6 +13,7 @@ command.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -94,7 +95,7 @@ class TreeSizes:
     def pairs(self) -> int:
         """Queries and keys of a tree that attend."""
         counts = np.cumprod((1, *self.children))
-        ends = np.cumsum(self.runs)
+        ends = itertools.accumulate(self.runs)
         pairs = [_triangle(end) - _triangle(end - run) for end, run in zip(ends, self.runs, strict=True)]
         return int(np.dot(counts, pairs))
 
@@ -131,7 +132,7 @@ class TreeSizes:
 
 
 def _triangle(tokens: int) -> int:
-    return int(tokens) * (int(tokens) + 1) // 2
+    return tokens * (tokens + 1) // 2
 
 
 SIZES = (
