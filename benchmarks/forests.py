@@ -62,23 +62,22 @@ class TreeSizes:
     width: int = 512
     vocab_size: int = 4096
 
-    def __post_init__(self) -> None:
-        """Makes lists of a file tuples."""
-        object.__setattr__(self, "runs", tuple(self.runs))
-        object.__setattr__(self, "children", tuple(self.children))
-
     def __str__(self) -> str:
         """Returns the sizes in words."""
-        runs = [f"{self.runs[0]}"]
-        for length, count in zip(self.runs[1:], np.cumprod(self.children), strict=True):
-            runs.append(f"{count} x {length}")
-        shape = " + ".join(runs)
+        shape = " + ".join(
+            f"{count} x {run}" if count > 1 else f"{run}" for count, run in zip(self.counts, self.runs, strict=True)
+        )
         return f"{self.trees} x ({shape}) tokens, {self.row} in a row of {self.row * self.slots}"
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Runs of a tree at each depth."""
+        return np.cumprod((1, *self.children))
 
     @property
     def leaves(self) -> int:
         """Sequences of a tree."""
-        return int(np.prod(self.children, dtype=int))
+        return int(self.counts[-1])
 
     @property
     def length(self) -> int:
@@ -88,42 +87,32 @@ class TreeSizes:
     @property
     def slots(self) -> int:
         """Tokens of a tree."""
-        counts = np.cumprod((1, *self.children))
-        return int(np.dot(counts, self.runs))
+        return int(np.dot(self.counts, self.runs))
 
     @property
     def pairs(self) -> int:
         """Queries and keys of a tree that attend."""
-        counts = np.cumprod((1, *self.children))
         ends = itertools.accumulate(self.runs)
         pairs = [_triangle(end) - _triangle(end - run) for end, run in zip(ends, self.runs, strict=True)]
-        return int(np.dot(counts, pairs))
+        return int(np.dot(self.counts, pairs))
 
     def tokens(self) -> np.ndarray:
         """Draws the tokens of all sequences, [B, T], those of a tree one after another."""
         random = np.random.default_rng(0)
         columns = []
-        count = self.trees
-        for length, children in zip(self.runs, (*self.children, 1), strict=True):
-            run = random.integers(1, self.vocab_size, (count, length))
-            columns.append(np.repeat(run, self.trees * self.leaves // count, axis=0))
-            count *= children
+        for length, count in zip(self.runs, self.counts, strict=True):
+            run = random.integers(1, self.vocab_size, (self.trees * count, length))
+            columns.append(np.repeat(run, self.leaves // count, axis=0))
         return np.concatenate(columns, axis=1).astype(np.int32)
 
     def forest(self) -> Forest:
         """Writes the forest of all sequences."""
-        ends = np.cumsum(self.runs)
         placed = []
+        leaves = self.leaves // self.counts
         for number in range(self.trees * self.leaves):
-            shared = 0
-            below = self.leaves
-            if number % below:
-                for end, children in zip(ends, self.children, strict=False):
-                    shared = int(end)
-                    below //= children
-                    if number % below == 0:
-                        break
-            placed.append(Placed(number, self.length, self.scored_from, shared))
+            # A sequence shares the runs that the one before it has too.
+            same = number // leaves == (number - 1) // leaves
+            placed.append(Placed(number, self.length, self.scored_from, int(np.dot(same, self.runs))))
         of_row = self.row * self.leaves
         rows = [placed[first : first + of_row] for first in range(0, len(placed), of_row)]
         width = self.row * self.slots

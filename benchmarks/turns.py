@@ -12,7 +12,6 @@ are not those of the trainer; a missed target does not fail it.
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import os
 import sys
@@ -93,20 +92,23 @@ class Episodes:
             )
             self.engine.update(self.policy, 0)
         self.compile_seconds = clock.parts["compile"][1]
-        options: Any = {
-            "max_new_tokens": sizes.turns * sizes.longest,
-            "sampling": Sampling(),
-            "eos_ids": (sizes.vocab,),
-        }
-        self.sampler = WindowedSampler(self.model, make_mesh(), name="batch", **options)
+        self.sampler = WindowedSampler(
+            self.model,
+            make_mesh(),
+            name="batch",
+            max_new_tokens=sizes.turns * sizes.longest,
+            sampling=Sampling(),
+            eos_ids=(sizes.vocab,),
+        )
         self.prefill = jax.jit(self._prefill)
+        self.last_turns: list[Turn] = []
 
     def run(self, name: str) -> dict[str, Seconds]:
         """Times one contender."""
         clock = Clock()
         with clock.part("run"):
             if name == "engine":
-                self.by_engine()
+                self.last_turns = self.by_engine()
             else:
                 self.by_sampler()
         return clock.parts
@@ -157,7 +159,7 @@ class Episodes:
             "decode_slots": (count["sampled"] - self.lengths.size) / count["slot_steps"],
             "programs": len(self.engine.programs.compiled),
             "compile_seconds": self.compile_seconds,
-            "difference": self.difference(self.by_engine()),
+            "difference": self.difference(self.last_turns),
         }
 
     def difference(self, turns: list[Turn], most: int = 8) -> float:
@@ -192,8 +194,7 @@ def measure_size(sizes: EpisodeSizes, rounds: int) -> dict[str, Any]:
     flags = limits.get("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     settings = {**limits, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} --xla_cpu_multi_thread_eigen=false".strip()}
     results = {name: ContenderResult(name) for name in CONTENDERS}
-    with contextlib.ExitStack() as stack:
-        remote = stack.enter_context(start("benchmarks.turns", settings=settings))
+    with start("benchmarks.turns", settings=settings) as remote:
         try:
             remote.ask(do="load", **dataclasses.asdict(sizes))
             race(results, rounds, lambda name: remote.ask(do="run", name=name))

@@ -1,8 +1,9 @@
 """The tests that `make test` leaves to others, by two lists beside this file.
 
 Those of `more.txt` run by `make test-all`, as in CI; those of `nightly.txt` by `make test-thorough`, as in CI at night.
-What they state has a cheaper test too. `make test-all ARGS="-p tests.cpu_times"` measures what each test costs, and
-`python -m tests.mutants` whether `make test` still notices what `make test-all` does.
+Of most, another test states as much for less; some that run at night have none. `make test-all ARGS="-p
+tests.cpu_times"` measures what each test costs, and `python -m tests.mutants` whether `make test` still notices what
+`make test-all` does.
 """
 
 import functools

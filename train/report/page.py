@@ -20,15 +20,13 @@ from train.report.quantities import QUANTITIES, Quantity, color_limit, histogram
 from train.report.rollouts import RecordedRollout, columns_of
 from train.report.runs import Points, ShownRun, config_difference
 from train.run.glossary import group_of, metric_of
-from train.sequences.sample import Failure
+from train.sequences.sample import FAILURES, Failure
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("elements", "data", "chart", "curves", "table", "tokens", "rollouts", "histograms", "compare", "main")
 """The files of `page/` that are joined into one script: they see each other's functions, and are run in this order."""
 EXCERPT = 200
 """Characters of a text in the table."""
-FAILED = "episodes_failed_"
-"""How the metrics begin that count failures of the world by their names."""
 FAILURE_LINES = 8
 """Lines of the text of a failure: the error, and where it was raised."""
 
@@ -165,9 +163,7 @@ def _describe_run(run: ShownRun) -> dict[str, Any]:
 def _count_failed(metrics: Mapping[str, Points]) -> dict[str, int]:
     """Counts the episodes of all steps that the world failed, by the name of the failure."""
     counts = {
-        name.removeprefix(FAILED): round(sum(value or 0.0 for _, value in points))
-        for name, points in metrics.items()
-        if name.startswith(FAILED)
+        name: round(sum(value or 0.0 for _, value in metrics.get(metric, ()))) for name, metric in FAILURES.items()
     }
     return {name: count for name, count in counts.items() if count}
 

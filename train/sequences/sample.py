@@ -11,6 +11,16 @@ import numpy as np
 
 from train.sequences.token_fields import TOKEN_FIELDS, TokenFields
 
+FAILURES = {
+    "exception": "episodes_failed_exception",
+    "step_seconds": "episodes_failed_step_seconds",
+    "turn_seconds": "episodes_failed_turn_seconds",
+    "episode_seconds": "episodes_failed_episode_seconds",
+    "ended": "episodes_failed_ended",
+    "lost": "episodes_failed_lost",
+    "forks": "episodes_failed_forks",
+}
+"""The metrics that count episodes that are left out, by the name of the reason; of a limit of time it is its field."""
 MOST_FAILURE_TEXT = 2000
 """Characters of the text of a failure that are kept."""
 

@@ -397,9 +397,9 @@ load_once = functools.cache(load)
 
 
 def test_tokenizer_config_wins_over_the_map_of_special_tokens(tmp_path):
-    without = {"generation_config__json": None, "special_tokens_map__json": {"eos_token": "<think>"}}
     known = load_folder(changed(tmp_path / "known", "chatml", generation_config__json=None)).eos_ids
-    folder = changed(tmp_path / "both", "chatml", **without)
+    other = {"eos_token": "<think>"}
+    folder = changed(tmp_path / "both", "chatml", generation_config__json=None, special_tokens_map__json=other)
     assert load_folder(folder).eos_ids == known
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     del config["eos_token"]

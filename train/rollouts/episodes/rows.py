@@ -11,20 +11,8 @@ from train.distributed.exchange import any_of, exchange_json
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.rollouts.episodes.turns import Episode, make_sequences
 from train.rollouts.source import Completions, SourceError
-from train.sequences.sample import Failure, Sample
+from train.sequences.sample import FAILURES, Failure, Sample
 from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
-
-FAILURES = {
-    "exception": "episodes_failed_exception",
-    "step_seconds": "episodes_failed_step_seconds",
-    "turn_seconds": "episodes_failed_turn_seconds",
-    "episode_seconds": "episodes_failed_episode_seconds",
-    "ended": "episodes_failed_ended",
-    "lost": "episodes_failed_lost",
-    "forks": "episodes_failed_forks",
-}
-"""The metrics that count episodes that are left out, by the name of the reason; of a limit of time it is its field."""
-
 
 ARRAYS = ("tokens", "token_mask", "completion_mask", "prompt_lengths")
 
