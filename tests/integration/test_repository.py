@@ -1,5 +1,6 @@
 """Files at the root that other programs read: CI, hooks, templates and the citation agree with the project."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -64,6 +65,14 @@ def test_tests_that_make_test_leaves_out_exist(mark):
         assert (ROOT / file).exists(), name
         # A doctest has the name of what it documents.
         assert file.startswith("kljax/") or not test or f"def {test}(" in (ROOT / file).read_text(), name
+
+
+def test_faults_can_be_planted():
+    """Each replaces text that its file has once; code that changes takes its faults along."""
+    faults = json.loads((ROOT / "tests/mutants/mutants.json").read_text())
+    lost = [fault["what"] for fault in faults if (ROOT / fault["file"]).read_text().count(fault["old"]) != 1]
+    assert faults
+    assert lost == []
 
 
 def test_hooks_use_the_locked_environment():

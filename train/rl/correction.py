@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from train.config.algorithms import CORRECTIONS, UserFunction
+from train.config.algorithms import CORRECTIONS
 from train.config.correction import Correction
-from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.signatures import Signature
-from train.rl import algorithms
+from train.rl.functions import ChosenFunction
 from train.rl.metrics import Metrics, single
-from train.rl.user_functions import check_result
 from train.sequences.batch import Batch, required
 from train.sequences.token_fields import LAGS
 
@@ -44,7 +42,7 @@ def make_correction(plan: Plan) -> Callable[[Batch], tuple[Batch, Metrics]]:
         if not entries:
             return batch, metrics
         old, recorded, mask = _policies(batch)
-        steps = [_step(f"correction[{n}]", signature, entry, batch) for n, (signature, entry) in enumerate(entries)]
+        steps = [_step(ChosenFunction(f"correction[{n}]", *entry), batch) for n, entry in enumerate(entries)]
         corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
         bounds = [entry for signature, entry in entries if signature.target == CORRECTIONS["max_lag"]]
         if bounds:
@@ -89,18 +87,11 @@ def measure_mismatch(batch: Batch, *, buckets: int, max_length: int) -> Metrics:
     return metrics
 
 
-def loss_mask(section: Loss, batch: Batch) -> Array:
-    """Returns the mask [B, T] that the loss divides by: without rejected tokens, unless they are to count."""
-    if batch.kept_mask is None or section.rejected_tokens == "count":
-        return batch.completion_mask
-    return batch.kept_mask
-
-
 def _policies(batch: Batch) -> tuple[Array, Array, Array]:
     return required(batch.old_log_probs), required(batch.rollout_log_probs), batch.completion_mask
 
 
-def _step(field: str, signature: Signature, entry: Correction, batch: Batch) -> Callable[[Array, Array, Array], Array]:
+def _step(function: ChosenFunction, batch: Batch) -> Callable[[Array, Array, Array], Array]:
     """Makes one step of `correct_rollout`: it sees the mask that the steps before it left.
 
     A weight below 0 of a function of the user, which would turn the sign of the loss, is NaN: the update is skipped.
@@ -114,9 +105,9 @@ def _step(field: str, signature: Signature, entry: Correction, batch: Batch) -> 
             "advantages": lambda: required(batch.advantages),
             "lags": lambda: required(batch.fields.get(LAGS)),
         }
-        result: Array = algorithms.call_by_name(field, signature, entry, arrays)
-        check_result(field, entry, result, (mask.shape,), booleans=True)
-        if not isinstance(entry, UserFunction) or result.dtype == bool:
+        result: Array = function.call(arrays)
+        function.check(result, (mask.shape,), booleans=True)
+        if not function.is_of_user or result.dtype == bool:
             return result
         return jnp.where(result < 0, jnp.nan, result)
 

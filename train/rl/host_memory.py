@@ -13,7 +13,7 @@ from jax.tree_util import DictKey
 
 from train.config.optim import Optim
 from train.models.sharding import HOST
-from train.rl.algorithms import make_optimizer
+from train.rl.optimizer import make_optimizer
 
 Tree = Any
 

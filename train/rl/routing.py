@@ -4,7 +4,6 @@ Shapes: L layers with experts, E experts, k of them active.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from train.config.plan import Plan
 from train.config.routing import Routing
 from train.models import Decoder
 from train.models.blocks import layer_stacks
@@ -21,15 +19,10 @@ from train.models.experts import CHOICE_BIAS, Routed, has_expert
 from train.rl.kl_metrics import AGREEMENT, AGREEMENT_AFTER, AGREEMENT_BEFORE, COMPARED
 from train.rl.metrics import Metrics, Summed, single
 from train.rl.policy import ScoredPolicy, Sequences, slot_states
-from train.rl.state import policy_of
-from train.sequences.batch import Batch
-from train.sequences.forest import Forest
 
 Tree = Any
 LOAD = "router_load_layer_"
 """Begins the name of the `ExpertLoad` of a layer."""
-RouterChanges = Callable[[Tree, jax.Array | None], Tree]
-CountPart = Callable[[dict[str, Tree], Tree, Batch, Forest | None], "RouterTotals"]
 
 
 @jax.tree_util.register_dataclass
@@ -148,72 +141,86 @@ def _counted(logits: jax.Array, counts: jax.Array) -> jax.Array:
     return counted.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def router_losses(
-    section: Routing, routed: Routed, sequences: Sequences, totals: RouterTotals | None
-) -> dict[str, jax.Array]:
-    """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
-    counts = sequences.forest.counts
-    losses = dict[str, jax.Array]()
-    if totals is None:
-        totals = RouterTotals.of(counts, routed)
-    if section.balance_coef > 0:
-        losses["router_balance"] = balance_loss(routed.logits, counts, totals, over=section.balance_over)
-    if section.z_coef > 0:
-        losses["router_z"] = z_loss(routed.logits, counts, totals)
-    return losses
+@dataclasses.dataclass(frozen=True)
+class Routers:
+    """The routers of a model in an update: their losses and metrics, and how their weights change.
 
-
-def make_router_count(plan: Plan, model: Decoder) -> CountPart | None:
-    """Makes `(trainable, base, micro-batch, packed) -> RouterTotals`; None if no loss needs the totals of an update.
-
-    The load-balance loss takes a forward pass more for it: its loads are a product of two means over the update, so
-    that no micro-batch has its gradient before the choices of all others are known.
+    Attributes:
+      section: the section of the config.
+      model: the decoder, which has experts.
     """
-    section = plan.config.routing
-    if model.config.experts is None or not (section.balance_coef or section.z_coef):
-        return None
 
-    def count(trainable: dict[str, Tree], base: Tree, batch: Batch, packed: Forest | None) -> RouterTotals:
-        sequences = Sequences.of(batch, plan.layout, packed)
+    section: Routing
+    model: Decoder
+
+    @classmethod
+    def of(cls, section: Routing, model: Decoder) -> "Routers | None":
+        """Returns the routers of a model; None without experts."""
+        return None if model.config.experts is None else cls(section, model)
+
+    @property
+    def need_totals(self) -> bool:
+        """Whether a loss divides by counts over all tokens of an update."""
+        return self.section.balance_coef > 0 or self.section.z_coef > 0
+
+    def count(self, policy: ScoredPolicy, sequences: Sequences) -> RouterTotals:
+        """Counts the tokens of a micro-batch, whose sum over an update the router losses divide by.
+
+        The load-balance loss takes a forward pass more for it: its loads are a product of two means over the update, so
+        that no micro-batch has its gradient before the choices of all others are known.
+        """
         routed = None
-        if section.balance_coef > 0:
-            policy = ScoredPolicy(model, policy_of(trainable, base))
-            routed = slot_states(policy, sequences.for_policy(section.replay))[1]
+        if self.section.balance_coef > 0:
+            routed = slot_states(policy, sequences.for_policy(self.section.replay))[1]
         return RouterTotals.of(sequences.forest.counts, routed)
 
-    return count
+    def losses(self, routed: Routed, sequences: Sequences, totals: RouterTotals | None) -> dict[str, jax.Array]:
+        """Computes the router losses that have a coefficient; without totals the micro-batch is the update."""
+        counts = sequences.forest.counts
+        losses = dict[str, jax.Array]()
+        if totals is None:
+            totals = RouterTotals.of(counts, routed)
+        if self.section.balance_coef > 0:
+            losses["router_balance"] = balance_loss(routed.logits, counts, totals, over=self.section.balance_over)
+        if self.section.z_coef > 0:
+            losses["router_z"] = z_loss(routed.logits, counts, totals)
+        return losses
 
+    def metrics(self, routed: Routed, sequences: Sequences) -> Metrics:
+        """Computes `routing_metrics` of a micro-batch."""
+        recorded = sequences.recorded_routes()
+        counts = sequences.forest.counts
+        return routing_metrics(self.model.config, routed, counts, recorded, verify=self.section.verify)
 
-def router_choices(section: Routing, routed: Routed | None, sequences: Sequences) -> jax.Array | None:
-    """Counts the tokens of a micro-batch for which a router chooses each expert, [L, E] int32; None without a bias."""
-    if section.bias_update_rate == 0 or routed is None:
-        return None
-    return RouterTotals.of(sequences.forest.counts, routed).choices
+    def choices(self, routed: Routed, sequences: Sequences) -> jax.Array | None:
+        """Counts the tokens for which a router chooses each expert, [L, E] int32; None without a bias to move."""
+        if self.section.bias_update_rate == 0:
+            return None
+        return RouterTotals.of(sequences.forest.counts, routed).choices
 
+    def gradients(self, grads: Tree) -> Tree:
+        """Returns the gradients of trainable weights, with zeros for routers that are frozen."""
+        return _without_routers(grads) if self.section.freeze else grads
 
-def make_router_changes(plan: Plan, model: Decoder) -> RouterChanges:
-    """Makes `(changes, choices) -> changes`: corrects what an update adds to the routers.
+    def changes(self, changes: Tree, choices: jax.Array | None) -> Tree:
+        """Corrects what an update adds to the routers.
 
-    A frozen router does not change. A bias of the choice, which has no gradient and no weight decay, moves by
-    `rate * sign(mean load - load)`: the load of an expert is the number of tokens of the update for which the router
-    chooses it, also where recorded routes are replayed (Wang et al. 2024, arXiv 2408.15664).
-    """
-    section = plan.config.routing
-    experts = model.config.expert_layers
-
-    def router_changes(changes: Tree, choices: jax.Array | None) -> Tree:
-        changes = without_routers(changes) if section.freeze else changes
+        A frozen router does not change: weight decay would move it without a gradient. A bias of the choice, which has
+        no gradient and no weight decay, moves by `rate * sign(mean load - load)`: the load of an expert is the number
+        of tokens of the update for which the router chooses it, also where recorded routes are replayed (Wang et al.
+        2024, arXiv 2408.15664).
+        """
+        changes = _without_routers(changes) if self.section.freeze else changes
         if choices is None:
             return changes
-        steps = section.bias_update_rate * jnp.sign(jnp.mean(choices, axis=-1, keepdims=True) - choices)
+        steps = self.section.bias_update_rate * jnp.sign(jnp.mean(choices, axis=-1, keepdims=True) - choices)
+        experts = self.model.config.expert_layers
         params = changes["params"]
-        for stack in layer_stacks(model.config):
+        for stack in layer_stacks(self.model.config):
             if stack.layers[0] in experts:
                 of_stack = steps[np.array([experts.index(layer) for layer in stack.layers])]
                 params = _with_leaf(params, (*stack.path, "mlp", CHOICE_BIAS), of_stack)
         return {**changes, "params": params}
-
-    return router_changes
 
 
 def _with_leaf(tree: Tree, path: tuple[str, ...], leaf: jax.Array) -> Tree:
@@ -233,7 +240,7 @@ def choice_bias_metrics(trainable: dict[str, Tree]) -> Metrics:
     return {"router_bias_min": single(values.min()), "router_bias_max": single(values.max())}
 
 
-def without_routers(tree: Tree) -> Tree:
+def _without_routers(tree: Tree) -> Tree:
     """Returns gradients, or changes, of trainable weights with zeros for the routers."""
 
     def zero(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:

@@ -21,13 +21,16 @@ from train.config.schema import Config
 from train.models import Decoder
 from train.models.experts import NO_EXPERT
 from train.models.sharding import axis_size, batch_sharding, replicated
-from train.rl import objective as objectives
-from train.rl.algorithms import next_learning_rate
+from train.rl import preparation
+from train.rl.loss_metrics import LossMetrics
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
+from train.rl.objective import make_objective, tile
+from train.rl.optimizer import next_learning_rate
 from train.rl.policy import ScoredPolicy, Sequences, paired_slot_states, slot_states, token_stats, token_values
 from train.rl.reference import reference_head
-from train.rl.routing import choice_bias_metrics, make_router_changes, make_router_count, without_routers
+from train.rl.routing import Routers, choice_bias_metrics
 from train.rl.state import TrainState, keep_unless, policy_of
+from train.rl.terms import Coefficients, with_token_weights
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
 from train.sequences.batch import (
@@ -78,7 +81,7 @@ class UpdateProgram(Protocol):
         base: Tree,
         batch: Batch,
         rows: jax.Array,
-        coefs: objectives.Coefficients,
+        coefs: Coefficients,
         *,
         ref_head: kljax.Head | None = None,
         packed: Forest | None = None,
@@ -197,7 +200,7 @@ def packed_size(*_: Any, packed: Forest | None = None, **__: Any) -> tuple[int, 
 def _make_stats(plan: Plan) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
     """Makes the function that scores rows with a policy, `token_stats` at the temperature of the config."""
     config = plan.config
-    return functools.partial(token_stats, temperature=config.temperature, tile=objectives.tile(config.log_probs))
+    return functools.partial(token_stats, temperature=config.temperature, tile=tile(config.log_probs))
 
 
 def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) -> bool:
@@ -210,17 +213,17 @@ def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) 
     return shared and policy.policy.adapter is not None and axis_size("embed", mesh) > 1
 
 
-def make_prepare(plan: Plan, mesh: Mesh) -> objectives.Preparation:
+def make_prepare(plan: Plan, mesh: Mesh) -> preparation.Preparation:
     """Compiles the part of the objective that needs the whole rollout batch."""
-    prepare = traced_once(objectives.make_preparation(plan))
+    prepare = traced_once(preparation.make_preparation(plan))
     return jax.jit(prepare, out_shardings=(batch_sharding(mesh), replicated(mesh), replicated(mesh)))
 
 
-def make_control(plan: Plan, mesh: Mesh) -> objectives.Control | None:
+def make_control(plan: Plan, mesh: Mesh) -> preparation.Control | None:
     """Compiles the step of the controllers of terms of the loss; None if their coefficients stay as they are."""
     if not plan.steered:
         return None
-    return jax.jit(traced_once(objectives.make_control(plan)), out_shardings=replicated(mesh))
+    return jax.jit(traced_once(preparation.make_control(plan)), out_shardings=replicated(mesh))
 
 
 def make_update(
@@ -247,7 +250,7 @@ def make_update(
     config = plan.config
     guard = plan.config.guard
     gradient = _make_gradient(plan, model)
-    router_changes = make_router_changes(plan, model)
+    routers = Routers.of(config.routing, model)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
     moves = plan.rows_move
     group = plan.layout.group
@@ -258,7 +261,7 @@ def make_update(
         # An update on all rows ignores their order, so that no row moves between devices.
         numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
         chosen = numbered if len(rows) == row_count(batch) and not moved else take_rows(numbered, rows)
-        weighted = objectives.with_token_weights(plan, config.loss, config.kl.loss, chosen)
+        weighted = with_token_weights(plan, chosen)
         parts = micro_batches(weighted, count, group=1 if moved else group)
         return jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
 
@@ -267,7 +270,7 @@ def make_update(
         base: Tree,
         batch: Batch,
         rows: jax.Array,
-        coefs: objectives.Coefficients,
+        coefs: Coefficients,
         *,
         ref_head: kljax.Head | None = None,
         packed: Forest | None = None,
@@ -288,7 +291,8 @@ def make_update(
         changes, opt_state = advance(optimizer, grads, state, applied)
         if guard.action == "lower_learning_rate":
             changes = jax.tree.map(lambda x: x * state.guard.rate.astype(x.dtype), changes)
-        changes = router_changes(changes, sums.choices)  # weight decay moves them without a gradient
+        if routers is not None:
+            changes = routers.changes(changes, sums.choices)
         trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
         counts = state.guard.after(applied, squares)
         metrics |= {"skipped_updates": single(1.0 - applied), **choice_bias_metrics(trainable)}
@@ -299,34 +303,35 @@ def make_update(
     return jax.jit(traced_once(update, size_of=packed_size), donate_argnums=0, out_shardings=shardings)
 
 
-def _make_gradient(plan: Plan, model: Decoder) -> Callable[..., tuple[Tree, objectives.LossMetrics]]:
+def _make_gradient(plan: Plan, model: Decoder) -> Callable[..., tuple[Tree, LossMetrics]]:
     """Makes `(trainable, base, (micro-batches, packed), coefficients, ref_head) -> (gradient, metrics)` of an update.
 
     The gradient is the sum over the micro-batches, the metrics lie along a leading axis.
     """
-    differentiate = jax.value_and_grad(objectives.make_objective(plan, model), has_aux=True)
-    count = make_router_count(plan, model)
-    freezes = plan.config.routing.freeze
+    differentiate = jax.value_and_grad(make_objective(plan, model), has_aux=True)
+    routers = Routers.of(plan.config.routing, model)
+    layout = plan.layout
 
     def gradient(
         trainable: dict[str, Tree],
         base: Tree,
         parts: MicroBatch,
-        coefs: objectives.Coefficients,
+        coefs: Coefficients,
         ref_head: kljax.Head | None,
-    ) -> tuple[Tree, objectives.LossMetrics]:
+    ) -> tuple[Tree, LossMetrics]:
         totals = None
-        if count is not None and len(parts[0].tokens) > 1:
-            counted = jax.lax.map(lambda part: count(trainable, base, *part), parts)
+        if routers is not None and routers.need_totals and len(parts[0].tokens) > 1:
+            policy = ScoredPolicy(model, policy_of(trainable, base))
+            counted = jax.lax.map(lambda part: routers.count(policy, Sequences.of(part[0], layout, part[1])), parts)
             totals = jax.tree.map(lambda x: x.sum(0), counted)
 
-        def accumulate(total: Tree, part: MicroBatch) -> tuple[Tree, objectives.LossMetrics]:
+        def accumulate(total: Tree, part: MicroBatch) -> tuple[Tree, LossMetrics]:
             rows, packed = part
             (_, metrics), grads = differentiate(trainable, base, rows, coefs, ref_head, packed=packed, totals=totals)
             return jax.tree.map(jnp.add, total, grads), metrics
 
         grads, metrics = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, trainable), parts)
-        return without_routers(grads) if freezes else grads, metrics
+        return (grads if routers is None else routers.gradients(grads)), metrics
 
     return gradient
 

@@ -22,7 +22,8 @@ from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.metrics import Metrics as StepMetrics
-from train.rl.objective import Control, Controllers, Preparation, coefficients
+from train.rl.objective import coefficients
+from train.rl.preparation import Control, Controllers, Preparation
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import (

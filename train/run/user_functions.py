@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import kljax
 from train.config.algorithms import UserFunction
 from train.config.plan import Plan
-from train.rl.algorithms import estimate_advantages, policy_loss
+from train.rl.algorithms import estimate_advantages, make_policy_loss
 from train.rl.correction import make_correction
 from train.sequences.batch import Batch
 from train.sequences.token_fields import LAGS, TURN_IDS, TURN_SCORES
@@ -26,7 +26,7 @@ def check_user_functions(plan: Plan) -> None:
     length = config.data.row_length()
     batch = _abstract_batch(rows, length)
     if plan.advantage is not None and isinstance(config.advantage, UserFunction):
-        jax.eval_shape(functools.partial(estimate_advantages, plan, config.advantage), batch)
+        jax.eval_shape(functools.partial(estimate_advantages, plan), batch)
     if any(isinstance(entry, UserFunction) for entry in config.correction):
         jax.eval_shape(make_correction(plan), batch)
     if plan.loss is not None and isinstance(config.loss, UserFunction):
@@ -34,7 +34,7 @@ def check_user_functions(plan: Plan) -> None:
         rows = config.rows_per_micro_batch()
         stats = kljax.TokenStats(_array(rows, length), _array(rows, length))
         key = jax.eval_shape(jax.random.key, 0) if plan.key else None
-        jax.eval_shape(functools.partial(policy_loss, plan, config.loss), stats, _abstract_batch(rows, length), key)
+        jax.eval_shape(make_policy_loss(plan), stats, _abstract_batch(rows, length), key)
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -19,7 +19,7 @@ from train.models import Decoder
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
-from train.rl.algorithms import chain_optimizer
+from train.rl.optimizer import chain_optimizer
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import init_optimizer_state, keep_unless
 from train.rl.tracing import traced_once

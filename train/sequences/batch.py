@@ -49,8 +49,7 @@ class Batch:
       kept_mask: [B, T] bool, the tokens of the completion mask that no correction rejected and that were not dropped
         for an advantage of 0, or with an unfinished completion; None if all are kept.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
-      kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
-      entropy_token_weights: [B, T] the same for the entropy bonus; None if it is reduced as the loss.
+      term_weights: [B, T] by name, the same for terms of the loss that are reduced in another way.
       row_numbers: [B] int32, numbers of the rows in the rollout batch, known inside an update.
       fields: [B, T, ...] by name, the other fields that the source filled in, as `TOKEN_FIELDS` declares them. With
         `kept_ids`, all log-probs of the batch are renormalised over these tokens.
@@ -75,10 +74,13 @@ class Batch:
     correction_weights: Array | None = None
     kept_mask: Array | None = None
     token_weights: Array | None = None
-    kl_token_weights: Array | None = None
-    entropy_token_weights: Array | None = None
+    term_weights: dict[str, Array] = dataclasses.field(default_factory=dict)
     row_numbers: Array | None = None
     fields: TokenFields = dataclasses.field(default_factory=dict)
+
+    def kept(self) -> Array:
+        """Returns the tokens [B, T] that the loss sums over."""
+        return self.completion_mask if self.kept_mask is None else self.kept_mask
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -205,5 +207,5 @@ def present_arrays(batch: Batch) -> dict[str, Array]:
 
 
 def _own_arrays(batch: Batch) -> dict[str, Array]:
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "fields"}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if value is not None and not isinstance(value, dict)}

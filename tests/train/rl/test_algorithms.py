@@ -17,16 +17,12 @@ from tests import tiny
 from train.config.algorithms import ADVANTAGES, LOSSES, OPTIMIZERS
 from train.config.optim import DEFAULT_SCHEDULE
 from train.config.plan import Plan
-from train.rl.algorithms import (
-    clip_metric,
-    estimate_advantages,
-    learning_rate,
-    make_controllers,
-    make_optimizer,
-    next_learning_rate,
-    policy_loss,
-)
-from train.rl.objective import coefficients, make_control, make_preparation
+from train.rl.algorithms import estimate_advantages, make_controllers, make_policy_loss
+from train.rl.loss_metrics import make_measure
+from train.rl.metrics import Metrics
+from train.rl.objective import coefficients
+from train.rl.optimizer import learning_rate, make_optimizer, next_learning_rate
+from train.rl.preparation import make_control, make_preparation
 from train.sequences.batch import Batch
 
 LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)
@@ -58,11 +54,15 @@ def turns_of() -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, jax.Array]
 
 
 def stats_of() -> kljax.TokenStats:
-    return SimpleNamespace(log_prob=jnp.asarray(LOG_PROBS), entropy=jnp.ones(LOG_PROBS.shape))
+    return SimpleNamespace(log_prob=jnp.asarray(LOG_PROBS), entropy=jnp.ones(LOG_PROBS.shape), kl=None)
 
 
 def loss_of(config, batch: Batch) -> jax.Array:
-    return policy_loss(Plan.of(config), config.loss, stats_of(), batch, KEY)
+    return make_policy_loss(Plan.of(config))(stats_of(), batch, KEY)
+
+
+def measured(config, batch: Batch) -> Metrics:
+    return make_measure(Plan.of(config), 256)(stats_of(), batch, batch, KEY)
 
 
 def assert_same(ours: Callable[[], Any], expected: Callable[[], Any]) -> None:
@@ -108,8 +108,8 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
         "turn_credit": lambda: function(batch.rewards, scores, scored, turn_ids, mask, group_ids=groups, **count),
     }.get(name, lambda: kljax.broadcast_to_tokens(function(batch.rewards, groups, **count), mask))
-    assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[0], expected)
-    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), config.advantage, batch)[1])
+    assert_same(lambda: estimate_advantages(Plan.of(config), batch)[0], expected)
+    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), batch)[1])
     assert (returns is not None) == (name == "gae")
 
 
@@ -154,7 +154,7 @@ def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
     config = tiny.config_of(f"advantage={user_functions[1]}")
     mask = batch.completion_mask
     shaped = jnp.where(mask, batch.advantages, 0)
-    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, batch, shaped)[0])()
+    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), batch, shaped)[0])()
     rows = 3 * np.asarray(shaped).sum(-1) + 4
     np.testing.assert_allclose(advantages, np.where(mask, rows[:, None], 0), rtol=1e-5)
 
@@ -179,11 +179,11 @@ def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
 def test_clip_fraction_is_measured_on_the_clipped_ratio(loss: str, level: str | None) -> None:
     config, batch = tiny.config_of(f"loss={loss}"), batch_of()
     if level is None:
-        assert clip_metric(Plan.of(config), config.loss, stats_of(), batch) == {}
+        assert "clip_fraction" not in measured(config, batch)
         return
     arrays = (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask)
     assert_same(
-        lambda: clip_metric(Plan.of(config), config.loss, stats_of(), batch)["clip_fraction"],
+        lambda: measured(config, batch)["clip_fraction"],
         lambda: kljax.clip_fraction(*arrays, level=level),
     )
 

@@ -83,7 +83,7 @@ def fields_of(case: str) -> dict[str, Any]:
         "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": selected},
         "exact": {"ref_hidden": jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32)},
         "kept tokens": {"fields": {"kept_ids": jnp.asarray(rng.integers(-1, 256, (*shape, 4)), jnp.int32)}},
-        "own weights": {"kl_token_weights": kljax.token_weights(selected, mode="seq_mean_token_mean")},
+        "own weights": {"term_weights": {"kl": kljax.token_weights(selected, mode="seq_mean_token_mean")}},
         "first update": {"old_log_probs": None},
     }.get(case, {})
 

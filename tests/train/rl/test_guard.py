@@ -13,9 +13,10 @@ import kljax
 from tests import tiny
 from train.config.plan import Plan
 from train.models.sharding import batch_sharding
-from train.rl.algorithms import make_optimizer
 from train.rl.metrics import SHARE, LargestToken, is_beyond, single
-from train.rl.objective import coefficients, make_control
+from train.rl.objective import coefficients
+from train.rl.optimizer import make_optimizer
+from train.rl.preparation import make_control
 from train.rl.state import first_nonfinite
 from train.rl.step import make_update
 from train.sequences.batch import Batch

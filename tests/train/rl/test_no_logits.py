@@ -16,8 +16,8 @@ from train.config.schema import Config
 from train.models import Decoder
 from train.models.sharding import batch_sharding
 from train.rl import policy, step
-from train.rl.algorithms import make_optimizer
 from train.rl.objective import coefficients
+from train.rl.optimizer import make_optimizer
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rollouts.jax_source import sampling_program

@@ -20,13 +20,12 @@ from train.models.blocks import layer_stacks
 from train.models.experts import Routed
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
-from train.rl.algorithms import make_optimizer
+from train.rl.optimizer import make_optimizer
 from train.rl.routing import (
     ExpertLoad,
+    Routers,
     RouterTotals,
     balance_loss,
-    make_router_changes,
-    make_router_count,
     z_loss,
 )
 from train.rl.state import TrainState
@@ -197,18 +196,18 @@ def test_bias_is_of_the_update(name):
 def test_bias_alone_takes_no_second_pass():
     """The loads are known after the last micro-batch, and no loss needs them before."""
     config = tiny.config_of(EXPERTS, "routing.bias_update_rate=0.1", "optim.micro_batches=4", ALONE)
-    assert make_router_count(Plan.of(config), tiny.model_of(config)) is None
+    assert not Routers(config.routing, tiny.model_of(config)).need_totals
 
 
 def test_layers_between_dense_ones_keep_their_bias():
     """The layers of a stack are not neighbours."""
-    plan = Plan.of(tiny.config_of(EXPERTS, "routing.bias_update_rate=1.0"))
+    config = tiny.config_of(EXPERTS, "routing.bias_update_rate=1.0")
     kinds = tuple(LayerKind(mlp=mlp) for mlp in ("dense", "experts", "experts"))
-    shape = dataclasses.replace(tiny.model_of(plan.config).config, layers=7, pattern=kinds)
+    shape = dataclasses.replace(tiny.model_of(config).config, layers=7, pattern=kinds)
     shape = dataclasses.replace(shape, experts=ExpertsConfig(2, 1, 8, choice_bias=True))
     model, choices = Decoder(shape), jnp.array([[3, 1], [1, 3], [2, 2], [1, 4]])
     changes = jax.tree.map(lambda x: jnp.full(x.shape, 7.0), model.structure().params)
-    moved = make_router_changes(plan, model)({"params": changes}, choices)["params"]["layers"]
+    moved = Routers(config.routing, model).changes({"params": changes}, choices)["params"]["layers"]
     steps = {layer: [] for layer in shape.expert_layers}
     for stack in layer_stacks(shape):
         for index, layer in enumerate(stack.layers if stack.layers[0] in steps else ()):

@@ -12,7 +12,8 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.rl.metrics import WITHOUT_GRADIENT
-from train.rl.objective import coefficients, make_preparation
+from train.rl.objective import coefficients
+from train.rl.preparation import make_preparation
 from train.rl.step import make_update
 from train.run.user_functions import check_user_functions
 

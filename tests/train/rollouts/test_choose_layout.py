@@ -12,7 +12,7 @@ from train.models.devices import DEVICES
 from train.models.layers import copies_layers
 from train.models.parameters import abstract_params
 from train.models.sharding import device_bytes, make_mesh
-from train.rl.algorithms import make_optimizer
+from train.rl.optimizer import make_optimizer
 from train.rollouts.choose_layout import Choice, Option, choose, tensor_sizes
 from train.rollouts.make_layout import device_memory, make_layout
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from train.rl.objective import coefficients, make_preparation
+from train.rl.objective import coefficients
+from train.rl.preparation import make_preparation
 from train.rl.step import make_update
 from train.rollouts.row_statistics import LEAST_CHANCE, check_rows
 from train.rollouts.source import Completions, SourceError

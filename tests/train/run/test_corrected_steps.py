@@ -8,7 +8,7 @@ from tests.goldens.vllm import record
 from tests.train.rollouts.fake_server import serving
 from tests.train.rollouts.test_vllm import EXCHANGES, ReplayedServer
 from train.config.schema import Checkpoint
-from train.rl.objective import make_preparation
+from train.rl.preparation import make_preparation
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts.server import Client

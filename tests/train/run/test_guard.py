@@ -18,8 +18,8 @@ from train.__main__ import main
 from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.error_exit import known_ending
-from train.rl.algorithms import make_optimizer
 from train.rl.metrics import SHARE, LargestToken
+from train.rl.optimizer import make_optimizer
 from train.run.guard import StepGuard, describe_token
 from train.weights.orbax import RunCheckpoints
 

@@ -267,7 +267,7 @@ def test_advantage_of_a_fork_is_that_of_its_episode():
     changed = {"group_ids": ids, "episode_rows": rows, "rewards": np.array([1, 0, 9, 9, 2, 0, 4, 9], np.float32)}
     mask = np.ones_like(batch.completion_mask)
     batch = type(batch)(**{**vars(batch), **changed, "completion_mask": mask})
-    advantages, _ = estimate_advantages(context.plan, context.config.advantage, batch)
+    advantages, _ = estimate_advantages(context.plan, batch)
     first = np.asarray(advantages)[:, 0]
     assert first[2] == first[0] != 0
     assert first[7] == first[5] != 0

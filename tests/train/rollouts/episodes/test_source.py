@@ -356,7 +356,7 @@ def test_turns_are_credited_as_the_library_says(rollout):
     assert np.array_equal(np.asarray(batch.fields["turn_ids"])[mask], turns[mask])
     assert (np.asarray(batch.fields["turn_ids"])[~mask] == -1).all()
     config = tiny.config_of(ENVIRONMENT, "rollout={prompts_per_step: 2, samples_per_prompt: 2}", *options)
-    actual, returns = estimate_advantages(Plan.of(config), config.advantage, batch)
+    actual, returns = estimate_advantages(Plan.of(config), batch)
     expected = kljax.turn_credit_advantages(
         np.asarray(batch.rewards),
         scores,
