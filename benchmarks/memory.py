@@ -44,7 +44,7 @@ from train.rollouts.lag import sampling_policy
 from train.rollouts.open import open_evaluation, open_stream
 from train.run.base_weights import load_initial_base
 from train.run.evaluate import evaluate
-from train.run.loop import Programs
+from train.run.programs import Programs
 from train.run.setup import first_state, make_context
 from train.weights import tensor_digests
 from train.weights.huggingface.config import decoder_config

@@ -26,7 +26,7 @@ WALKS = (
     "train.rollouts.sampler.engine:sample(prompts)",
     "train.rl.step:make_update(plan)",
     "train.references.load:load_reference(plan)",
-    "train.run.loop:Programs.of(context)",
+    "train.run.programs:Programs.of(context)",
     "train.weights.orbax:RunCheckpoints.restore_last(like)",
     "train.run.run:run(loaded)",
 )

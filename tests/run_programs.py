@@ -14,7 +14,7 @@ from train.data import prompts
 from train.models import Decoder
 from train.references import store
 from train.rollouts import jax_source
-from train.run import loop, recorder, warm_start
+from train.run import programs, recorder, warm_start
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def shared_by_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("make_score", "make_prepare", "make_update", "make_control"):
             key_of = _step_key if name == "make_score" else _update_key
-            patch.setattr(loop, name, _once(getattr(loop, name), key_of))
+            patch.setattr(programs, name, _once(getattr(programs, name), key_of))
         patch.setattr(store, "make_reference_score", _once(store.make_reference_score, _step_key))
         patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
         patch.setattr(recorder, "make_select", functools.cache(recorder.make_select))

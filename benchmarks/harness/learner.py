@@ -21,7 +21,7 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.rl.step import update_rows
-from train.run.loop import Programs
+from train.run.programs import Programs
 from train.run.setup import first_state
 from train.sequences.batch import Batch
 

@@ -201,6 +201,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def with_sharding(tree: Tree, sharding: NamedSharding) -> Tree:
+    """Gives every array of a tree of shapes one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
 def mesh_is_set() -> bool:
     """Whether a mesh with the axes of the trainer is set (`jax.set_mesh`)."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import kljax
 from train.config.plan import Plan
 from train.context import RunContext
 from train.models import Decoder
 from train.models.parameters import abstract_adapter, abstract_params, abstract_value_head
-from train.models.sharding import replicated
+from train.models.sharding import replicated, with_sharding
 from train.references.find import PARTS, find_reference
 from train.references.follow import scored_part, with_abstract_reference
 from train.rl.algorithms import make_controllers
@@ -56,11 +56,6 @@ class AbstractEngine:
     def lower(self) -> Iterator[LoweredEngineProgram]:
         """Lowers all programs of the engine."""
         return self.engine.programs.lower(self.weights, self.pool)
-
-
-def with_sharding(tree: Tree, sharding: NamedSharding) -> Tree:
-    """Gives every array of a tree of shapes one sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def abstract_state(

@@ -18,23 +18,19 @@ from train.models.attention.blocks import expected_visits
 from train.models.blocks import state_bytes
 from train.models.dispatch import ROUNDS, ROW_BLOCKS, ChunkSizes
 from train.models.grouped import choose_implementation, expected_trips
-from train.models.sharding import HOST, batch_sharding, device_bytes, replicated
-from train.plan.abstract import AbstractEngine, abstract_reference, abstract_state, with_sharding
+from train.models.sharding import HOST, batch_sharding, device_bytes
+from train.plan.abstract import AbstractEngine, abstract_reference, abstract_state
 from train.plan.shapes import planned_model
 from train.rl.host_memory import has_host_memory
-from train.rl.objective import coefficients, tile
+from train.rl.objective import tile
 from train.rl.policy import ScoredPolicy
-from train.rl.reference import reference_head
+from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, policy_of
-from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
+from train.rollouts.describe import describe_batch
 from train.rollouts.engine.of_run import check_processes
 from train.rollouts.engine.programs import extend_name
-from train.rollouts.jax_source import rollout_rows, rollout_sampling, sampling_programs
-from train.rollouts.lag import reads_lags
-from train.rollouts.routes import records_routes
-from train.rollouts.sampler.draw import describe_draws
-from train.sequences.batch import Batch
-from train.sequences.token_fields import LAGS, ROUTES, TOKEN_FIELDS, TOKEN_REWARDS, TURN_IDS, TURN_SCORES
+from train.rollouts.jax_source import rollout_rows, sampling_programs
+from train.run.programs import Programs, describe_step
 
 Tree = Any
 
@@ -127,18 +123,7 @@ class AbstractRun:
             if not self.context.layout.in_place:
                 yield from self._lay_out(policy)
             yield from self._samplers() if self.engine is None else self._engine(self.engine)
-            batch = self._rollout_batch()
-            batch, programs = self._score(batch)
-            yield from programs
-            rows = batch_sharding(self.context.mesh)
-            # Rewards come while the devices score.
-            rewards = jax.ShapeDtypeStruct((self.context.config.rows_per_batch(),), jnp.float32)
-            batch = dataclasses.replace(batch, rewards=rewards)
-            prepare = make_prepare(self.context.plan, self.context.mesh)
-            scored = (with_sharding(batch, rows), self.state.controllers)
-            (batch, *_), program = self._traced("prepare", prepare, scored, {}, {})
-            yield program
-            yield self._update(with_sharding(batch, rows))
+            yield from self._step()
 
     def policy(self) -> kljax.Policy:
         """Returns the weights that sample: the weights of the state, or the oldest of a lagged policy."""
@@ -148,20 +133,6 @@ class AbstractRun:
         """Returns the weights that sample, as the layout for sampling has them."""
         layout = self.context.layout
         return self.policy() if layout.in_place else layout.abstract_policy()
-
-    def _traced(
-        self,
-        name: str,
-        function: Any,
-        arguments: tuple[Any, ...],
-        parts: Mapping[str, int],
-        loops: Mapping[str, float],
-        **keywords: Any,
-    ) -> tuple[Tree, LoweredProgram]:
-        """Returns the shapes of the results of a program, and the program."""
-        traced = function.trace(*arguments, **keywords)
-        beside = self.beside((arguments, keywords))
-        return traced.out_info, LoweredProgram(name, traced.lower(), beside, parts, runs=1, loops=loops)
 
     def _lay_out(self, policy: kljax.Policy) -> Iterator[LoweredProgram]:
         layout = self.context.layout
@@ -243,38 +214,6 @@ class AbstractRun:
         tokens = slots * (length + config.data.completion_length()) + prompts * length
         return state_bytes(layout.model.config, tokens) // layout.mesh.size
 
-    def _rollout_batch(self) -> Batch:
-        config = self.context.config
-        mesh = self.context.mesh
-        rows = config.rows_per_batch()
-        length = config.data.row_length()
-
-        def array(dtype: Any, *shape: int) -> Any:
-            return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
-
-        draws = describe_draws(rollout_sampling(config), self.context.model.config.vocab_size)
-        fields = {name: x for name, x in draws.items() if name in TOKEN_FIELDS and TOKEN_FIELDS[name].recorded}
-        log_probs = fields.pop("rollout_log_probs")
-        if records_routes(self.context):
-            fields[ROUTES] = jax.ShapeDtypeStruct((1, *self.context.model.config.route_shape), jnp.int16)
-        if reads_lags(self.context.plan):
-            fields[LAGS] = jax.ShapeDtypeStruct((1,), jnp.int32)
-        of_turns: tuple[str, ...] = ()
-        if config.environment is not None:
-            # Of text steps; tools, which give no rewards of turns, need less.
-            of_turns = (TOKEN_REWARDS, *((TURN_IDS, TURN_SCORES) if self.context.plan.turns else ()))
-        fields |= {name: jax.ShapeDtypeStruct((1,), TOKEN_FIELDS[name].dtype) for name in of_turns}
-        return Batch(
-            tokens=array(jnp.int32, length),
-            token_mask=array(jnp.bool, length),
-            completion_mask=array(jnp.bool, length),
-            prompt_lengths=array(jnp.int32),
-            group_ids=array(jnp.int32),
-            episode_rows=array(jnp.int32) if config.rollout.fork_rows else None,
-            rollout_log_probs=array(log_probs.dtype, length) if config.rollout.record_log_probs else None,
-            fields={name: array(x.dtype, length, *x.shape[1:]) for name, x in fields.items()},
-        )
-
     def _row_loops(self, *, fused: bool = False) -> dict[str, float]:
         """Counts the iterations of loops over the rows of a micro-batch of a device, if all tokens are real.
 
@@ -309,45 +248,25 @@ class AbstractRun:
         blocks = 1.0 if loops else rows / sizes.block_rows
         return {ROW_BLOCKS: blocks, ROUNDS: 1.0} | expected_trips(math.ceil(rows), model.experts.count // ways)
 
-    def _score(self, batch: Batch) -> tuple[Tree, list[LoweredProgram]]:
-        """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
-        plan = self.context.plan
-        model = self.context.model
-        mesh = self.context.mesh
-        reference = self.reference
-        loops = self._row_loops()
-        programs = []
-        scored: dict[str, Any] = {}
-        if plan.keeps_ref_log_probs:
-            arguments: tuple[Any, ...] = (self.base, reference, batch)
-            score_reference = make_reference_score(plan, model, mesh)
-            (scored["ref_log_probs"], _), program = self._traced(
-                "score reference", score_reference, arguments, {}, loops
-            )
-            programs.append(program)
-            reference = None
-        if plan.scores_policy or not plan.keeps_ref_log_probs:
-            arguments = (self.state.trainable, self.base, reference, batch)
-            batch, program = self._traced("score", make_score(plan, model, mesh), arguments, {}, loops)
-            programs.append(program)
-        return dataclasses.replace(batch, **scored), programs
-
-    def _update(self, batch: Batch) -> LoweredProgram:
-        config = self.context.config
-        plan = self.context.plan
+    def _step(self) -> Iterator[LoweredProgram]:
+        """Lowers the programs that a step calls after its rollout."""
         context = self.context
-        state = dataclasses.replace(self.state, past=None, reference=None)
-        everywhere = replicated(context.mesh)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        numbers = jax.eval_shape(lambda key: update_rows(config, key), key)
-        coefs = jax.eval_shape(lambda controllers: coefficients(config, controllers), state.controllers)
-        if plan.key:
-            coefs["key"] = key
-        update = make_update(plan, context.model, context.optimizer, state, context.mesh)
-        arguments = (state, self.base, batch, with_sharding(numbers[0], everywhere), with_sharding(coefs, everywhere))
-        head = reference_head(plan, self.reference)
+        programs = Programs.of(context, self.state)
+        frozen = FrozenWeights(self.base, self.reference)
+        loops: dict[str, Mapping[str, float]] = {
+            "prepare": {},
+            "update": self._row_loops(fused=context.plan.treats_tokens_alone),
+        }
         # The sum over the micro-batches, and that of the current one.
-        parts = {"gradients": 2 * device_bytes(state.trainable)}
-        loops = self._row_loops(fused=plan.treats_tokens_alone)
-        _, program = self._traced("update", update, arguments, parts, loops, ref_head=head)
-        return dataclasses.replace(program, runs=len(numbers))
+        parts = {"update": {"gradients": 2 * device_bytes(self.state.trainable)}}
+        for call in describe_step(context, programs, self.state, frozen, describe_batch(context)):
+            name = call.name
+            beside = self.beside((call.arguments, call.keywords))
+            yield LoweredProgram(
+                name,
+                call.traced.lower(),
+                beside,
+                parts.get(name, {}),
+                call.runs,
+                loops[name] if name in loops else self._row_loops(),
+            )

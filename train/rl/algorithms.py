@@ -22,54 +22,60 @@ from train.sequences.token_fields import TURN_IDS
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
+Estimate = Callable[..., Advantages]
 PolicyLoss = Callable[[kljax.TokenStats, Batch, Array | None], Array]
 
 
-def estimate_advantages(plan: Plan, batch: Batch, shaped: Array | None = None) -> Advantages:
-    """Computes the advantages [B, T] of a rollout batch, and the returns that values are fitted to, if there are any.
+def make_estimator(plan: Plan) -> Estimate:
+    """Makes `(batch, shaped=None) -> (advantages [B, T], returns or None)`, for a rollout batch.
 
     Per-row estimators see the reward of each row, also of a row without a trained token, which then counts in its group
     as any other; their advantages are given to all tokens of the row, and of the rows that forked from it. Estimators
-    of tokens see the reward where `place_rewards` puts it.
-
-    Args:
-      plan: has the estimator.
-      batch: has the rewards of the rows.
-      shaped: token rewards [B, T] with the KL subtracted; None without a KL in the reward.
+    of tokens see the reward where `place_rewards` puts it, or `shaped`: token rewards [B, T] with the KL subtracted.
+    Returns are what values are fitted to.
     """
+    assert plan.advantage is not None
     section = plan.config.advantage
-    mask = batch.completion_mask
-    rewards = required(batch.rewards)
-    arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
-    if shaped is None:
-        arrays["rewards"] = lambda: rewards
-        arrays["token_rewards"] = lambda: place_rewards(batch)
-    else:
-        # A row without a token has no KL.
-        arrays["rewards"] = lambda: jnp.where(mask.any(-1), kljax.masked_sum(shaped, mask, axis=-1), rewards)
-        arrays["token_rewards"] = lambda: shaped
-    arrays |= {
-        "turn_ids": lambda: required(batch.fields.get(TURN_IDS)),
-        "turn_scores": lambda: turn_scores(batch, plan.turns)[0],
-        "scored": lambda: turn_scores(batch, plan.turns)[1],
-    }
-    arrays |= {
-        name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
-    }
-    if section.empty_rows == "drop":
-        arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
-    assert plan.advantage is not None  # the loss reads advantages
     function = ChosenFunction("advantage.type", plan.advantage, section)
-    result = function.call(arrays, num_groups=plan.num_groups)
-    advantages, returns = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    function.check(advantages, (mask.shape[:1], mask.shape))
-    if returns is not None:
-        function.check(returns, (mask.shape,), name="returns")
-    if advantages.ndim == 1:
-        if batch.episode_rows is not None:
-            advantages = jnp.where(batch.episode_rows < 0, 0, advantages[batch.episode_rows])
-        advantages = kljax.broadcast_to_tokens(advantages, mask)
-    return advantages, returns if plan.value_head else None
+    num_groups = plan.num_groups
+    turns = plan.turns
+    has_values = plan.value_head
+
+    def estimate(batch: Batch, shaped: Array | None = None) -> Advantages:
+        mask = batch.completion_mask
+        rewards = required(batch.rewards)
+        arrays: dict[str, Callable[[], Array]] = {"mask": lambda: mask}
+        if shaped is None:
+            arrays["rewards"] = lambda: rewards
+            arrays["token_rewards"] = lambda: place_rewards(batch)
+        else:
+            # A row without a token has no KL.
+            arrays["rewards"] = lambda: jnp.where(mask.any(-1), kljax.masked_sum(shaped, mask, axis=-1), rewards)
+            arrays["token_rewards"] = lambda: shaped
+        arrays |= {
+            "turn_ids": lambda: required(batch.fields.get(TURN_IDS)),
+            "turn_scores": lambda: turn_scores(batch, turns)[0],
+            "scored": lambda: turn_scores(batch, turns)[1],
+        }
+        arrays |= {
+            name: functools.partial(_field, batch, field)
+            for name, field in ADVANTAGE_ARRAYS.items()
+            if name not in arrays
+        }
+        if section.empty_rows == "drop":
+            arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
+        result = function.call(arrays, num_groups=num_groups)
+        advantages, returns = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        function.check(advantages, (mask.shape[:1], mask.shape))
+        if returns is not None:
+            function.check(returns, (mask.shape,), name="returns")
+        if advantages.ndim == 1:
+            if batch.episode_rows is not None:
+                advantages = jnp.where(batch.episode_rows < 0, 0, advantages[batch.episode_rows])
+            advantages = kljax.broadcast_to_tokens(advantages, mask)
+        return advantages, returns if has_values else None
+
+    return estimate
 
 
 def make_policy_loss(plan: Plan) -> PolicyLoss:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
+from train.config.kl import LossKL
 from train.config.plan import Plan
 from train.config.schema import Config, LogProbs
 from train.models import Decoder
@@ -118,7 +119,7 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
     ) -> tuple[Array, LossMetrics]:
         policy = ScoredPolicy(model, policy_of(trainable, base))
         sequences = Sequences.of(batch, layout, packed)
-        options = head | {"reference": _exact_reference(plan, batch, ref_head)}
+        options = head | {"reference": _exact_reference(plan, config.kl.loss, batch, ref_head)}
         routed = None
         if routers is not None:
             options["hidden"], routed = slot_states(policy, sequences.for_policy(config.routing.replay))
@@ -173,10 +174,12 @@ def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
     return dataclasses.replace(batch, old_log_probs=jax.lax.stop_gradient(stats.log_prob))
 
 
-def _exact_reference(plan: Plan, batch: Batch, ref_head: kljax.Head | None) -> kljax.ReferenceStates | None:
+def _exact_reference(
+    plan: Plan, section: LossKL, batch: Batch, ref_head: kljax.Head | None
+) -> kljax.ReferenceStates | None:
     """Returns the reference of an update's exact KL, or None without one."""
     if not plan.exact_kl:
         return None
     if ref_head is None and not plan.shares_head:
         raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
-    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, plan.config.kl.loss.direction)
+    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, section.direction)

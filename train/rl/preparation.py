@@ -14,11 +14,11 @@ import kljax
 from kljax.typing import Estimator
 from train.config.kl import RewardKL
 from train.config.plan import Plan
-from train.rl.algorithms import estimate_advantages, make_controllers
+from train.rl.algorithms import make_controllers, make_estimator
 from train.rl.correction import make_correction
 from train.rl.metrics import Metrics, single
 from train.rl.state import keep_unless
-from train.rl.terms import token_weights
+from train.rl.terms import make_token_weights
 from train.sequences.batch import Batch, place_rewards, required
 
 Array = jax.Array
@@ -36,6 +36,8 @@ def make_preparation(plan: Plan) -> Preparation:
     sampler for the old ones.
     """
     controllers = make_controllers(plan)
+    estimate = None if plan.advantage is None else make_estimator(plan)
+    weights_of = make_token_weights(plan)
     correct = make_correction(plan)
     loss = plan.config.loss
     section = plan.config.kl
@@ -58,13 +60,13 @@ def make_preparation(plan: Plan) -> Preparation:
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
-        if plan.advantage is None:
+        if estimate is None:
             return batch, next_states, metrics
-        advantages, returns = estimate_advantages(plan, batch, shaped)
+        advantages, returns = estimate(batch, shaped)
         if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=batch.kept() & (advantages != 0))
         if options.scale_by_mean:
-            weights = token_weights(plan, batch)
+            weights = weights_of(batch)
             advantages = kljax.balanced_advantages(advantages, mask, balance=options.balance, weights=weights)
         if options.whiten:
             advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)

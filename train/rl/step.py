@@ -30,7 +30,7 @@ from train.rl.policy import ScoredPolicy, Sequences, paired_slot_states, slot_st
 from train.rl.reference import reference_head
 from train.rl.routing import Routers, choice_bias_metrics
 from train.rl.state import TrainState, keep_unless, policy_of
-from train.rl.terms import Coefficients, with_token_weights
+from train.rl.terms import Coefficients, make_weighting
 from train.rl.token_values import TokenValues
 from train.rl.tracing import traced_once
 from train.sequences.batch import (
@@ -252,6 +252,7 @@ def make_update(
     gradient = _make_gradient(plan, model)
     routers = Routers.of(config.routing, model)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
+    with_token_weights = make_weighting(plan)
     moves = plan.rows_move
     group = plan.layout.group
 
@@ -261,7 +262,7 @@ def make_update(
         # An update on all rows ignores their order, so that no row moves between devices.
         numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
         chosen = numbered if len(rows) == row_count(batch) and not moved else take_rows(numbered, rows)
-        weighted = with_token_weights(plan, chosen)
+        weighted = with_token_weights(chosen)
         parts = micro_batches(weighted, count, group=1 if moved else group)
         return jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
 

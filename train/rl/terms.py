@@ -22,6 +22,7 @@ from train.sequences.batch import Batch, required
 
 Array = jax.Array
 Coefficients = dict[str, Array]
+TokenWeights = Callable[..., Array]
 TermValues = Callable[[kljax.TokenStats, Batch, Coefficients], Array]
 
 OF_ESTIMATE = {"gradient", "log_ratio_clip", "max_ratio", "value_clip"}
@@ -68,36 +69,40 @@ def make_terms(plan: Plan) -> dict[str, Term]:
     return terms
 
 
-def with_token_weights(plan: Plan, batch: Batch) -> Batch:
-    """Adds the token weights of the loss to the rows of an update, and those of terms with a reduction of their own."""
-    own = {name: term.reduction for name, term in make_terms(plan).items() if term.reduction is not None}
-    return dataclasses.replace(
-        batch,
-        token_weights=token_weights(plan, batch),
-        term_weights={name: token_weights(plan, batch, reduction) for name, reduction in own.items()},
-    )
+def make_weighting(plan: Plan) -> Callable[[Batch], Batch]:
+    """Makes `batch -> batch`, which adds the token weights of the loss, and those of terms reduced in another way.
 
-
-def token_weights(plan: Plan, batch: Batch, reduction: Reduction | None = None) -> Array:
-    """Computes the weights of the tokens of one optimizer batch, before it is split into micro-batches.
-
-    Args:
-      plan: has the loss, and the number of prompts.
-      batch: the rows of the optimizer batch.
-      reduction: of a term that has its own; None takes that of the loss.
+    The batch has all rows of an update: it is not split into micro-batches yet.
     """
+    weights_of = make_token_weights(plan)
+    own = {name: term.reduction for name, term in make_terms(plan).items() if term.reduction is not None}
+
+    def with_token_weights(batch: Batch) -> Batch:
+        of_terms = {name: weights_of(batch, reduction) for name, reduction in own.items()}
+        return dataclasses.replace(batch, token_weights=weights_of(batch), term_weights=of_terms)
+
+    return with_token_weights
+
+
+def make_token_weights(plan: Plan) -> TokenWeights:
+    """Makes `(batch, reduction=None) -> [B, T]`: weights of the tokens of an update, by the reduction of the loss."""
     loss = plan.config.loss
-    mode, empty_rows = reduction or (loss.aggregation, loss.empty_rows)
-    prompts = mode == "prompt_mean"
-    return kljax.token_weights(
-        loss_mask(loss, batch),
-        mode=mode,
-        # A term may have another reduction than the loss, and only this one divides by a length.
-        max_length=loss.max_length if mode == "seq_mean_token_sum_norm" else None,
-        group_ids=batch.group_ids if prompts else None,
-        num_groups=plan.num_groups if prompts else None,
-        empty_rows=empty_rows,
-    )
+    num_groups = plan.num_groups
+
+    def token_weights(batch: Batch, reduction: Reduction | None = None) -> Array:
+        mode, empty_rows = reduction or (loss.aggregation, loss.empty_rows)
+        prompts = mode == "prompt_mean"
+        return kljax.token_weights(
+            loss_mask(loss, batch),
+            mode=mode,
+            # A term may have another reduction than the loss, and only this one divides by a length.
+            max_length=loss.max_length if mode == "seq_mean_token_sum_norm" else None,
+            group_ids=batch.group_ids if prompts else None,
+            num_groups=num_groups if prompts else None,
+            empty_rows=empty_rows,
+        )
+
+    return token_weights
 
 
 def loss_mask(loss: Loss, batch: Batch) -> Array:

@@ -16,26 +16,16 @@ from train.data.tasks.user_score import RewardError
 from train.distributed.exchange import any_of, of_leader
 from train.distributed.peer_watch import enter
 from train.process.interrupt import Interrupt, StepLeftError, leave_if_stopping
-from train.references.follow import Follow, current_reference, make_follow, with_abstract_reference
-from train.references.store import ReferenceStore, make_reference_store
+from train.references.follow import current_reference
 from train.rl.keys import purpose_key
 from train.rl.kl_metrics import KL_ESTIMATE, KL_EXACT
 from train.rl.metrics import LargestToken, add_update, metric_values, single
 from train.rl.metrics import Metrics as StepMetrics
 from train.rl.objective import coefficients
-from train.rl.preparation import Control, Controllers, Preparation
+from train.rl.preparation import Controllers
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
-from train.rl.step import (
-    SCORED,
-    ScoreProgram,
-    UpdateProgram,
-    make_control,
-    make_prepare,
-    make_score,
-    make_update,
-    update_rows,
-)
+from train.rl.step import SCORED, update_rows
 from train.rl.token_values import TokenValues
 from train.rollouts.collect import Rollout, arrive, draw, judge_drawn
 from train.rollouts.lag import next_past, sampling_policy
@@ -45,56 +35,14 @@ from train.run.display import Phase
 from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics
+from train.run.programs import Programs, updated_part
 from train.run.recorder import RolloutRecorder
 from train.run.rollout_watch import RolloutWatch
 from train.run.routes import flips_by_lag, loads_by_expert, verify_routes
 from train.sequences.batch import Batch, present_arrays
-from train.sequences.packing import Packer, StepPacking, make_packer
+from train.sequences.packing import StepPacking
 
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The compiled functions of a run; each compiles once.
-
-    Attributes:
-      store: scores the rows of a recording with a constant reference, each once; None: `score` runs the reference.
-    """
-
-    score: ScoreProgram
-    prepare: Preparation
-    update: UpdateProgram
-    control: Control | None
-    follow: Follow | None
-    pack: Packer | None = None
-    store: ReferenceStore | None = None
-
-    @classmethod
-    def of(
-        cls, context: RunContext, state: TrainState, recorded_rows: int | None = None, *, per_token: bool = False
-    ) -> "Programs":
-        """Compiles, lazily, the programs of a run for states of this layout.
-
-        Args:
-          context: of the run.
-          state: its layout counts.
-          recorded_rows: number of the rows of a recording, which come again in every epoch; None for other samples.
-          per_token: whether updates return the values of each token too.
-        """
-        plan = context.plan
-        model = context.model
-        mesh = context.mesh
-        moving = with_abstract_reference(plan, state).reference
-        return cls(
-            score=make_score(plan, model, mesh),
-            prepare=make_prepare(plan, mesh),
-            update=make_update(plan, model, context.optimizer, _updated_part(state), mesh, per_token=per_token),
-            control=make_control(plan, mesh),
-            follow=None if moving is None else make_follow(context.config, moving),
-            pack=make_packer(plan, mesh),
-            store=make_reference_store(plan, model, mesh, recorded_rows),
-        )
 
 
 def rl_step(
@@ -132,7 +80,7 @@ def rl_step(
     weights = FrozenWeights(frozen.base, current_reference(frozen.reference, state))
     past = next_past(state)
     reference = state.reference
-    state = _updated_part(state)
+    state = updated_part(state)
 
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
@@ -242,11 +190,6 @@ def require_fields(batch: Batch, names: Iterable[str]) -> None:
             f"the batch lacks {', '.join(missing)}, which the objective of this config needs; present: "
             f"{', '.join(present)}"
         )
-
-
-def _updated_part(state: TrainState) -> TrainState:
-    """Drops the ring and the reference, which an update reads and must not donate."""
-    return dataclasses.replace(state, past=None, reference=None)
 
 
 def write_evaluation(context: RunContext, stream: Stream, policy: kljax.Policy, writer: Metrics, step: int) -> None:

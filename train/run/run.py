@@ -42,11 +42,12 @@ from train.run.display import (
 )
 from train.run.guard import StepGuard
 from train.run.health import serving_health
-from train.run.loop import Programs, evaluate_state, train
+from train.run.loop import evaluate_state, train
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output_path import check_output
 from train.run.plots import write_curves
 from train.run.profile import StepTrace
+from train.run.programs import Programs
 from train.run.recorder import RolloutRecorder
 from train.run.setup import (
     check_examples,

@@ -1,6 +1,5 @@
 """Functions of the user in the objective, traced before a run: no weight is loaded and nothing is compiled."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import kljax
 from train.config.algorithms import UserFunction
 from train.config.plan import Plan
-from train.rl.algorithms import estimate_advantages, make_policy_loss
+from train.rl.algorithms import make_estimator, make_policy_loss
 from train.rl.correction import make_correction
 from train.sequences.batch import Batch
 from train.sequences.token_fields import LAGS, TURN_IDS, TURN_SCORES
@@ -26,7 +25,7 @@ def check_user_functions(plan: Plan) -> None:
     length = config.data.row_length()
     batch = _abstract_batch(rows, length)
     if plan.advantage is not None and isinstance(config.advantage, UserFunction):
-        jax.eval_shape(functools.partial(estimate_advantages, plan), batch)
+        jax.eval_shape(make_estimator(plan), batch)
     if any(isinstance(entry, UserFunction) for entry in config.correction):
         jax.eval_shape(make_correction(plan), batch)
     if plan.loss is not None and isinstance(config.loss, UserFunction):

@@ -27,7 +27,7 @@ from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.preparation import make_preparation
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_update
-from train.rl.terms import with_token_weights
+from train.rl.terms import make_weighting
 from train.sequences.batch import Batch
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
@@ -149,7 +149,7 @@ def prepared_batch(config: Config, batch: Batch) -> Batch:
     """The batch with advantages and token weights."""
     states = {name: controller.init() for name, controller in make_controllers(Plan.of(config)).items()}
     prepared = make_preparation(Plan.of(config))(batch, states)[0]
-    return with_token_weights(Plan.of(config), prepared)
+    return make_weighting(Plan.of(config))(prepared)
 
 
 def update(configs: Sequence[Config]) -> Iterator[Update]:

@@ -19,7 +19,8 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts.open import open_stream
-from train.run.loop import Programs, rl_step
+from train.run.loop import rl_step
+from train.run.programs import Programs
 from train.sequences.batch import Batch, prompt_lengths
 
 PROMPTS, PER_EPOCH, EPOCHS, STOPPED = 6, 3, 3, 4

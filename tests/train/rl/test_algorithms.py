@@ -17,7 +17,7 @@ from tests import tiny
 from train.config.algorithms import ADVANTAGES, LOSSES, OPTIMIZERS
 from train.config.optim import DEFAULT_SCHEDULE
 from train.config.plan import Plan
-from train.rl.algorithms import estimate_advantages, make_controllers, make_policy_loss
+from train.rl.algorithms import make_controllers, make_estimator, make_policy_loss
 from train.rl.loss_metrics import make_measure
 from train.rl.metrics import Metrics
 from train.rl.objective import coefficients
@@ -108,8 +108,8 @@ def test_estimator_gets_the_arrays_in_its_signature(name: str) -> None:
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
         "turn_credit": lambda: function(batch.rewards, scores, scored, turn_ids, mask, group_ids=groups, **count),
     }.get(name, lambda: kljax.broadcast_to_tokens(function(batch.rewards, groups, **count), mask))
-    assert_same(lambda: estimate_advantages(Plan.of(config), batch)[0], expected)
-    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), batch)[1])
+    assert_same(lambda: make_estimator(Plan.of(config))(batch)[0], expected)
+    returns = jax.eval_shape(lambda: make_estimator(Plan.of(config))(batch)[1])
     assert (returns is not None) == (name == "gae")
 
 
@@ -154,7 +154,7 @@ def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
     config = tiny.config_of(f"advantage={user_functions[1]}")
     mask = batch.completion_mask
     shaped = jnp.where(mask, batch.advantages, 0)
-    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), batch, shaped)[0])()
+    advantages = jax.jit(lambda: make_estimator(Plan.of(config))(batch, shaped)[0])()
     rows = 3 * np.asarray(shaped).sum(-1) + 4
     np.testing.assert_allclose(advantages, np.where(mask, rows[:, None], 0), rtol=1e-5)
 

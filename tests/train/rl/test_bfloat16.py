@@ -18,7 +18,7 @@ from train.rl.optimizer import make_optimizer
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update
-from train.rl.terms import token_weights
+from train.rl.terms import make_token_weights
 from train.run.setup import first_state
 
 pytestmark = pytest.mark.slow
@@ -131,7 +131,7 @@ def test_statistics_are_not_rounded(case, steps):
     """Against float64, from the hidden states in bfloat16 that the decoder gives."""
     config, step = config_of(case), steps["moved"]
     batch, mask = step.prepared, np.asarray(step.prepared.completion_mask)
-    weights = token_weights(Plan.of(config), batch)
+    weights = make_token_weights(Plan.of(config))(batch)
     assert weights.dtype == jnp.float32
     assert abs(np.asarray(weights, np.float64).sum() - 1) < 1e-6, "20 times 1/20, which bfloat16 does not hold"
     policy = policy_of(step.before.trainable, weights_of(config))
@@ -206,7 +206,7 @@ def gradient_of(config):
     objective = make_objective(Plan.of(config), tiny.model_of(config))
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -6.0))
     # Without old log-probs they are the loss's own, and every ratio is 1.
-    batch = dataclasses.replace(batch, old_log_probs=None, token_weights=token_weights(Plan.of(config), batch))
+    batch = dataclasses.replace(batch, old_log_probs=None, token_weights=make_token_weights(Plan.of(config))(batch))
     return jax.jit(jax.grad(lambda trainable, base: objective(trainable, base, batch, coefficients(config), None)[0]))
 
 

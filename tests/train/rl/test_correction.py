@@ -17,7 +17,7 @@ from train.rl.objective import coefficients, make_objective
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.preparation import make_preparation
 from train.rl.step import make_update
-from train.rl.terms import token_weights
+from train.rl.terms import make_token_weights
 from train.sequences.batch import Batch
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -105,8 +105,8 @@ def corrected(*entries: str, options: tuple[str, ...] = ()):
 @pytest.fixture
 def _recorded_advantages(monkeypatch):
     """Advantages of both signs in one row, which no estimator of the config makes."""
-    estimate = "train.rl.preparation.estimate_advantages"
-    monkeypatch.setattr(estimate, lambda plan, batch, shaped: (batch_of().advantages, None))
+    estimate = "train.rl.preparation.make_estimator"
+    monkeypatch.setattr(estimate, lambda plan: lambda batch, shaped: (batch_of().advantages, None))
 
 
 @pytest.mark.usefixtures("_recorded_advantages")
@@ -204,7 +204,7 @@ def test_weight_scales_the_policy_term_without_rejected_tokens(entries, rejected
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
     with jax.enable_x64(True):
         params, batch = tiny.wide(tiny.host_params()), tiny.wide(batch)
-        batch = dataclasses.replace(batch, token_weights=token_weights(Plan.of(config), batch))
+        batch = dataclasses.replace(batch, token_weights=make_token_weights(Plan.of(config))(batch))
         x, mask = numbers(batch), np.asarray(batch.completion_mask)
         scored = functools.partial(log_probs_and_gradient, params, batch.tokens, batch.token_mask)
         log_prob = np.asarray(scored(np.zeros(mask.shape))[0])
@@ -296,7 +296,7 @@ def test_value_head_learns_no_rejected_token():
     options = ("advantage.type=gae", "loss.value_coef=0.5", "loss.rejected_tokens=count", "loss.value_clip=0.2")
     config = tiny.config_of(f"correction=[{REJECTING}]", *options)
     batch = dataclasses.replace(batch_of(), kept_mask=jnp.asarray(expected_of("rejected", batch_of().completion_mask)))
-    batch = dataclasses.replace(batch, token_weights=token_weights(Plan.of(config), batch))
+    batch = dataclasses.replace(batch, token_weights=make_token_weights(Plan.of(config))(batch))
     x = numbers(batch)
     value = measured()["value"]
     near = x["values"] + np.clip(value - x["values"], -0.2, 0.2)

@@ -22,7 +22,7 @@ from train.rl.algorithms import make_controllers
 from train.rl.objective import coefficients, make_objective
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, slot_states, token_stats, token_values
 from train.rl.preparation import make_preparation
-from train.rl.terms import token_weights, with_token_weights
+from train.rl.terms import make_token_weights, make_weighting
 from train.sequences.batch import Batch
 from train.sequences.forest import row_forest
 
@@ -108,7 +108,7 @@ def ppo(x, log_prob, low=0.2, high=0.2):
 
 
 def weights_of(config, batch: Batch) -> jax.Array:
-    return token_weights(Plan.of(config), batch)
+    return make_token_weights(Plan.of(config))(batch)
 
 
 def total(batch: Batch, per_token: np.ndarray) -> float:
@@ -340,7 +340,7 @@ def test_loss_kl_has_its_reduction_beside_another(mode):
     batch = tiny.rollout_batch()
     mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
     expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
-    weighted = with_token_weights(Plan.of(config), batch)
+    weighted = make_weighting(Plan.of(config))(batch)
     np.testing.assert_allclose(weighted.term_weights["kl"], expected, rtol=1e-6)
 
 
@@ -349,7 +349,7 @@ def test_entropy_bonus_has_its_reduction_beside_another(mode):
     """As TRL's, which is a mean over tokens whatever the loss."""
     own = [] if mode is None else [f"loss.entropy_aggregation={mode}"]
     config = tiny.config_of("loss={type: none, aggregation: seq_mean_token_mean}", "loss.entropy_coef=0.5", *own)
-    batch = with_token_weights(Plan.of(config), batch_of())
+    batch = make_weighting(Plan.of(config))(batch_of())
     mask, entropies = np.asarray(batch.completion_mask), measured()["entropy"]
     per_row = np.where(mask, entropies, 0).sum(1)[mask.any(1)] / mask.sum(1)[mask.any(1)]
     expected = entropies[mask].mean() if mode == "token_mean" else per_row.mean()

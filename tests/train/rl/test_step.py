@@ -24,7 +24,7 @@ from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_control, make_prepare, make_score, make_update, update_rows
-from train.rl.terms import with_token_weights
+from train.rl.terms import make_weighting
 from train.rollouts.collect import collect
 from train.sequences.batch import Batch
 
@@ -92,7 +92,7 @@ def test_shared_prompts_reduce_the_tokens_of_the_model():
     flops = {}
     for options in ((), (ALONE,)):
         config = tiny.config_of(*OFF_POLICY, *options)
-        batch = with_token_weights(Plan.of(config), off_policy_batch())
+        batch = make_weighting(Plan.of(config))(off_policy_batch())
         trainable = tiny.state_of(config, tiny.keep_gradient()).trainable
         objective = jax.jit(make_objective(Plan.of(config), tiny.model_of(config)))
         flops[options] = objective.lower(trainable, None, batch, coefficients(config)).cost_analysis()["flops"]

@@ -18,7 +18,8 @@ from train.rl.state import TrainState
 from train.rollouts.lag import initial_past
 from train.rollouts.open import open_stream
 from train.run.guard import StepGuard
-from train.run.loop import Programs, rl_step, train
+from train.run.loop import rl_step, train
+from train.run.programs import Programs
 from train.weights.orbax import RunCheckpoints
 
 OPTIONS = ("kl.rollout.coef=1e-3", "optim.learning_rate=3e-3", "temperature=0.8", "rollout.samples_per_prompt=8")

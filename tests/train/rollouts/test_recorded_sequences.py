@@ -18,7 +18,7 @@ from train.data.tasks import Example
 from train.data.tokenizers import ByteTokenizer
 from train.distributed.global_arrays import RowSplit
 from train.rl.objective import coefficients
-from train.rl.terms import with_token_weights
+from train.rl.terms import make_weighting
 from train.rollouts.collect import collect
 from train.rollouts.episodes.rows import RowShape, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode, SampledTurn
@@ -262,7 +262,7 @@ def test_tree_has_the_loss_and_gradient_of_its_sequences(tmp_path):
         given["advantages"] = jnp.asarray(np.random.default_rng(0).normal(size=filled.tokens.shape))
         given = {name: jnp.where(trees.completion_mask, x, 0) for name, x in given.items()}
         trees, flat = (
-            tiny.wide(with_token_weights(Plan.of(config), dataclasses.replace(x, **given))) for x in (trees, flat)
+            tiny.wide(make_weighting(Plan.of(config))(dataclasses.replace(x, **given))) for x in (trees, flat)
         )
         state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
         packed = packing.placed(config, trees, share_prefixes=True)

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.train.rollouts.test_user_source import right_rows
 from train.config.errors import UserError
 from train.rl.preparation import make_preparation
-from train.rl.terms import token_weights
+from train.rl.terms import make_token_weights
 from train.rollouts.collect import collect
 from train.rollouts.source import InTurn
 from train.rollouts.stream import Stream
@@ -35,7 +35,7 @@ def test_unfinished_completion_counts_in_its_group_alone():
     np.testing.assert_array_equal(batch.kept_mask, trained & np.array([True, False, True, True])[:, None])
     with jax.set_mesh(context.mesh):
         prepared, _, _ = make_preparation(context.plan)(batch, {})
-        weights = np.asarray(token_weights(context.plan, prepared))
+        weights = np.asarray(make_token_weights(context.plan)(prepared))
     assert np.unique(np.asarray(prepared.advantages)[0][trained[0]]).tolist() == [0.5]
     np.testing.assert_array_equal(weights > 0, batch.kept_mask)
     assert weights.sum() == pytest.approx(1)

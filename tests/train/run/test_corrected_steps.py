@@ -12,7 +12,8 @@ from train.rl.preparation import make_preparation
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts.server import Client
-from train.run.loop import Programs, rl_step
+from train.run.loop import rl_step
+from train.run.programs import Programs
 from train.weights.orbax import RunCheckpoints
 
 LAGGED = tiny.config_of(

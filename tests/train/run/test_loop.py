@@ -22,7 +22,8 @@ from train.rl.metrics import metric_values
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.run.guard import StepGuard
-from train.run.loop import Programs, require_fields, rl_step, train
+from train.run.loop import require_fields, rl_step, train
+from train.run.programs import Programs
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
 CONFIG = tiny.config_of(

@@ -29,7 +29,8 @@ from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.rollouts.collect import Rollout
 from train.run import loop
-from train.run.loop import Programs, rl_step
+from train.run.loop import rl_step
+from train.run.programs import Programs, updated_part
 from train.sequences.packing import make_packer
 from train.weights.orbax import RunCheckpoints
 
@@ -212,7 +213,7 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
     return Programs(
         score=scores[read],
         prepare=make_prepare(Plan.of(config), mesh),
-        update=make_update(Plan.of(config), model, context.optimizer, loop._updated_part(state), mesh),
+        update=make_update(Plan.of(config), model, context.optimizer, updated_part(state), mesh),
         control=make_control(Plan.of(config), mesh),
         follow=None,
         pack=make_packer(Plan.of(config), mesh),

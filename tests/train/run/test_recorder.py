@@ -18,7 +18,8 @@ from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rollouts.recorded.table import TokenRows, make_table
-from train.run.loop import Programs, rl_step
+from train.run.loop import rl_step
+from train.run.programs import Programs
 from train.run.recorder import (
     RolloutFiles,
     RolloutRecorder,

@@ -15,7 +15,7 @@ from tests import rounding, tiny
 from train.config.plan import Plan
 from train.rl.objective import coefficients, make_objective
 from train.rl.preparation import make_preparation
-from train.rl.terms import token_weights
+from train.rl.terms import make_token_weights
 from train.sequences.batch import (
     Batch,
     map_micro_batches,
@@ -182,7 +182,7 @@ def test_loss_gradient_and_metrics_ignore_padding():
     gradient = jax.jit(jax.value_and_grad(make_objective(Plan.of(CONFIG), model), has_aux=True))
 
     def results(batch: Batch, params=params):
-        weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), batch))
+        weighted = dataclasses.replace(batch, token_weights=make_token_weights(Plan.of(CONFIG))(batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
     full, wider = results(batch), results(padded(batch, 12 - tiny.ROWS, 3))

@@ -17,7 +17,7 @@ from tests.train.sequences.forests import Drawn, assert_is_forest, draw_forest, 
 from train.config.plan import Plan
 from train.models.head import stored_head
 from train.rl.objective import coefficients, make_objective
-from train.rl.terms import with_token_weights
+from train.rl.terms import make_weighting
 from train.sequences.batch import Batch
 from train.sequences.forest import Forest, group_forest, row_forest
 from train.sequences.write_forest import Placed, write_forest
@@ -220,7 +220,7 @@ def test_loss_and_gradient_equal_sequences_one_by_one(case, trees):
         for seed in range(2):
             drawn = draw_forest(seed, vocab=256, trees=trees)
             assert (drawn.forest.readers.shape[-1] > 1) == trees
-            batch = with_token_weights(plan, batch_of(drawn, seed))
+            batch = make_weighting(plan)(batch_of(drawn, seed))
             # The states of a shared token are those of its first reader.
             hidden = drawn.forest.gather(drawn.forest.take(batch.ref_hidden))
             batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, ref_hidden=hidden))
@@ -273,7 +273,7 @@ def test_float32_is_as_exact_as_in_sequences_one_by_one(form):
     distances: dict[str, list[float]] = {name: [] for name in ("loss", "gradient", "loss of rows", "gradient of rows")}
     for seed, drawn in enumerate(draws_of(form)):
         # Both read the same numbers.
-        batch = with_token_weights(plan, jax.tree.map(rounded, batch_of(drawn, seed)))
+        batch = make_weighting(plan)(jax.tree.map(rounded, batch_of(drawn, seed)))
         with jax.enable_x64(True):
             (loss, _), gradient = jax.device_get(run(tiny.wide(state), None, tiny.wide(batch), coefficients(config)))
         for suffix, forest in (("", drawn.forest), (" of rows", None)):

@@ -21,7 +21,7 @@ from train.rl.objective import coefficients, make_objective
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
-from train.rl.terms import with_token_weights
+from train.rl.terms import make_weighting
 from train.rl.tracing import traced_once
 from train.sequences.batch import Batch
 from train.sequences.forest import Forest
@@ -256,7 +256,7 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
         batch = full_batch(LENGTHS)
         # The completions of a group begin alike.
         batch = dataclasses.replace(batch, tokens=batch.tokens[:: tiny.SAMPLES].repeat(tiny.SAMPLES, axis=0))
-        batch = tiny.wide(with_token_weights(Plan.of(reduced), batch))
+        batch = tiny.wide(make_weighting(Plan.of(reduced))(batch))
         state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
         coefs = coefficients(config) | ({"key": jax.random.key(0)} if Plan.of(config).key else {})
         (loss, metrics), gradient = jax.device_get(run(state, None, batch, coefs))
@@ -290,7 +290,7 @@ def test_rows_of_fewer_columns_have_the_same_loss(layout):
             batch = full_batch(SHORT)
             width = config.data.row_length()
             batch = jax.tree.map(lambda x, width=width: x[:, :width] if x.ndim > 1 else x, batch)
-            batch = tiny.wide(with_token_weights(Plan.of(config), batch))
+            batch = tiny.wide(make_weighting(Plan.of(config))(batch))
             packed = placed(config, batch) if layout == "packed" else None
             assert packed is None or packed.depth.shape[1] == width
             result = jax.device_get(run(state, None, batch, coefficients(config), packed=packed))

@@ -14,7 +14,7 @@ from tests.train.rollouts.fake_environment import environment_of
 from train.data.tasks import Example, Task
 from train.models.sharding import make_mesh
 from train.process.interrupt import StepLeftError
-from train.rl.algorithms import estimate_advantages
+from train.rl.algorithms import make_estimator
 from train.rollouts.collect import collect as collect_batch
 from train.rollouts.collect import draw
 from train.rollouts.endpoint import source as endpoint_source
@@ -267,7 +267,7 @@ def test_advantage_of_a_fork_is_that_of_its_episode():
     changed = {"group_ids": ids, "episode_rows": rows, "rewards": np.array([1, 0, 9, 9, 2, 0, 4, 9], np.float32)}
     mask = np.ones_like(batch.completion_mask)
     batch = type(batch)(**{**vars(batch), **changed, "completion_mask": mask})
-    advantages, _ = estimate_advantages(context.plan, batch)
+    advantages, _ = make_estimator(context.plan)(batch)
     first = np.asarray(advantages)[:, 0]
     assert first[2] == first[0] != 0
     assert first[7] == first[5] != 0

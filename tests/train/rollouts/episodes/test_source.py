@@ -13,8 +13,9 @@ from train.config.plan import Plan
 from train.data.tasks import Example, Task
 from train.data.workers.process import WorkerProcess
 from train.plan.programs import AbstractRun
-from train.rl.algorithms import estimate_advantages
+from train.rl.algorithms import make_estimator
 from train.rollouts.collect import collect, verify_sampled
+from train.rollouts.describe import describe_batch
 from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
 from train.rollouts.source import SourceError
@@ -356,7 +357,7 @@ def test_turns_are_credited_as_the_library_says(rollout):
     assert np.array_equal(np.asarray(batch.fields["turn_ids"])[mask], turns[mask])
     assert (np.asarray(batch.fields["turn_ids"])[~mask] == -1).all()
     config = tiny.config_of(ENVIRONMENT, "rollout={prompts_per_step: 2, samples_per_prompt: 2}", *options)
-    actual, returns = estimate_advantages(Plan.of(config), batch)
+    actual, returns = make_estimator(Plan.of(config))(batch)
     expected = kljax.turn_credit_advantages(
         np.asarray(batch.rewards),
         scores,
@@ -388,7 +389,7 @@ def test_plan_counts_the_arrays_of_episodes(rollout, source_file, name, options)
     planned = AbstractRun.of(config, tiny.mesh_of())
     forms = [
         {key: (x.shape, x.dtype) for key, x in present_arrays(batch).items()}
-        for batch in (planned._rollout_batch(), drawn.batch)
+        for batch in (describe_batch(planned.context), drawn.batch)
     ]
     # Rewards come after the rollout; tools give none of turns.
     forms[1].pop("rewards")
