@@ -249,10 +249,10 @@ def make_update(
     """
     config = plan.config
     guard = plan.config.guard
+    with_token_weights = make_weighting(plan)
     gradient = _make_gradient(plan, model)
     routers = Routers.of(config.routing, model)
     advance = _advance_in_host_memory if config.optim.host_memory else _advance
-    with_token_weights = make_weighting(plan)
     moves = plan.rows_move
     group = plan.layout.group
 
