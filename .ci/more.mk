@@ -127,6 +127,7 @@ $(VLLM_VENV)/.ready:
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
 	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
 	$(BIN)/python -m tests.goldens.vllm.pool --vllm $(VLLM_VENV)/bin/vllm
+	$(BIN)/python -m tests.goldens.vllm.episodes --vllm $(VLLM_VENV)/bin/vllm
 
 # The releases that made the goldens, as CPU builds for Python 3.11, the newest TRL that goes with them, and verl alone:
 # its other dependencies need a GPU.
