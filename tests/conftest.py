@@ -30,6 +30,9 @@ gc.set_threshold(100_000, 50, 100)
 
 from tests import eager, programs  # noqa: E402 (starts JAX)
 from train.distributed import compile_cache  # noqa: E402
+from train.process.allocator import keep_freed_memory  # noqa: E402
+
+keep_freed_memory()
 
 # A test that starts the command keeps no program of it, unless it says where.
 os.environ.setdefault(compile_cache.VARIABLE, "")

@@ -15,6 +15,7 @@ from train.config.fields import known_fields
 from train.config.installation import as_installed
 from train.config.load import LoadedConfig
 from train.config.usual_names import usual_field
+from train.process.allocator import keep_freed_memory
 from train.process.disk_problem import handle_thread_errors
 from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
@@ -130,6 +131,7 @@ def join_processes(options: argparse.Namespace) -> None:
 @contextmanager
 def joined_processes(options: argparse.Namespace) -> Iterator[None]:
     """Joins the other processes of the run, if there are any, watches them inside the block, and leaves them."""
+    keep_freed_memory()
     join_processes(options)
     from train.distributed import peer_watch, peers
 
