@@ -15,8 +15,9 @@ from train.config.errors import UserError
 from train.config.plan import Layout, Plan
 from train.distributed.global_arrays import RowSplit
 from train.models.sharding import make_mesh
-from train.rl import objective as objectives
+from train.rl import step
 from train.rl.keys import purpose_key
+from train.rl.objective import coefficients
 from train.rl.policy import Sequences
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
@@ -135,11 +136,11 @@ def counting(config, objective):
 @pytest.mark.parametrize("name", [pytest.param("padded", marks=pytest.mark.thorough), *list(LAYOUTS)[1:]])
 def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
     options, shape = LAYOUTS[name]
-    mesh, make_objective = make_mesh(**shape), objectives.make_objective
+    mesh, make_objective = make_mesh(**shape), step.make_objective
     axes = (f"mesh.{axis}={size}" for axis, size in shape.items())
     context = context_of(recording[0], *HEADS, *options, *axes, mesh=mesh)
     config, model = context.config, context.model
-    monkeypatch.setattr(objectives, "make_objective", lambda *both: counting(config, make_objective(*both)))
+    monkeypatch.setattr(step, "make_objective", lambda *both: counting(config, make_objective(*both)))
     with jax.set_mesh(mesh):
         params = tiny.placed(policy_of({"params": tiny.drawn(model, jax.random.key(0))}, None), model, mesh).params
         state = tiny.first_state(Plan.of(config), model, mesh, params, tiny.keep_gradient())
@@ -151,7 +152,7 @@ def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
         batch, _, _ = make_prepare(Plan.of(config), mesh)(batch, state.controllers)
         update, filled = make_update(Plan.of(config), model, tiny.keep_gradient(), state, mesh), 0
         for rows, packed in packing.updates:
-            _, metrics = update(tiny.copied(state), None, batch, rows, objectives.coefficients(config), packed=packed)
+            _, metrics = update(tiny.copied(state), None, batch, rows, coefficients(config), packed=packed)
             assert metrics["wrong"].value() == 0
             filled += metrics["filled"].value()
     assert filled == 6 * batch.token_mask.sum()
