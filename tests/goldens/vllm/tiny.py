@@ -19,6 +19,7 @@ from train.distributed.global_arrays import RowSplit
 from train.models.parameters import abstract_adapter, abstract_params
 from train.models.sharding import batch_sharding
 from train.rollouts.source import Request
+from train.weights.huggingface.save import save_folder
 
 NAME = "tiny"
 PROMPTS = ("1+2=", "8", "")
@@ -66,6 +67,13 @@ def request_of(context: RunContext, step: int, key: int) -> Request:
     examples = context.prompts.batch(step)
     rows = RowSplit.of(batch_sharding(context.mesh), len(examples) * SAMPLES)
     return Request(examples, SAMPLES, step, jax.random.key(key), rows)
+
+
+def write_model(folder: Path, context: RunContext) -> None:
+    """The folder of a server: the first weights, the tokenizer, and defaults that no request may take."""
+    save_folder(folder, context.model, kljax.Policy(policy_of(context, 0).params))
+    write_tokenizer(folder, context.model.config.vocab_size)
+    write_defaults(folder)
 
 
 def byte_symbols() -> list[str]:
