@@ -29,6 +29,7 @@ from benchmarks.harness.report import Check, Measured, Report, Target, table
 from train.models import Decoder, DecoderConfig
 from train.models.parameters import init_params
 from train.models.sharding import make_mesh
+from train.process.allocator import keep_freed_memory
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.sequences.forest import Forest
 from train.sequences.write_forest import Placed, write_forest
@@ -201,6 +202,7 @@ def _rows(measured: Measured, tokens: float) -> list[list[Any]]:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()  # as a run does
     fields = machine.conditions("cpu") | {"rounds": options.rounds}
     sizes = [measure_size(size, options.rounds) for size in (QUICK if options.quick else SIZES)]
     return fields | {"sizes": [dataclasses.asdict(entry) for entry in sizes]}
