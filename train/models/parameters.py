@@ -84,9 +84,8 @@ def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     return _compile_draw(init, abstract_value_head(model, mesh))(key)
 
 
-@functools.cache
 def value_head_structure(width: int) -> tuple[nnx.GraphDef[ValueHead], Tree, Tree]:
-    """Returns the modules, shapes and logical axes of a value head."""
+    """Returns the modules, shapes and logical axes of a value head, in the type of numbers that JAX has now."""
     graphdef, state = nnx.split(jax.eval_shape(lambda: ValueHead(width, key=jax.random.key(0))))
     return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
 

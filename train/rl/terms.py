@@ -29,7 +29,7 @@ OF_ESTIMATE = {"gradient", "log_ratio_clip", "max_ratio", "value_clip"}
 """Fields of `kl.loss` that are options of `kljax.reference_kl_loss`."""
 
 
-class Reduction(NamedTuple):
+class TokenReduction(NamedTuple):
     """How the tokens of an update are reduced, as in `kljax.token_weights`."""
 
     mode: Aggregation
@@ -48,7 +48,7 @@ class Term(NamedTuple):
 
     values: TermValues
     coef: str | None = None
-    reduction: Reduction | None = None
+    reduction: TokenReduction | None = None
 
 
 def make_terms(plan: Plan) -> dict[str, Term]:
@@ -59,12 +59,12 @@ def make_terms(plan: Plan) -> dict[str, Term]:
     if plan.loss is not None:
         terms["policy"] = Term(functools.partial(_corrected_loss, make_policy_loss(plan)))
     if "loss" in plan.controllers:
-        own = None if kl.loss.aggregation is None else Reduction(kl.loss.aggregation, kl.loss.empty_rows)
+        own = None if kl.loss.aggregation is None else TokenReduction(kl.loss.aggregation, kl.loss.empty_rows)
         terms["kl"] = Term(_exact_kl if plan.exact_loss else functools.partial(_reference_kl, kl.loss), "kl_loss", own)
     if kl.rollout.coef > 0:
         terms["rollout_kl"] = Term(functools.partial(_rollout_kl, kl.rollout), "rollout_kl")
     if loss.has_entropy_term():
-        own = None if loss.entropy_aggregation is None else Reduction(loss.entropy_aggregation, loss.empty_rows)
+        own = None if loss.entropy_aggregation is None else TokenReduction(loss.entropy_aggregation, loss.empty_rows)
         terms["entropy"] = Term(_negative_entropy, "entropy", own)
     return terms
 
@@ -89,7 +89,7 @@ def make_token_weights(plan: Plan) -> TokenWeights:
     loss = plan.config.loss
     num_groups = plan.num_groups
 
-    def token_weights(batch: Batch, reduction: Reduction | None = None) -> Array:
+    def token_weights(batch: Batch, reduction: TokenReduction | None = None) -> Array:
         mode, empty_rows = reduction or (loss.aggregation, loss.empty_rows)
         prompts = mode == "prompt_mean"
         return kljax.token_weights(

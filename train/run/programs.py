@@ -74,7 +74,7 @@ class Programs:
         )
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """A call of a program of a step with shapes, types and shardings for arrays.
 
     Attributes:
@@ -91,14 +91,14 @@ class Call(NamedTuple):
     runs: int = 1
 
     @classmethod
-    def of(cls, name: str, program: Any, *arguments: Any, runs: int = 1, **keywords: Any) -> "Call":
+    def of(cls, name: str, program: Any, *arguments: Any, runs: int = 1, **keywords: Any) -> "ProgramCall":
         """Traces a program."""
         return cls(name, arguments, keywords, program.trace(*arguments, **keywords), runs)
 
 
 def describe_step(
     context: RunContext, programs: Programs, state: TrainState, frozen: FrozenWeights, batch: Batch
-) -> Iterator[Call]:
+) -> Iterator[ProgramCall]:
     """Describes the calls of a step after its rollout, in their order; those of packed rows as of padded ones.
 
     Args:
@@ -117,18 +117,18 @@ def describe_step(
     if plan.keeps_ref_log_probs:
         # Rows of a recording that are new need it; the others have log-probs.
         score_reference = make_reference_score(plan, context.model, context.mesh)
-        yield (call := Call.of("score reference", score_reference, frozen.base, reference, batch))
+        yield (call := ProgramCall.of("score reference", score_reference, frozen.base, reference, batch))
         scored["ref_log_probs"] = call.traced.out_info[0]
         reference = None
     if plan.scores_policy or not plan.keeps_ref_log_probs:
-        yield (call := Call.of("score", programs.score, state.trainable, frozen.base, reference, batch))
+        yield (call := ProgramCall.of("score", programs.score, state.trainable, frozen.base, reference, batch))
         batch = call.traced.out_info
 
     judged: dict[str, Any] = {"rewards": jax.ShapeDtypeStruct(batch.tokens.shape[:1], jnp.float32)}
     if config.loss.unfinished == "drop":
         judged["kept_mask"] = batch.completion_mask
     batch = with_sharding(dataclasses.replace(batch, **scored, **judged), by_rows)
-    yield (call := Call.of("prepare", programs.prepare, batch, state.controllers))
+    yield (call := ProgramCall.of("prepare", programs.prepare, batch, state.controllers))
     batch = with_sharding(call.traced.out_info[0], by_rows)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -138,7 +138,7 @@ def describe_step(
     rows, coefs = with_sharding((updates[0], coefs), everywhere)
     head = reference_head(plan, frozen.reference)
     arguments = (updated_part(state), frozen.base, batch, rows, coefs)
-    yield Call.of("update", programs.update, *arguments, ref_head=head, packed=None, runs=len(updates))
+    yield ProgramCall.of("update", programs.update, *arguments, ref_head=head, packed=None, runs=len(updates))
 
 
 def updated_part(state: TrainState) -> TrainState:
