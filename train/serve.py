@@ -8,7 +8,6 @@ from train.config.address import is_loopback
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.eval import add_policy_arguments, load_if_config, load_policy, open_policy
-from train.process.allocator import keep_freed_memory
 from train.process.console import make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
 
@@ -83,7 +82,6 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     Raises:
       UserError: something cannot be read or does not fit, or nobody may listen there.
     """
-    keep_freed_memory()
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 

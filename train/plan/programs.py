@@ -253,20 +253,16 @@ class AbstractRun:
         context = self.context
         programs = Programs.of(context, self.state)
         frozen = FrozenWeights(self.base, self.reference)
-        loops: dict[str, Mapping[str, float]] = {
-            "prepare": {},
-            "update": self._row_loops(fused=context.plan.treats_tokens_alone),
-        }
+        scoring = self._row_loops()
+        loops = {"prepare": {}, "update": self._row_loops(fused=context.plan.treats_tokens_alone)}
         # The sum over the micro-batches, and that of the current one.
         parts = {"update": {"gradients": 2 * device_bytes(self.state.trainable)}}
         for call in describe_step(context, programs, self.state, frozen, describe_batch(context)):
-            name = call.name
-            beside = self.beside((call.arguments, call.keywords))
             yield LoweredProgram(
-                name,
+                call.name,
                 call.traced.lower(),
-                beside,
-                parts.get(name, {}),
+                self.beside((call.arguments, call.keywords)),
+                parts.get(call.name, {}),
                 call.runs,
-                loops[name] if name in loops else self._row_loops(),
+                loops.get(call.name, scoring),
             )

@@ -1,4 +1,4 @@
-"""Helpers of the commands: exit codes, messages without a traceback, a quiet orbax, rare garbage collections."""
+"""Helpers of the commands: exit codes, messages without a traceback, a quiet orbax, freed memory that is kept."""
 
 import argparse
 import gc
@@ -131,7 +131,6 @@ def join_processes(options: argparse.Namespace) -> None:
 @contextmanager
 def joined_processes(options: argparse.Namespace) -> Iterator[None]:
     """Joins the other processes of the run, if there are any, watches them inside the block, and leaves them."""
-    keep_freed_memory()
     join_processes(options)
     from train.distributed import peer_watch, peers
 
@@ -186,6 +185,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     SystemExit, whatever its code: 0 means that the command came to its end.
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
+    keep_freed_memory()
     hook = handle_thread_errors()
     hook.problem = None
     hook.ending = False

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -45,11 +46,10 @@ class ChosenFunction:
         """
         supplied = {name: arrays[array]() for name, array in arrays_of(self.signature, arrays).items()}
         fixed = {name: value for name, value in others.items() if name in self.signature}
-        options = self.section.options()
-        if not isinstance(self.section, UserFunction):
-            return load_function(self.signature.target)(**supplied, **fixed, **options)
-        with user_code(f"{self.field}: {self.section.function}"):
-            return load_function(self.signature.target)(**supplied, **fixed, **options)
+        section = self.section
+        named = f"{self.field}: {section.function}" if isinstance(section, UserFunction) else None
+        with nullcontext() if named is None else user_code(named):
+            return load_function(self.signature.target)(**supplied, **fixed, **section.options())
 
     def check(self, result: Any, shapes: Sequence[Shape], *, booleans: bool = False, name: str = "") -> None:
         """Checks an array that a function of the user returned; shapes and dtypes are known while it is traced.

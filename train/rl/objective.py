@@ -30,7 +30,7 @@ Objective = Callable[..., tuple[Array, LossMetrics]]
 
 
 class HeadTerms(NamedTuple):
-    """What the LM head of a micro-batch gives the loss.
+    """The terms of a micro-batch that the LM head computes.
 
     Attributes:
       stats: statistics of the tokens.
@@ -160,9 +160,9 @@ def make_objective(plan: Plan, model: Decoder) -> Objective:
             metrics |= routers.metrics(routed, sequences)
             choices = routers.choices(routed, sequences)
 
-        named = {f"{name}_loss": value for name, value in parts.items() if name != "entropy"}
-        constants = jax.lax.stop_gradient(({"loss": loss, **named}, per_token_values(stats, batch)))
-        return loss, LossMetrics(constants[0], metrics, constants[1], choices)
+        logged = {"loss": loss, **{f"{name}_loss": value for name, value in parts.items() if name != "entropy"}}
+        per_token = per_token_values(stats, batch)
+        return loss, LossMetrics(jax.lax.stop_gradient(logged), metrics, jax.lax.stop_gradient(per_token), choices)
 
     return objective
 

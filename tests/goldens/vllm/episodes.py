@@ -26,6 +26,7 @@ from train.context import RunContext
 from train.data.tasks import Task
 from train.rollouts.collect import collect
 from train.rollouts.open import open_source
+from train.rollouts.source import Source
 from train.rollouts.stream import Stream
 
 TURNS = 4
@@ -57,14 +58,14 @@ def cached_tokens(urls: Sequence[str]) -> int:
     return sum(int(float(count)) for page in counts for count in page)
 
 
-def check_step(context: RunContext, stream: Stream, source: object, urls: Sequence[str], step: int) -> None:
+def check_step(context: RunContext, stream: Stream, source: Source, urls: Sequence[str], step: int) -> None:
     """One step: all sampled tokens have the log-probs of its policy, and the engines computed no prefix twice."""
-    source.update(tiny.policy_of(context, step), step)
+    newest, last = (tiny.policy_of(context, of) for of in (step, step - 1))
+    source.update(newest, step)
     before = cached_tokens(urls)
     completions = collect(context, stream, step).completions
     cached = cached_tokens(urls) - before
-    policies = (tiny.policy_of(context, step), tiny.policy_of(context, step - 1))
-    error, other = (log_prob_error(context, completions, policy) for policy in policies)
+    error, other = (log_prob_error(context, completions, policy) for policy in (newest, last))
     # At the end of a turn all tokens but its last one have keys and values, of which whole blocks stay.
     sampled = np.asarray(completions.completion_mask)
     ends = sampled & ~np.pad(sampled, ((0, 0), (0, 1)))[:, 1:]
