@@ -55,6 +55,21 @@ def variant_fields() -> Mapping[tuple[str, str], Known]:
     return {(known.path, variant): known for variant, known in _walk(Config, "") if variant}
 
 
+def find_field(path: str) -> tuple[Known, list[str]] | None:
+    """Returns the field of a path, and the keys that lead there; or None.
+
+    A path may go on with a name of the user: `data.arguments.highest` is an entry of `data.arguments`.
+    """
+    table = known_fields()
+    if path in table:
+        return table[path], path.split(".")
+    for field in table.values():
+        name = path.removeprefix(f"{field.path}.")
+        if field.expected.startswith("a mapping") and not field.section and name not in (path, ""):
+            return field, [*field.path.split("."), name]
+    return None
+
+
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """Describes in words what an annotation allows."""
     spoken = [item for item in metadata if isinstance(item, str)]

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from train.config.adapter import with_adapter
 from train.config.checks import cross_field_problems, cross_field_warnings
 from train.config.errors import ConfigError, Note, UserError
-from train.config.fields import known_fields
+from train.config.fields import find_field, known_fields
 from train.config.installation import RECIPES, recipe_path
 from train.config.messages import Location, did_you_mean, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
@@ -44,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
     Args:
       path: a YAML file with one mapping; a text may be the name of a shipped recipe too.
-      overrides: `a.b=c`, where c is YAML; a section is replaced by `a={b: c}`.
+      overrides: `a.b=c`, where c is YAML; a section, or a mapping such as `data.arguments`, is replaced by `a={b: c}`.
 
     Raises:
       ConfigError: everything that is wrong, one line per problem.
@@ -64,6 +64,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         raise ConfigError(str(source), problems)
     if replaced:
         more = (Note(f"preset: {config.preset} replaces {', '.join(replaced)} of {source}"), *more)
+    more = (*map(Note, _dropped_fields(raw, written, overrides)), *more)
     return LoadedConfig(config, more, source, _origins(raw, written, overrides))
 
 
@@ -161,9 +162,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             problems.append(f"{show(override)}: got no '=', expected an override of the form key=value")
         elif not path.strip():
             problems.append(f"{show(override)}: got no field before '=', expected an override of the form key=value")
-        elif path not in known_fields():
-            problems.append(unknown_field(path, text))
-        elif inside := known_fields()[path].list_path:
+        elif (found := find_field(path)) is None:
+            problems.append(unknown_field(path))
+        elif inside := found[0].list_path:
             name = path.removeprefix(f"{inside}.")
             problems.append(f"{path}: a field of the entries of a list; set {inside}=[{{type: ..., {name}: ...}}]")
         else:
@@ -173,7 +174,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 problems.append(f"{path}: got {show(text)}, which is not valid YAML ({_where(error)}); quote it")
                 continue
             problems += [f"{path}: in {show(text)}, {line}" for line in repeated]
-            _put(raw, path.split("."), value)
+            _put(raw, found[1], value)
     return problems
 
 
@@ -224,10 +225,22 @@ def _origins(raw: Mapping[str, Any], written: set[str], overrides: Sequence[str]
     commanded = [override.partition("=")[0] for override in overrides]
     origins = dict.fromkeys(preset_fields(raw), f"preset {raw.get('preset')}")
     for path in _paths(raw):
-        by_command = any(f"{path}.".startswith(f"{key}.") for key in commanded)
+        by_command = any(_overlap(path, key) for key in commanded)
         if by_command or path in written:
             origins[path] = "command line" if by_command else "file"
     return origins
+
+
+def _dropped_fields(raw: Mapping[str, Any], written: Collection[str], overrides: Sequence[str]) -> Iterator[str]:
+    """Names the fields of the file, `written`, that a section on the command line drops."""
+    left = set(_paths(raw))
+    for path in dict.fromkeys(override.partition("=")[0] for override in overrides):
+        known = known_fields().get(path)
+        dropped = [name for name in written if name.startswith(f"{path}.") and name not in left]
+        # A null switches the section off, and another variant has other fields.
+        if dropped and path not in left and known is not None and known.tag is None:
+            names = ", ".join(sorted(dropped))
+            yield f"{path}: drops {names} of the file, as it replaces the section; {path}.FIELD=VALUE changes one field"
 
 
 def _where(error: yaml.YAMLError) -> str:

@@ -76,15 +76,13 @@ def _likeness(word: str, candidate: str) -> float:
     return ratio if ratio > NEAR else 0
 
 
-def unknown_field(path: str, text: str = "...") -> str:
-    """Returns the line for a path that the schema does not have, set to the YAML `text`."""
+def unknown_field(path: str) -> str:
+    """Returns the line for a path that the schema does not have."""
     known = known_fields()
     parent = path.rpartition(".")[0]
     while parent and parent not in known:
         parent = parent.rpartition(".")[0]
     if parent and not known[parent].section:
-        if known[parent].expected.startswith("a mapping"):
-            return f"{path}: unknown field; write `{parent}={{{path.removeprefix(f'{parent}.')}: {text}}}`"
         return f"{path}: unknown field, {parent} is {known[parent].expected}; did you mean {parent!r}?"
     names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     usual = usual_field(path)

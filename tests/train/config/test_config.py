@@ -162,6 +162,35 @@ def test_section_of_variants_can_be_changed_in_part(write):
     assert load(write(), ["reference.source=step", "reference.step=0"]).config.reference.step == 0
 
 
+@pytest.mark.parametrize(
+    ("override", "dropped"),
+    [
+        ("rollout={prompts_per_step: 4}", "rollout: drops rollout.samples_per_prompt of the file"),
+        ("kl.loss={coef: 0.1}", "kl.loss: drops kl.loss.estimator of the file"),
+        ("rollout.prompts_per_step=4", None),
+        ("loss={type: cispo}", None),  # another variant
+        ("eval=null", None),
+    ],
+)
+def test_section_names_the_fields_it_drops(override, dropped):
+    notes = [note for note in load("guessing", [override]).warnings if " of the file" in note]
+    assert len(notes) == (dropped is not None)
+    assert all(note.startswith(str(dropped)) for note in notes)
+
+
+def test_entry_of_a_mapping_changes_alone():
+    loaded = load("guessing", ["data.arguments.wrong=0.25", "rewards.weights.a.b=0.5"])
+    assert loaded.config.data.arguments == {"most": 14, "turns": 4, "problems": 4096, "held_out": 960, "wrong": 0.25}
+    assert loaded.config.rewards.weights == {"a.b": 0.5}
+    assert loaded.origins["data.arguments"] == "command line"
+    assert loaded.origins["environment.arguments"] == "file"
+
+
+@pytest.mark.parametrize("path", ["data.arguments.", "correction.arguments.bound", "data.argument.highest"])
+def test_entry_of_no_mapping_is_refused(write, path):
+    assert any(line.startswith(f"{path}: ") for line in problems_of_file(write("steps: 5\n"), f"{path}=1"))
+
+
 def test_config_is_frozen():
     config = Config(steps=1)
     with pytest.raises(ValueError, match="frozen"):

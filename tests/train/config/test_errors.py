@@ -206,19 +206,6 @@ def test_unknown_value_has_a_near_hint_or_none(write, override, hint):
 
 
 @pytest.mark.parametrize(
-    ("override", "written"),
-    [
-        ("rewards.weights.match=1", "rewards.weights={match: 1}"),
-        ("data.template_arguments.enable_thinking=false", "data.template_arguments={enable_thinking: false}"),
-        ("rewards.weights.a.b=0.5", "rewards.weights={a.b: 0.5}"),
-    ],
-)
-def test_entry_of_a_mapping_is_written_as_mapping(write, override, written):
-    path = override.partition("=")[0]
-    assert f"{path}: unknown field; write `{written}`" in problems_of_file(write(), override)
-
-
-@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("", "got nothing, expected a mapping of fields such as `steps: 100`"),
