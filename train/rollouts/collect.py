@@ -171,7 +171,9 @@ def judge_rows(context: RunContext, drawn: Rollout, split: RowSplit, step: int) 
     counted = leading if leading.any() else slice(None)
     metrics = {name: float(value[counted].mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     metrics["reward_std"] = float(scores["reward"][counted].std(dtype=np.float64))
-    metrics |= run_together("rollout", lambda: check_rows(context.config, statistics, measured["completion_length"]))
+    metrics |= run_together(
+        "rollout", lambda: check_rows(context.config, statistics, measured["completion_length"], leading)
+    )
     metrics |= measure_lags(context.plan, statistics)
     metrics |= completions.metrics
     completions = dataclasses.replace(completions, rewards=named_rewards, metrics=metrics)

@@ -62,10 +62,10 @@ def _most_log_probs(config: Config, completions: Completions, log_probs: np.ndar
     return np.minimum(log_probs - math.log(mass), 0).sum(-1)
 
 
-def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -> dict[str, float]:
+def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray, leading: np.ndarray) -> dict[str, float]:
     """Returns the metrics of a step.
 
-    A group of n copies of the completion y has the chance `p(y)**(n - 1)` after its first row. All groups of a step
+    Forks, and rows without an episode, are no completions of their own, so that groups have different sizes. A group of n copies of the completion y has the chance `p(y)**(n - 1)` after its first row. All groups of a step
     are copies whose chances multiply to less than c with a probability of less than c, since
 
       sum_y p(y)**n [p(y)**(n - 1) < c] <= c sum_y p(y) = c
@@ -73,7 +73,8 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -
     Args:
       config: has the number of completions of a prompt.
       statistics: `measure_rows` of the rows of all processes.
-      lengths: tokens of each completion.
+      lengths: tokens of each row.
+      leading: whether each row is a completion of its own, [rows] bool.
 
     Raises:
       SourceError: the completions of every group are copies, which chance does not explain; or too many tokens have no
@@ -93,15 +94,24 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray) -
     samples = section.samples_per_prompt
     if samples == 1:
         return metrics
-    ids = np.sort(statistics["ids"].reshape(-1, samples), axis=1)
-    distinct = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
+    numbers = np.flatnonzero(leading)
+    groups = numbers // samples
+    sizes = np.bincount(groups)
+    pairs = np.stack([groups.astype(np.uint64), statistics["ids"][numbers]])
+    distinct = np.bincount(np.unique(pairs, axis=1)[0].astype(np.int64), minlength=len(sizes))
+    most = np.full(len(sizes), -np.inf)
+    np.maximum.at(most, groups, statistics["most_log_prob"][numbers])
+    several = sizes > 1
+    if not several.any():
+        return metrics | {"repeated_completions": 0.0, "copied_groups": 0.0}
+    sizes, distinct, most = sizes[several], distinct[several], most[several]
     copies = distinct == 1
-    chances = (samples - 1) * statistics["most_log_prob"].reshape(-1, samples).max(1)
+    chances = (sizes - 1) * most
     chance = float(chances.sum())
     if copies.all() and chance < LEAST_CHANCE:
         raise SourceError(_describe_copies(config, len(copies), chance))
     return metrics | {
-        "repeated_completions": float(1 - distinct.mean() / samples),
+        "repeated_completions": float(1 - distinct.sum() / sizes.sum()),
         "copied_groups": float((copies & (chances < LEAST_CHANCE)).mean()),
     }
 

@@ -83,6 +83,7 @@ class Stream:
             if parts is None or _is_full(finished.request, parts):
                 raise SourceError("rollout.source: take: got samples of a request that is not in flight")
             parts.append(finished)
+        _check_parts(request, self._parts[request])
 
     def batch(self, step: int) -> Completions:
         """Returns the batch of a step, and keeps the requests of the next `rollout.ahead` steps in flight.
@@ -218,21 +219,35 @@ def _is_full(request: Request, parts: Sequence[FinishedSamples]) -> bool:
     return bool(parts) and sum(len(part.rows) for part in parts if part.rows is not None) >= len(request.rows.own)
 
 
+def _check_parts(request: Request, parts: Sequence[FinishedSamples]) -> None:
+    """Raises a `SourceError` unless the parts have each row of a request once, and alike token fields and rewards."""
+    if any(part.rows is None for part in parts):
+        if len(parts) > 1:
+            raise SourceError("rollout.source: take: got a whole request after some of its rows")
+        return
+    numbers = np.sort(np.concatenate([part.rows for part in parts if part.rows is not None]))
+    if not np.array_equal(numbers, request.rows.own):
+        own = request.rows.own.tolist()
+        raise SourceError(f"rollout.source: take: got the rows {numbers.tolist()} of a request, expected {own}")
+    completions = [part.completions for part in parts if len(part.completions.tokens)]
+    for kind, names in {
+        "token fields": [{*part.fields} for part in completions],
+        "rewards": [{*(part.rewards or ())} for part in completions],
+    }.items():
+        if any(other != names[0] for other in names):
+            raise SourceError(f"rollout.source: samples of one request have different {kind}")
+    if completions and not any(np.any(part.completion_mask) for part in completions):
+        raise SourceError(f"rollout.source: completion_mask: got no completion token in {len(numbers)} rows")
+
+
 def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) -> Completions:
     """Puts the parts of a request in the order of its rows; processes that share rows exchange them."""
     if parts[0].rows is None:
         return parts[0].completions
     split = request.rows
-    numbers = np.concatenate([part.rows for part in parts])
-    order = np.argsort(numbers, kind="stable")
-    if not np.array_equal(numbers[order], split.own):
-        raise SourceError(
-            f"rollout.source: take: got the rows {numbers[order].tolist()} of a request, expected {split.own.tolist()}"
-        )
+    parts = [part for part in parts if len(part.completions.tokens)] or parts[:1]
+    order = np.argsort(np.concatenate([part.rows for part in parts if part.rows is not None]), kind="stable")
     completions = [part.completions for part in parts]
-    names = [{*part.fields} for part in completions if len(part.tokens)]
-    if any(other != names[0] for other in names):
-        raise SourceError("rollout.source: samples of one request have different token fields")
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in completions])[order] for name in ARRAYS
     }
@@ -250,6 +265,9 @@ def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) 
             name: np.concatenate([(part.rewards or {})[name] for part in completions])[order]
             for name in completions[0].rewards
         }
+    failures = None
+    if any(part.failures is not None for part in completions):
+        failures = [failure for part in completions for failure in part.failures or [None] * len(part.tokens)]
     seconds = [part.seconds for part in parts if part.seconds is not None]
     timings = {"rollout_wait": waited}
     if seconds:
@@ -261,6 +279,7 @@ def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) 
         texts=[texts[row] for row in order],
         fields=fields,
         rewards=rewards,
+        failures=None if failures is None else [failures[row] for row in order],
         metrics=_mean(parts, "metrics"),
         timings=_mean(parts, "timings") | timings,
     )

@@ -109,12 +109,13 @@ class UserSource:
             if finished.rows is not None:
                 request = dataclasses.replace(request, rows=RowSplit(len(finished.rows), finished.rows, finished.rows))
             self._check_form(completions, request, method)
+            whole = finished.rows is None
             completions = request.align(completions, self._context.tokenizer)
         version = self._versions[finished.request]
         finish = completions.finish
         if finish is None:
             with self._calling(method):
-                self._check(completions, request)
+                self._check(completions, request, whole=whole)
             completions = dataclasses.replace(completions, **self._numbers(completions))
         else:
 
@@ -122,7 +123,7 @@ class UserSource:
                 with self._calling("finish"):
                     values = finish()
                     completed = dataclasses.replace(completions, finish=None, **values)
-                    self._check(completed, request)
+                    self._check(completed, request, whole=whole)
                     return {**values, **self._numbers(completed)}
 
             completions = dataclasses.replace(completions, finish=finish_and_check)
@@ -140,6 +141,12 @@ class UserSource:
         if not isinstance(finished.request, Request) or finished.request not in self._versions:
             raise SourceError(f"{self._label}: {method} returned samples of a request that was not started")
         rows = finished.rows
+        if getattr(finished.completions, "episode_rows", None) is not None:
+            # Neither parts nor checkpoints have them.
+            if rows is not None:
+                raise SourceError(f"{self._label}: episode_rows: got some rows of a request, expected all with them")
+            if self._context.config.rollout.ahead:
+                raise SourceError(f"{self._label}: episode_rows: expected None with rollout.ahead")
         if rows is None:
             return
         if getattr(finished.completions, "finish", None) is not None:
@@ -178,8 +185,8 @@ class UserSource:
                 raise SourceError(f"{self._label}: fields[{name!r}]: got {type(x).__name__}, expected an array")
         check_fields(completions.fields, completions.tokens.shape)
 
-    def _check(self, completions: Completions, request: Request) -> None:
-        """Checks the values, copied from the devices where they lie there."""
+    def _check(self, completions: Completions, request: Request, *, whole: bool) -> None:
+        """Checks the values, copied from the devices where they lie there, of a whole request or some of its rows."""
         self._check_rows(completions, request)
         names = ("tokens", "token_mask", "completion_mask")
         arrays = {name: getattr(completions, name) for name in names} | dict(completions.fields)
@@ -194,10 +201,10 @@ class UserSource:
                 f"{self._label}: rollout_log_probs: got some below {LEAST_LOG_PROB:g}, the floor of tokens without "
                 "one, in an array on the devices; return a NumPy array, from which such tokens are left out"
             )
-        if not completion_mask.any():
+        # Of some rows, the joined ones are checked.
+        if whole and not completion_mask.any():
             raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
-        if len(request.rows.own) == len(request.examples) * request.samples:
-            # Of some rows, the joined ones are checked.
+        if whole:
             rows = dataclasses.replace(completions, fields=arrays, token_mask=token_mask)
             check_routes(self._context, rows, request.rows)
         if others := request.with_other_prompts(tokens, token_mask, self._context.tokenizer):

@@ -224,3 +224,21 @@ def test_slow_import_is_bounded(monkeypatch, tmp_path):
     with pytest.raises(Exception, match=r"cannot import .* in a worker process: .* no answer within 1\.5 s"):
         verifier(tmp_path, "pass", workers=1, before="time.sleep(60)")
     assert WorkerPool("reward", "a:b")._start_seconds == 120
+
+
+def test_question_after_an_interruption_has_its_own_answer(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef rate(record, completion, finished):\n"
+        "    time.sleep(0.2 if completion == 'slow' else 0)\n    return float(len(completion))\n"
+    )
+    pool = WorkerPool("reward", f"{tmp_path / 'mine.py'}:rate")
+
+    def ask(text: str) -> float:
+        question = {"record": {}, "completion": text, "finished": True}
+        return pool.ask(question, seconds=LONG)["rewards"]["reward"]
+
+    assert ask("") == 0.0
+    with pytest.raises(TookTooLongError), time_limit(0.05):
+        ask("slow")
+    assert ask("a") == 1.0
+    pool.close()

@@ -243,6 +243,15 @@ def test_unusable_files_are_named(tmp_path):
         open_stream(context_of(path, "kl.rollout.coef=0.1"))
 
 
+@pytest.mark.parametrize("name", ["prompt_ids", "group"])
+def test_null_is_a_missing_field(tmp_path, name):
+    """Prompts 0, 1, 2, 2 are no two groups of two."""
+    rows = [{"prompt": f"1+{n}=", "completion": "2", "reward": 1.0, name: None} for n in (0, 1, 2, 2)]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match="line 1: ends a group of 1 completions of one prompt"):
+        open_stream(context_of(path, "optim.share_prompts=false"))
+
+
 def test_text_without_tokens_is_named_with_its_line(tmp_path):
     context = context_of(write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1)]))
     tokenizer = Tokenizer(models.BPE({"1": 0, "<end>": 1}, []))

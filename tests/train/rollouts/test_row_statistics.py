@@ -1,5 +1,6 @@
 """Copies in groups that chance does not explain, and tokens without a log-prob: some are counted, many end a run."""
 
+import dataclasses
 import itertools
 import math
 
@@ -38,10 +39,11 @@ def completions_of(rows: list[list[int]], log_probs: list[list[float]] | None, *
     )
 
 
-def judged(rows: list[list[int]], log_probs: list[list[float]] | None, *options: str, **fields):
+def judged(rows: list[list[int]], log_probs: list[list[float]] | None, *options: str, episodes=None, **fields):
     """Metrics of a rollout of two groups of four."""
     config = tiny.config_of("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", *options)
-    return tiny.rollout_of(tiny.context_of(config), completions_of(rows, log_probs, **fields))
+    completions = completions_of(rows, log_probs, **fields)
+    return tiny.rollout_of(tiny.context_of(config), dataclasses.replace(completions, episode_rows=episodes))
 
 
 FIRST, SECOND = [[1, 2, 3]] * 4, [[4, 5]] * 4
@@ -98,6 +100,19 @@ def test_copies_of_one_group_are_a_share():
     assert metrics["repeated_completions"] == 0
 
 
+def test_rows_without_an_episode_are_no_completions():
+    """Three copies and a fork that is empty; two completions, each with its fork, and a failure."""
+    episodes = np.array([0, 1, 2, -1, 4, 4, 6, -1], np.int32)
+    unlikely = [[-9.0] * 3] * 3 + [[]] + [[-9.0], [], [-9.0], []]
+    copies, others = [[1, 2, 3]] * 3 + [[]], [[1], [], [2], []]
+    metrics = judged(copies + others, unlikely, episodes=episodes).completions.metrics
+    assert (metrics["repeated_completions"], metrics["copied_groups"]) == (pytest.approx(0.4), 0.5)
+    with pytest.raises(SourceError, match="completions are equal"):
+        judged(copies + [[1], [], [1], []], unlikely, episodes=episodes)
+    alone = np.array([0, -1, -1, -1, 4, -1, -1, -1], np.int32)
+    assert judged(copies + others, unlikely, episodes=alone).completions.metrics["copied_groups"] == 0
+
+
 def test_single_completions_are_no_groups():
     config = tiny.config_of(
         "rollout.prompts_per_step=8", "rollout.samples_per_prompt=1", "advantage.type=reinforce_plus_plus"
@@ -125,7 +140,7 @@ def test_many_missing_log_probs_end_the_run():
     def check(missing: int) -> float:
         statistics = {"ids": np.arange(8, dtype=np.uint64), "most_log_prob": np.zeros(8), "missing": np.zeros(8, int)}
         statistics["missing"][0] = missing
-        return check_rows(config, statistics, lengths)["log_probs_missing"]
+        return check_rows(config, statistics, lengths, np.ones(len(lengths), bool))["log_probs_missing"]
 
     assert [check(missing) for missing in (0, 1, 4)] == [0, 1 / 400, 4 / 400]
     with pytest.raises(

@@ -32,6 +32,7 @@ from train.rollouts.source import Completions, FinishedSamples, Request, SourceE
 from train.rollouts.stream import Stream
 from train.rollouts.user_source import UserSource, make_user_source
 from train.run.evaluate import evaluate
+from train.sequences.sample import Failure
 from train.sequences.token_fields import VERSIONS
 from train.weights.orbax import RunCheckpoints
 
@@ -239,6 +240,7 @@ def test_parts_are_joined_in_the_order_of_the_rows():
             completions.fields["rollout_log_probs"], expected.fields["rollout_log_probs"] * scale
         )
         assert completions.texts == [f"text {row}" for row in range(ROWS)]
+        assert completions.failures is None
         assert completions.metrics == {"turns": 1.5}
         lags = token_lags(completions.fields[VERSIONS], completions.completion_mask, step)
         assert set(lags[expected.completion_mask].tolist()) == {min(step, 2)}
@@ -258,10 +260,39 @@ WRONG_PARTS = {
     ),
     "completions": (lambda part: part.completions, "take returned Completions, expected FinishedSamples"),
     "text": (
-        lambda part: dataclasses.replace(part, completions=dataclasses.replace(part.completions, texts=[])),
+        lambda part: with_completions(part, texts=[]),
         "texts: got 0, expected 1, one for each row",
     ),
+    "forks": (
+        lambda part: with_completions(part, episode_rows=part.rows.astype(np.int32)),
+        "episode_rows: got some rows of a request, expected all with them",
+    ),
+    "whole request of forks": (
+        lambda part: FinishedSamples(part.request, dataclasses.replace(right_rows(part.request), episode_rows=OWN)),
+        "episode_rows: expected None with rollout.ahead",
+    ),
+    "rewards of some": (
+        lambda part: with_completions(part, rewards={"reward": np.ones(1)} if part.rows[0] else None),
+        "samples of one request have different rewards",
+    ),
+    "rewards of other names": (
+        lambda part: with_completions(part, rewards={f"reward{part.rows[0]}": np.ones(1)}),
+        "samples of one request have different rewards",
+    ),
+    "no tokens": (
+        lambda part: with_completions(part, completion_mask=np.zeros_like(part.completions.completion_mask)),
+        "completion_mask: got no completion token in 4 rows",
+    ),
+    "rest as a whole": (
+        lambda part: part if part.rows[0] > 1 else FinishedSamples(part.request, right_rows(part.request)),
+        "got a whole request after some of its rows",
+    ),
 }
+OWN = np.arange(ROWS, dtype=np.int32)
+
+
+def with_completions(part: FinishedSamples, **changes) -> FinishedSamples:
+    return dataclasses.replace(part, completions=dataclasses.replace(part.completions, **changes))
 
 
 @pytest.mark.parametrize("name", WRONG_PARTS)
@@ -271,6 +302,21 @@ def test_wrong_parts_are_named(name):
     stream.update(None, 0)
     with pytest.raises(SourceError, match=message):
         stream.batch(0)
+
+
+def test_part_may_have_no_token_and_a_failure():
+    lost = Failure("world", "lost", "no answer")
+
+    def change(part: FinishedSamples) -> FinishedSamples:
+        if part.rows[0] != 2:
+            return part
+        return with_completions(part, completion_mask=np.zeros_like(part.completions.completion_mask), failures=[lost])
+
+    stream = Stream(AHEAD, UserSource(AHEAD, "mine.py:make", RowByRow(change=change)))
+    stream.update(None, 0)
+    completions = stream.batch(0)
+    assert completions.completion_mask.any(1).tolist() == [True, True, False, True]
+    assert completions.failures == [None, None, lost, None]
 
 
 def test_rows_that_come_twice_are_named():

@@ -42,7 +42,8 @@ class _Agent:
         play = self._play
         assert play is not None
         room = asyncio.Semaphore(question["concurrency"])
-        threads = ThreadPoolExecutor(question["concurrency"])
+        # A thread that is over its time goes on: the others need not wait for it.
+        threads = ThreadPoolExecutor(max(1, len(question["episodes"])))
         self._loop.set_default_executor(threads)
 
         async def one(episode: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +69,6 @@ class _Agent:
                     return {"failure": ("exception", failure(error))}
 
         played = await asyncio.gather(*map(one, question["episodes"]))
-        # A thread that is over its time goes on by itself.
         threads.shutdown(wait=False)
         return played
 

@@ -76,7 +76,7 @@ class WorkerProcess:
           cpu_seconds: limit of the CPU time of the process; 0: none.
 
         Raises:
-          NoAnswer: the process did not answer in time, or ended; it is closed.
+          NoAnswer: the process did not answer in time, or ended; it is closed, as after any other interruption.
           Exception: the question cannot be pickled.
         """
         request = pickle.dumps({"question": question, "seconds": seconds, "cpu_seconds": cpu_seconds})
@@ -86,6 +86,10 @@ class WorkerProcess:
                 return json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._stop(cpu_seconds)
+        except BaseException:
+            # Its answer would be taken for that of the next question.
+            self.close()
+            raise
         self.close()
         raise TooLate(f"no answer within {seconds:g} s")
 
@@ -150,11 +154,8 @@ class WorkerPool:
             if worker is None:
                 worker = self._start()
             return worker.ask(question, seconds=seconds, cpu_seconds=cpu_seconds)
-        except NoAnswer:
-            worker = None
-            raise
         finally:
-            self._free.put(worker)
+            self._free.put(worker if worker is not None and worker.close.alive else None)
 
     def _start(self) -> WorkerProcess:
         worker = WorkerProcess(*self._command, output=self._output, environment=self._environment)

@@ -268,7 +268,10 @@ class EpisodeSource(InTurn):
                 self._tokenizer, self._names, prompt=turn.ids, ids=turn.tokens, text=text, tools=self._tools
             )
             if not read.calls:
-                state.episode.finished = True
+                state.episode.finished = turn.finish == "stop"
+                if not state.episode.finished:
+                    limit = self._section.turn_tokens
+                    state.episode.fault = "turn_tokens", f"its last turn was cut at environment.turn_tokens = {limit}"
                 continue
             state.episode.calls += 1
             call: ToolCall = read.calls[0]

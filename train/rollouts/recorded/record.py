@@ -96,8 +96,10 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
         group = ids[:prompt_length] if parent is None else parent.group
     else:
         ids, trained, prompt_length = _completion(record, example, context, finished=finished is not False)
-        group = record.get("prompt_ids", record.get("prompt"))
-    place = {"group": record.get("group", group), "episode": episode, "group_size": group_size}
+        group = record.get("prompt") if record.get("prompt_ids") is None else record["prompt_ids"]
+    if record.get("group") is not None:
+        group = record["group"]
+    place = {"group": group, "episode": episode, "group_size": group_size}
     row = RecordedRow(ids, trained, prompt_length, example=example, **place)
     row.fields = _fields(record, row, parent, context)
     row.rewards = _rewards(record, row.fields)

@@ -215,7 +215,7 @@ class FileSource(InTurn):
         earlier: list[tuple[RowPosition, RecordedRow]] = []
         for offset, line, record in file:
             try:
-                if record.get("group", group) != group:
+                if record.get("group") not in (None, group):
                     earlier = []
                 number = find_parent(record, len(earlier))
                 parent, parent_row = (None, None) if number is None else earlier[number]

@@ -260,6 +260,13 @@ def test_limits_end_episodes_that_are_not_finished(rollout):
     assert drawn.completions.failures == [turns, None, tokens, None]
 
 
+def test_last_turn_that_is_cut_is_not_finished(rollout):
+    drawn = rollout("Judged", [["4"], ["12345678"], ["4"], ["add 1+2", "12345678"]], "environment.turn_tokens=8", ROOM)
+    assert drawn.completions.finished.tolist() == [True, False, True, False]
+    cut = Failure("policy", "turn_tokens", "its last turn was cut at environment.turn_tokens = 8")
+    assert drawn.completions.failures == [None, cut, None, cut]
+
+
 def test_episode_of_the_most_tokens_is_over(rollout):
     """Its prompt counts, and so do observations."""
     turns = [["a long turn that uses every token up"], ["stop"], ["stop"], ["stop"]]
