@@ -65,7 +65,9 @@ def _most_log_probs(config: Config, completions: Completions, log_probs: np.ndar
 def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray, leading: np.ndarray) -> dict[str, float]:
     """Returns the metrics of a step.
 
-    Forks, and rows without an episode, are no completions of their own, so that groups have different sizes. A group of n copies of the completion y has the chance `p(y)**(n - 1)` after its first row. All groups of a step
+    Forks, and rows without an episode, are no completions of their own, so that groups have different sizes.
+
+    A group of n copies of the completion y has the chance `p(y)**(n - 1)` after its first row. All groups of a step
     are copies whose chances multiply to less than c with a probability of less than c, since
 
       sum_y p(y)**n [p(y)**(n - 1) < c] <= c sum_y p(y) = c

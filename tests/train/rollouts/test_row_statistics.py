@@ -108,7 +108,7 @@ def test_rows_without_an_episode_are_no_completions():
     metrics = judged(copies + others, unlikely, episodes=episodes).completions.metrics
     assert (metrics["repeated_completions"], metrics["copied_groups"]) == (pytest.approx(0.4), 0.5)
     with pytest.raises(SourceError, match="completions are equal"):
-        judged(copies + [[1], [], [1], []], unlikely, episodes=episodes)
+        judged([*copies, [1], [], [1], []], unlikely, episodes=episodes)
     alone = np.array([0, -1, -1, -1, 4, -1, -1, -1], np.int32)
     assert judged(copies + others, unlikely, episodes=alone).completions.metrics["copied_groups"] == 0
 
