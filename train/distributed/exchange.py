@@ -16,6 +16,7 @@ from train.distributed.peers import coordination, is_leader, process, processes
 T = TypeVar("T")
 POLL_MILLISECONDS = 500
 """A wait ends this often, so that signals are heard."""
+ABSENT = "no such field"
 FAILED = "kljax/failed"
 STOPPING = "kljax/stopping"
 READING = {error.__name__: error for error in (FileNotFoundError, ValueError)}
@@ -44,9 +45,10 @@ def agree(label: str, value: Any) -> None:
         first = values[0]
         other = differing
         if isinstance(first, dict) and isinstance(other, dict):
-            label = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
-            first = first.get(label)
-            other = other.get(label)
+            names = sorted(first.keys() | other.keys())
+            label = next(name for name in names if first.get(name, ABSENT) != other.get(name, ABSENT))
+            first = first.get(label, ABSENT)
+            other = other.get(label, ABSENT)
         raise _mark(
             UserError(
                 f"{label}: process 0 has {short(first)}, process {number} has {short(other)}; start all processes with "

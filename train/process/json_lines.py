@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -19,7 +20,8 @@ class JsonLines:
         """Wraps a stream, whose lines have this level if they do not begin with another."""
         self._stream = stream
         self._level = level
-        self._begun = ""
+        # A line of one thread is not that of another.
+        self._begun = threading.local()
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is that of the stream."""
@@ -31,7 +33,7 @@ class JsonLines:
 
     def write(self, text: str) -> int:
         """Writes the lines that are complete."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._begun.text = (getattr(self._begun, "text", "") + text).split("\n")
         for line in lines:
             self._write_line(line)
         return len(text)

@@ -100,8 +100,11 @@ def leased(lock: Path, lost: Callable[[str], None]) -> Iterator[None]:
 def _take(lock: Path) -> None:
     holder = _read(lock)
     # Some servers that speak as S3 ignore the condition, so a lock that is there is looked at first.
-    if holder is None and claim_lock(lock):
-        return
+    if holder is None:
+        if claim_lock(lock):
+            return
+        # Another process was first.
+        holder = _read(lock)
     if holder is not None and holder.get("owner") == OWNER["owner"]:
         return
     if holder is not None and not _has_died(holder):

@@ -62,7 +62,8 @@ class EmergencyCheckpoints:
             self._records.mkdir(exist_ok=True)
             with whole_file(self._records / f"{step}.json") as file:
                 file.write_text(json.dumps(sealed))
-            numbers = sorted(int(path.stem) for path in self._records.glob("*.json"))
+            # Those of later steps are of states that are gone: the run went on from an earlier step.
+            numbers = sorted((int(path.stem) for path in self._records.glob("*.json")), key=lambda n: (n <= step, n))
             for old in numbers[:-KEPT]:
                 (self._records / f"{old}.json").unlink()
 

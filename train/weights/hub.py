@@ -11,6 +11,7 @@ from train.weights.huggingface.contents import weight_files
 
 # Other files of a repository are the same weights in other formats.
 READ = ("*.json", "*.jinja", "*.safetensors")
+UNREAD = ("*/*.json", "*/*.safetensors", "consolidated*.safetensors")
 
 
 def hub_folder(name: str, revision: str) -> Path:
@@ -25,7 +26,8 @@ def hub_folder(name: str, revision: str) -> Path:
     """
     import huggingface_hub
 
-    load = functools.partial(huggingface_hub.snapshot_download, name, revision=revision, allow_patterns=list(READ))
+    files = {"allow_patterns": list(READ), "ignore_patterns": list(UNREAD)}
+    load = functools.partial(huggingface_hub.snapshot_download, name, revision=revision, **files)
     try:
         # Files of a commit never change: those in the cache need no network.
         folder = Path(load(local_files_only=True))

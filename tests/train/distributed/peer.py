@@ -63,6 +63,8 @@ def check_agreement(number: int) -> None:
     error = error_of(lambda: exchange.agree("seed", number))
     assert isinstance(error, UserError)
     assert str(error).startswith("seed: process 0 has 0, process 1 has 1; "), error
+    error = error_of(lambda: exchange.agree("config", {"seed": 1} if number == 0 else {"name": None, "seed": 1}))
+    assert str(error).startswith('name: process 0 has "no such field", process 1 has null; '), error
     assert [exchange.any_of("flag", number == 1), exchange.any_of("flag", False)] == [True, False]
 
     def fail_in_one() -> int:

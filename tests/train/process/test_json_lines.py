@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from datetime import UTC, datetime, timedelta
 
 from tests.integration.command import run_here
@@ -24,6 +25,17 @@ def test_each_line_is_an_object():
     age = datetime.now(UTC) - datetime.fromisoformat(records[0]["time"])
     assert timedelta(0) <= age + timedelta(seconds=1) < timedelta(seconds=60)
     assert not lines.isatty()
+
+
+def test_lines_of_threads_stay_apart():
+    stream = io.StringIO()
+    lines = JsonLines(stream, "info")
+    print("one", end=" ", file=lines)
+    thread = threading.Thread(target=lambda: print("warning: two", file=lines))
+    thread.start()
+    thread.join()
+    print("line", file=lines)
+    assert [json.loads(line)["text"] for line in stream.getvalue().splitlines()] == ["two", "one line"]
 
 
 def test_command_writes_json_from_its_config_on(tmp_path):

@@ -106,6 +106,22 @@ def test_second_of_two_that_take_over_has_it(lock, monkeypatch):
         lease._take(lock)
 
 
+def test_process_whose_claim_comes_second_waits(lock, monkeypatch):
+    def second(path):
+        write(lock, number=1)
+        return False
+
+    def live(seconds):
+        if seconds != lease.SETTLE:
+            write(lock, number=2)
+
+    monkeypatch.setattr(lease, "claim_lock", second)
+    monkeypatch.setattr(lease.time, "sleep", live)
+    with pytest.raises(UserError, match=r"is being written by another process .process 1 on another"):
+        lease._take(lock)
+    assert json.loads(lock.read_bytes())["owner"] == "someone"
+
+
 def test_lock_that_is_gone_or_damaged_is_taken(lock):
     lock.write_bytes(b"{")
     with lease.leased(lock, never):

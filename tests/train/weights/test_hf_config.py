@@ -180,6 +180,9 @@ def test_windows_follow_the_keys_of_the_family():
         ({"hidden_size": None}, "hidden_size: missing in a config of llama"),
         ({"num_key_value_heads": 3}, "kv_heads: got 3"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: got 1, expected true or false"),
+        ({"attention_bias": "no"}, "attention_bias: got 'no', expected true or false"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, r"rope_scaling\.factor: got 0, expected at least 1"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, r"rope_scaling\.factor: got -2, expected at least 1"),
     ],
 )
 def test_unknown_settings_are_errors_naming_them(change, message):

@@ -24,6 +24,8 @@ from train.weights.model import field_errors
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"the same weights"}
+AGAIN = ("original/model.safetensors", "onnx/config.json", "consolidated.safetensors")
+FILES |= dict.fromkeys(AGAIN, b"the same weights")
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -106,8 +108,8 @@ def local_path(name, revision=COMMIT):
 def test_a_name_is_downloaded_once(server, monkeypatch):
     path = local_path("org/small")
     assert hub.Path(path).name == COMMIT
-    read = {file.name: file.read_bytes() for file in hub.Path(path).iterdir()}
-    assert read == {name: FILES[name] for name in ("config.json", "model.safetensors")}  # no pickled weights
+    read = {str(file.relative_to(path)): file.read_bytes() for file in hub.Path(path).rglob("*") if file.is_file()}
+    assert read == {name: FILES[name] for name in ("config.json", "model.safetensors")}  # no weights in other formats
     number = len(FakeHub.asked)
     server.shutdown()
     assert local_path("org/small") == path

@@ -79,8 +79,8 @@ def decoder_config(
     _check_quantization(values.get(QUANTIZATION))
     heads = _count(values, "num_attention_heads")
     head_dim = _head_dim(values)
-    biases = {"qkv_bias": True, "output_bias": True} if values.get("attention_bias") else {}
-    biases |= {"qkv_bias": True} if values.get("qkv_bias") else {}
+    biases = {"qkv_bias": True, "output_bias": True} if _flag(values, "attention_bias") else {}
+    biases |= {"qkv_bias": True} if _flag(values, "qkv_bias") else {}
     scalar = values.get("query_pre_attn_scalar")
     fields = {**biases, **family.implied}
     return DecoderConfig(
@@ -299,7 +299,7 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, 
     """Reads the attention of every layer, and the window of the sliding layers."""
     count = _count(values, "num_hidden_layers")
     # A window that is switched off may have any value: transformers writes 0 for Qwen 2 MoE.
-    off = values.get("sliding_window") is None or not values.get("use_sliding_window", True)
+    off = values.get("sliding_window") is None or not _flag(values, "use_sliding_window", default=True)
     window = None if off else _count(values, "sliding_window")
     first = _integer(values, "max_window_layers", least=0) if "max_window_layers" in values else count
     named = values.get("layer_types")
@@ -460,11 +460,12 @@ def _optional(values: Mapping[str, Any], key: str) -> float | None:
     return None if values.get(key) is None else _number(values, key)
 
 
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key, False)
-    if not isinstance(value, bool):
+def _flag(values: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Reads a key; a null is false, as for transformers."""
+    value = values.get(key, default)
+    if not isinstance(value, bool | None):
         raise ValueError(f"{key}: got {value!r}, expected true or false")
-    return value
+    return bool(value)
 
 
 def _choice(values: Mapping[str, Any], key: str, choices: Mapping[str, str]) -> Any:

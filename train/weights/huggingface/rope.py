@@ -57,6 +57,8 @@ def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length
         return Rope(base)
     if "factor" not in keys:
         raise ValueError(f"{where}.factor: missing, expected a number as rope_type is {kind!r}")
+    if not _number(keys["factor"], f"{where}.factor") >= 1:
+        raise ValueError(f"{where}.factor: got {keys['factor']}, expected at least 1")
     name = "original_max_position_embeddings"
     original = keys.pop(name, length)
     if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
