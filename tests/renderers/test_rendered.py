@@ -20,6 +20,7 @@ from train.data.tokenizers.calls import ToolCall
 from train.data.tokenizers.files import load_folder
 from train.data.tokenizers.rendered import RenderedTokenizer, read_turn
 from train.rollouts.episodes import EpisodeSource
+from train.rollouts.episodes import source as episode_source
 from train.rollouts.source import Request
 from train.run.setup import tell_tools
 
@@ -341,7 +342,7 @@ def test_episode_trains_the_ids_that_were_sampled(qwen3_folder, tmp_path, monkey
     call = CALL.replace("calc", "add").replace("text", "numbers")
     script = [[f"<think>\nhm\n</think>\n\n{call.replace('2*3', '1+2')}", call.replace("add", "mul"), "3"], ["3"]]
     engine = LetterEngine(script, ScriptClock(), tokenizer)
-    monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: engine)
+    monkeypatch.setattr(episode_source, "engine_of_run", lambda context: engine)
     task = Task("sums", [Example("1+2", "3", "3")], [], lambda example, text, finished: {"reward": 1.0})
     model = tiny.model_of(tiny.config_of())
     context = tiny.context_of(config, model=model, task=task, tokenizer=tokenizer)

@@ -91,11 +91,6 @@ class SamplingLayout:
         return kljax.Policy(self._parts["params"], self._parts.get("adapter"))
 
     @property
-    def target(self) -> Tree:
-        """Shapes, dtypes and shardings of the base weights that are laid out."""
-        return self._parts["params"]
-
-    @property
     def bytes(self) -> int:
         """Bytes on a device of the weights that are laid out."""
         return sum(device_bytes(tree) for tree in self._parts.values())

@@ -77,7 +77,8 @@ def plan(topology: Topology) -> dict[str, Any]:
     layout = laid_out.layout
     with jax.set_mesh(mesh):
         moved = compile_program(layout.program("params").lower(params), effort=LEAST_EFFORT)
-    largest = max(device_bytes(leaf) for leaf in jax.tree.leaves(layout.target))
+    target = layout.abstract_policy().params
+    largest = max(device_bytes(leaf) for leaf in jax.tree.leaves(target))
 
     def gathered(context: RunContext, weights: Any) -> list[str]:
         return weight_collectives(hlo.parse(compile_sampler(context, weights).text), params, mesh)
@@ -86,7 +87,7 @@ def plan(topology: Topology) -> dict[str, Any]:
         "line": layout.line,
         "mesh": dict(layout.mesh.shape),
         "in place": gathered(in_place, params),
-        "laid out": gathered(laid_out, layout.target),
+        "laid out": gathered(laid_out, target),
         "layout": {name: value for name, value in dataclasses.asdict(moved).items() if isinstance(value, int)},
         "largest": largest,
     }

@@ -111,8 +111,6 @@ class TurnEngine:
       sampling: temperature and filters.
       eos_ids: the tokens that end a turn.
       stop: the table of strings that end a turn, or None.
-      caches: what happens to the caches of other weights: `recompute` runs all tokens again; `keep` goes on with keys
-        and values of several weights.
       mesh: of the weights; None: one device.
     """
 
@@ -124,7 +122,6 @@ class TurnEngine:
         sampling: Sampling,
         eos_ids: Sequence[int],
         stop: StopTable | None = None,
-        caches: Literal["recompute", "keep"] = "recompute",
         mesh: Mesh | None = None,
     ) -> None:
         self.programs = EnginePrograms(model, sizes, sampling=sampling, eos_ids=eos_ids, stop=stop, mesh=mesh)
@@ -132,7 +129,6 @@ class TurnEngine:
         self.shards = self.programs.shards
         self.greedy = False
         self.count: collections.Counter[str] = collections.Counter()
-        self._caches = caches
         self._eos = frozenset(eos_ids)
         self._matched = None if stop is None else stop.matched
         self._rows = [_PoolRow() for _ in range(self.shards * sizes.rows)]
@@ -150,7 +146,7 @@ class TurnEngine:
             self._pool = self.programs.make_pool()
         if not self.programs.compiled:
             self.programs.compile(self._weights, self._pool)
-        if version != self._version and self._caches == "recompute":
+        if version != self._version:
             self.forget()
         self._version = version
 

@@ -108,9 +108,6 @@ class EpisodeSource(InTurn):
         if isinstance(self._engine, ServerTurns):
             self._engine.update(policy, version)
 
-    def _make_engine(self) -> TurnEngine | None:
-        return engine_of_run(self._context)
-
     def sample(self, request: Request) -> Completions:
         """Runs the episodes of a request; an engine of this process has memory on the devices only meanwhile.
 
@@ -161,7 +158,7 @@ class EpisodeSource(InTurn):
         """Returns the context in which the engine has these weights; servers have theirs."""
         if isinstance(self._engine, ServerTurns):
             return contextlib.nullcontext(self._engine)
-        self._engine = self._engine or self._make_engine()
+        self._engine = self._engine or engine_of_run(self._context)
         assert self._engine is not None
         return running_engine(self._context, self._engine, policy, version)
 

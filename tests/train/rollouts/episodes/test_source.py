@@ -18,6 +18,7 @@ from train.rollouts.collect import collect, verify_sampled
 from train.rollouts.describe import describe_batch
 from train.rollouts.engine import Turn
 from train.rollouts.episodes import EpisodeSource
+from train.rollouts.episodes import source as episode_source
 from train.rollouts.source import SourceError
 from train.rollouts.stream import Stream
 from train.run.evaluate import evaluate
@@ -170,7 +171,7 @@ def stream_of(source_file, monkeypatch):
             return ask(worker, question, **limits)
 
         monkeypatch.setattr(WorkerProcess, "ask", asked)
-        monkeypatch.setattr(EpisodeSource, "_make_engine", lambda self: Scripted(script, clock))
+        monkeypatch.setattr(episode_source, "engine_of_run", lambda context: Scripted(script, clock))
         source = EpisodeSource(context, clock)
         sources.append(source)
         source.update(None, 3)
