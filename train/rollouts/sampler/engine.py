@@ -41,7 +41,6 @@ def sample(
     stop: StopTable | None = None,
     slots: int | None = None,
     group: int = 1,
-    prompt_ids: jax.Array | None = None,
     row_ids: jax.Array | None = None,
     limits: jax.Array | None = None,
     length: int | None = None,
@@ -66,7 +65,6 @@ def sample(
       stop: the table of strings that end a row, from `stop_table`.
       slots: the number of rows decoded at once; None: all of them.
       group: the number of rows of each prompt, which are consecutive: B = N * group.
-      prompt_ids: [B] int32, the prompt of each row, instead of `group`.
       row_ids: [B] int32, the numbers of the rows for `key`, so that a split or permuted batch draws the same tokens;
         None: 0 .. B - 1.
       limits: [B] int32, the max new tokens of each row, at most `max_new_tokens`; None: `max_new_tokens`.
@@ -78,10 +76,8 @@ def sample(
       `Samples` of the B rows.
 
     Raises:
-      ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
-        `group` and `prompt_ids`.
+      ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide.
     """
-    rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids, "length": length}
     state = start(
         model,
         policy,
@@ -91,13 +87,14 @@ def sample(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         slots=slots,
+        group=group,
         row_ids=row_ids,
         limits=limits,
+        length=length,
         unroll=unroll,
-        **rows,
     )
     state = decode(model, policy, state, sampling=sampling, eos_ids=eos_ids, stop=stop)
-    return finish(state, prompts, prompt_mask, eos_ids=eos_ids, **rows)
+    return finish(state, prompts, prompt_mask, eos_ids=eos_ids, group=group, length=length)
 
 
 def start(
@@ -112,7 +109,6 @@ def start(
     unroll: bool | None = None,
     slots: int | None = None,
     group: int = 1,
-    prompt_ids: jax.Array | None = None,
     row_ids: jax.Array | None = None,
     limits: jax.Array | None = None,
     length: int | None = None,
@@ -121,8 +117,8 @@ def start(
     """Prefills the prompts and makes the slots, before their first draw.
 
     Args:
-      model, policy, prompts, prompt_mask, key, max_new_tokens, sampling, unroll, slots, group, prompt_ids, row_ids,
-        limits, length: see `sample`.
+      model, policy, prompts, prompt_mask, key, max_new_tokens, sampling, unroll, slots, group, row_ids, limits, length:
+        see `sample`.
       window: columns of KV cache for completions; None: `max_new_tokens`.
 
     Raises:
@@ -130,7 +126,7 @@ def start(
     """
     prompts = jnp.asarray(prompts, jnp.int32)
     prompt_mask = jnp.asarray(prompt_mask)
-    to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
+    to_rows = _prompts_to_rows(len(prompts), group)
     ids_of_rows = to_rows(jnp.arange(len(prompts)), 0)
     count = len(ids_of_rows)
     slots = count if slots is None else min(slots, count)
@@ -218,19 +214,18 @@ def finish(
     *,
     eos_ids: Sequence[int] | jax.Array,
     group: int = 1,
-    prompt_ids: jax.Array | None = None,
     length: int | None = None,
 ) -> "Samples":
     """Collects the completions of all rows, after the last token.
 
     Args:
       state: of `decode`.
-      prompts, prompt_mask, eos_ids, group, prompt_ids, length: see `sample`.
+      prompts, prompt_mask, eos_ids, group, length: see `sample`.
     """
     slots = state.slots
     # Every row that has a slot from the start began in the first step, so no completion wraps around.
     outputs = Outputs(slots.draws, slots.length, slots.finished) if slots.outputs is None else slots.write_outputs()
-    to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
+    to_rows = _prompts_to_rows(len(prompts), group)
     of_prompts = {**state.queue.fields, "tokens": jnp.asarray(prompts, jnp.int32)}
     begins = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     longest = prompts.shape[1]
@@ -266,16 +261,11 @@ def samples_sharding(mesh: Mesh) -> "Samples":
     return Samples(**arrays | dict.fromkeys(("steps", "occupancy"), replicated(mesh)))
 
 
-def _prompts_to_rows(prompts: int, group: int, prompt_ids: jax.Array | None) -> PromptsToRows:
-    """Makes the function that copies prompts to rows; repeated prompts stay on their devices, indexed ones may move."""
-    if prompt_ids is None:
-        if group < 1:
-            raise ValueError(f"group: got {group}, expected at least 1")
-        return lambda x, axis: jnp.repeat(lax.slice_in_dim(x, 0, prompts, axis=axis), group, axis=axis)
-    if group != 1:
-        raise ValueError(f"prompt_ids: got some and group = {group}, expected one of them; set only one of them")
-    ids = jnp.asarray(prompt_ids)
-    return lambda x, axis: jnp.take(x, ids, axis=axis)
+def _prompts_to_rows(prompts: int, group: int) -> PromptsToRows:
+    """Makes the function that copies prompts to rows; repeated prompts stay on their devices."""
+    if group < 1:
+        raise ValueError(f"group: got {group}, expected at least 1")
+    return lambda x, axis: jnp.repeat(lax.slice_in_dim(x, 0, prompts, axis=axis), group, axis=axis)
 
 
 def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:

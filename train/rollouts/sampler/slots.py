@@ -24,7 +24,7 @@ def fill_slots(
     Args:
       queue: the prompts and rows.
       to_rows: copies prompts to their rows.
-      group: the number of rows of each prompt; 1 with any other assignment.
+      group: the number of rows of each prompt.
       window: the number of columns for completions.
       draws: the shapes and dtypes of the draw of one row, [1, ...].
       unroll: whether each layer has a state of its own.

@@ -102,22 +102,21 @@ class WindowedSampler:
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
             "slots": slots,
+            "group": group,
             "length": length,
             "unroll": unroll,
         }
 
         def draw_all(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Samples:
-            rows = _rows(group, rows)
             return sample(model, policy, prompts, mask, key=key, eos_ids=eos_ids, stop=stop, **options, **rows)
 
         def begin(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Any:
             window = self.widths[0]
-            state = start(model, policy, prompts, mask, key=key, window=window, **options, **_rows(group, rows))
+            state = start(model, policy, prompts, mask, key=key, window=window, **options, **rows)
             return self._advance(policy, state)
 
-        def collect(state: State, prompts: jax.Array, mask: jax.Array, rows: Any) -> Samples:
-            ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
-            return finish(state, prompts, mask, eos_ids=eos_ids, length=length, **ids)
+        def collect(state: State, prompts: jax.Array, mask: jax.Array) -> Samples:
+            return finish(state, prompts, mask, eos_ids=eos_ids, group=group, length=length)
 
         results = samples_sharding(mesh)
         flags = (None, None, replicated(mesh))
@@ -142,10 +141,10 @@ class WindowedSampler:
           prompts: [N, P] int32, left-padded.
           prompt_mask: [N, P] bool.
           key: the random key.
-          rows: `prompt_ids`, `row_ids` and `limits` of `sample`, by name.
+          rows: `row_ids` and `limits` of `sample`, by name.
         """
         rows = rows or {}
-        count = len(rows["prompt_ids"]) if "prompt_ids" in rows else len(prompts) * self._group
+        count = len(prompts) * self._group
         if len(self.widths) == 1 and (self._slots is None or self._slots >= count):
             return self._whole(policy, prompts, prompt_mask, key, rows)
         number = 0
@@ -153,7 +152,7 @@ class WindowedSampler:
         while True:
             running, full = np.asarray(flags)
             if not running:
-                return self._collect(state, prompts, prompt_mask, rows)
+                return self._collect(state, prompts, prompt_mask)
             # The programs of all processes wait for one another, so that all stop before the same one.
             leave_if_stopping(together=True)
             number += int(full)
@@ -192,11 +191,6 @@ class WindowedSampler:
 
     def _program(self, number: int) -> str:
         return f"{self._name}_window_{self.widths[number]}"
-
-
-def _rows(group: int, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that assign rows to prompts: ids are an alternative to a group."""
-    return {**rows, "group": 1 if "prompt_ids" in rows else group}
 
 
 def _with_layers(state: State, layers: DecoderState | None) -> State:

@@ -65,8 +65,8 @@ def arguments_of(**changes) -> dict:
         "max_new_tokens": NEW_TOKENS,
         "sampling": WARM,
         "eos_ids": (5, 9),
-        "prompt_ids": PROMPT_IDS,
         "slots": SLOTS,
+        "group": GROUP,
         "limits": np.full(ROWS, NEW_TOKENS),
         "row_ids": np.arange(ROWS),
         **changes,
@@ -76,9 +76,6 @@ def arguments_of(**changes) -> dict:
 def run(policy=None, prompts=None, **changes) -> Samples:
     samples = draw(MODEL, policy or policy_of(), *(prompts or prompts_of()), **arguments_of(**changes))
     return jax.tree.map(np.asarray, samples)
-
-
-NO_QUEUE = {"slots": None, "prompt_ids": None, "group": GROUP}
 
 
 def text_of(**changes) -> str:
@@ -101,9 +98,9 @@ def test_rows_are_the_same_with_and_without_queue(queued):
     tokens, mask = prompts_of()
     lengths = queued.completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
-    check_same(queued, run(**NO_QUEUE))
+    check_same(queued, run(slots=None))
     # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
-    check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
+    check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), group=1, unroll=False))
     for row, prompt in enumerate(PROMPT_IDS):
         np.testing.assert_array_equal(queued.tokens[row, : queued.prompt_lengths[row]], tokens[prompt, mask[prompt]])
     np.testing.assert_array_equal(queued.prompt_lengths, mask[PROMPT_IDS].sum(1))
@@ -128,7 +125,8 @@ def test_free_slot_takes_the_next_row(queued):
 
 def test_order_and_numbers_of_rows_are_free(queued):
     order = np.random.default_rng(1).permutation(ROWS)
-    shuffled = run(prompt_ids=PROMPT_IDS[order], row_ids=order)
+    prompts = tuple(x[PROMPT_IDS[order]] for x in prompts_of())
+    shuffled = run(prompts=prompts, group=1, row_ids=order)
     check_same(shuffled, jax.tree.map(lambda x: x[order] if np.ndim(x) else x, queued))
 
 
@@ -221,7 +219,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
 # The programs of windows are compared with one that has no queue, kept tokens too.
 @pytest.mark.thorough
 def test_kept_tokens_are_the_same_without_a_queue(recorded):
-    check_same_kept(run(sampling=KEPT, **NO_QUEUE), recorded)
+    check_same_kept(run(sampling=KEPT, slots=None), recorded)
 
 
 def test_kept_tokens_are_equal_on_an_indivisible_mesh(recorded):
@@ -263,7 +261,7 @@ def test_samples_are_equal_on_an_indivisible_mesh(queued, unroll):
 def test_rows_are_equal_with_split_heads_or_rows(queued, shape):
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
-        check_same(run(policy_of(mesh), **NO_QUEUE), queued)
+        check_same(run(policy_of(mesh), slots=None), queued)
 
 
 def test_mesh_sends_each_prompt_when_taken():
@@ -301,7 +299,7 @@ def test_cache_is_updated_in_place():
 
 def test_rows_of_a_prompt_read_one_copy():
     """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
-    text = text_of(**NO_QUEUE)
+    text = text_of(slots=None)
 
     def arrays(rows: int, columns: int) -> set[str]:
         return set(re.findall(rf"f32\[{rows},2,(?:4,{columns}|{columns},4)\]", text))
@@ -335,10 +333,8 @@ def test_loop_repeats_no_constant_computation(slots):
 def test_impossible_slots_are_named():
     with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
         run(slots=0)
-    with pytest.raises(ValueError, match="prompt_ids: got some and group = 2, expected one of them"):
-        run(group=2)
     with pytest.raises(ValueError, match="group: got 0, expected at least 1"):
-        run(prompt_ids=None, group=0)
+        run(group=0)
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"slots: got 3, expected a multiple of .* = 4"):
         run(policy_of(mesh), slots=3)

@@ -95,17 +95,18 @@ ONE_PROGRAM = [
 ]
 
 
-@pytest.mark.parametrize(("slots", "unroll", "chosen"), ONE_PROGRAM)
-def test_tokens_equal_the_tokens_of_one_program(slots, unroll, chosen):
+@pytest.mark.parametrize(("slots", "unroll", "reorder"), ONE_PROGRAM)
+def test_tokens_equal_the_tokens_of_one_program(slots, unroll, reorder):
     """With a slot for every row, and with fewer, whose columns have wrapped around when the window grows.
 
-    If each row chooses its prompt, rows may come in any order.
+    If each row has a prompt of its own, rows may come in any order.
     """
-    sampler = sampler_of(slots=slots, unroll=unroll, stop=STOP)
+    sampler = sampler_of(slots=slots, unroll=unroll, stop=STOP, group=1 if reorder else GROUP)
     # The second time nothing compiles: a program that is traced twice is an error.
-    for order in (np.arange(ROWS), REORDERED if chosen else np.arange(ROWS)):
-        ids = {"prompt_ids": np.repeat(np.arange(PROMPTS), GROUP)[order], "row_ids": order} if chosen else {}
-        samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS[order], **ids})
+    for order in (np.arange(ROWS), REORDERED if reorder else np.arange(ROWS)):
+        prompts = [np.repeat(x, GROUP, axis=0)[order] for x in prompts_of()] if reorder else prompts_of()
+        rows = {"limits": LIMITS[order], "row_ids": order}
+        samples = sampler(policy_of(), *prompts, KEY, rows)
         full = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
         check_same(samples, full, steps=slots is None)
     lengths = expected().completion_mask.sum(-1)
