@@ -31,13 +31,14 @@ def head(model: Decoder, params: Tree) -> jax.Array:
 
 
 def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype], jax.Array]:
-    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the final soft-capping of logits.
+    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, soft-capped if the model caps them.
 
     A large tied head is read as it is stored. A small one on a CPU is transposed once, outside the loop of decode
     steps. The choice depends on shapes alone, so that a resumed run rounds as before on every machine.
     """
     stored = stored_head(model, params)
     tied = model.config.tie_embeddings
+    softcap = model.config.final_softcap
     as_stored = tied and (device_kind() != "cpu" or stored.size * stored.dtype.itemsize > TRANSPOSED_BYTES)
     # Not split along D, so that the loop does not gather the head in every step.
     if as_stored:
@@ -49,7 +50,9 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
 
     def logits(hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
         if in_pieces(stored):
-            return narrow_logits(hidden, stored, dtype, tied=tied)
-        return jnp.einsum(product, hidden, weights, preferred_element_type=dtype).astype(dtype)
+            values = narrow_logits(hidden, stored, dtype, tied=tied)
+        else:
+            values = jnp.einsum(product, hidden, weights, preferred_element_type=dtype).astype(dtype)
+        return values if softcap is None else softcap * jnp.tanh(values / softcap)
 
     return logits

@@ -44,6 +44,7 @@ from train.rollouts.engine.pool import (
 )
 from train.rollouts.sampler import Sampling, StopTable
 from train.rollouts.sampler.draw import draw
+from train.rollouts.sampler.stops import row_ends
 
 log = logging.getLogger(__name__)
 Tree = Any
@@ -314,11 +315,7 @@ class EnginePrograms:
     def _draw(self, head: Tree, hidden: jax.Array, rows: ChunkRows, numbers: jax.Array, greedy: jax.Array) -> Any:
         """Draws the tokens `numbers` [B] of the sessions of rows after hidden states [B, D]."""
         dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-        logits = make_logits(self.model, head)(hidden, dtype)
-        softcap = self.model.config.final_softcap
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        logits = logits / self.sampling.temperature
+        logits = make_logits(self.model, head)(hidden, dtype) / self.sampling.temperature
 
         def uniforms_of(key: jax.Array, number: jax.Array) -> jax.Array:
             return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), number), (2,), dtype)
@@ -329,14 +326,6 @@ class EnginePrograms:
 
         drawn = lax.cond(greedy, draw_with(True), draw_with(False))
         return drawn["tokens"], drawn["rollout_log_probs"]
-
-    def _ends(self, tokens: jax.Array, stop_states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whether tokens [B] end their turns, and the states of the search for stop strings after them."""
-        ended = jnp.any(tokens[:, None] == self._eos, axis=1)
-        if self.stop is not None:
-            stop_states = self.stop.advance(stop_states, tokens)
-            ended |= stop_states == self.stop.matched
-        return ended, stop_states
 
     def _extend(
         self,
@@ -358,7 +347,7 @@ class EnginePrograms:
         hidden, state = transformer.extend(*flat, state, mask)
         new = split_pool([SlotCache.of(cache.segments()) for cache in by_layer(state.stacks, self._layers)])
         tokens, log_probs = self._draw(head, last_tokens(hidden, segments), rows, rows.numbers, greedy)
-        ended, stop_states = self._ends(tokens, rows.stop_states)
+        ended, stop_states = row_ends(tokens, self._eos, self.stop, rows.stop_states)
         return new, DrawnTokens(tokens, log_probs, jnp.where(ended, 0, 1), stop_states)
 
     def _decode(  # noqa: PLR0917 (the arguments of a program)
@@ -407,7 +396,7 @@ class EnginePrograms:
             new, log_prob = self._draw(head, hidden, rows, rows.numbers + step, greedy)
             tokens = lax.dynamic_update_slice(tokens, new[:, None], (0, step))
             log_probs = lax.dynamic_update_slice(log_probs, log_prob[:, None], (0, step))
-            ended, new_states = self._ends(new, stop_states)
+            ended, new_states = row_ends(new, self._eos, self.stop, stop_states)
             stop_states = jnp.where(active, new_states, stop_states)
             done = done + active
             return step + 1, active & ~ended & (done < limits), new, stop_states, state, tokens, log_probs, done

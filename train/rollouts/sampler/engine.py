@@ -23,7 +23,7 @@ from train.models.parameters import bind
 from train.models.sharding import axis_parts, axis_size, batch_sharding, device_kind, replicated
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
-from train.rollouts.sampler.stops import StopTable
+from train.rollouts.sampler.stops import StopTable, row_ends
 from train.sequences.batch import move_columns
 from train.sequences.token_fields import ROUTES, TOKEN_FIELDS, TokenFields
 
@@ -402,21 +402,14 @@ class Engine:
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
         dtype = slots.draws["rollout_log_probs"].dtype
-        softcap = self.transformer.config.final_softcap
         logits = self.logits(slots.hidden, dtype)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
         uniforms = self.uniforms[slots.row, slots.length - self.first_token]
         draws = draw(logits / self.sampling.temperature, uniforms, self.sampling)
         if ROUTES in slots.draws:
             # Known when the token is computed, which the last one of a row is not.
             routes = slots.draws[ROUTES]
             draws[ROUTES] = jnp.full((len(routes), *routes.shape[2:]), NO_EXPERT, routes.dtype)
-        ended = jnp.any(draws["tokens"][:, None] == self.eos_ids, axis=1)
-        stop_state = slots.stop_state
-        if self.stop is not None:
-            stop_state = self.stop.advance(stop_state, draws["tokens"])
-            ended |= stop_state == self.stop.matched
+        ended, stop_state = row_ends(draws["tokens"], self.eos_ids, self.stop, slots.stop_state)
         slots = slots.append(draws, stop_state, ended=ended)
         return dataclasses.replace(slots, active=slots.active & (slots.length < self.queue.limits[slots.row]))
 

@@ -29,6 +29,17 @@ class StopTable:
         return self.next[states, tokens]
 
 
+def row_ends(
+    tokens: jax.Array, eos_ids: jax.Array | np.ndarray, stop: StopTable | None, states: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which tokens [B] end their rows, by EOS or a stop string, and the states [B] of the search after them."""
+    ended = jnp.any(tokens[:, None] == eos_ids, axis=1)
+    if stop is not None:
+        states = stop.advance(states, tokens)
+        ended |= states == stop.matched
+    return ended, states
+
+
 def _byte_automaton(patterns: Sequence[bytes]) -> np.ndarray:
     """Builds the Aho-Corasick automaton [states, 256]; all matches share the last state, which is final."""
     prefixes = sorted({pattern[:end] for pattern in patterns for end in range(len(pattern))}, key=len)
