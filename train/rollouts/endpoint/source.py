@@ -61,10 +61,8 @@ class EndpointSource(InTurn):
         self._section = section
         self._tokenizer = cast(EpisodeTokenizer, context.tokenizer)
         self._model = config.name
-        self._shared = Layout.of(config).group > 1
-        self._lengths = SequenceLengths(
-            data.max_prompt_length, data.max_completion_length, self._shared, data.max_tokens
-        )
+        shared = Layout.of(config).group > 1
+        self._lengths = SequenceLengths(data.max_prompt_length, data.max_completion_length, shared, data.max_tokens)
         key = "rollout.source.api_key_"
         self._key = read_key(key, env=section.api_key_env, file=section.api_key_file)
         reward_key = read_key("rollout.source.reward_key_", env=section.reward_key_env, file=section.reward_key_file)
@@ -113,16 +111,7 @@ class EndpointSource(InTurn):
         """
         if self._weights is None:
             raise ValueError("policy: missing; call `update` before `sample`")
-        held_out = request.first_row is not None
-        shape = RowShape(
-            self._lengths.prompt,
-            self._lengths.total,
-            self._tokenizer.pad_id,
-            request.samples,
-            fork_rows=0 if held_out else self._context.config.rollout.fork_rows,
-            shared=self._shared and not held_out,
-            last_only=held_out,
-        )
+        shape = RowShape.of(self._context, request)
         examples = [example for example in request.examples for _ in range(shape.episodes)]
         first = request.first_row or 0
         keys = session_keys(request.key, first + len(examples))[first:]

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from train.config.plan import Layout
+from train.context import RunContext
 from train.data.tasks import Example
 from train.distributed.exchange import any_of, exchange_json
 from train.distributed.global_arrays import RowSplit, gather_rows
 from train.rollouts.episodes.turns import Episode, make_sequences
-from train.rollouts.source import Completions, SourceError
+from train.rollouts.source import Completions, Request, SourceError
 from train.sequences.sample import FAILURES, Failure, Sample
 from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
 
@@ -38,6 +40,21 @@ class RowShape:
     fork_rows: int = 0
     shared: bool = False
     last_only: bool = False
+
+    @classmethod
+    def of(cls, context: RunContext, request: Request) -> "RowShape":
+        """Returns the form of the rows of a request; held-out episodes have a row each, and share no prompt."""
+        config = context.config
+        held_out = request.first_row is not None
+        return cls(
+            config.data.max_prompt_length,
+            config.data.row_length(),
+            context.tokenizer.pad_id,
+            request.samples,
+            fork_rows=0 if held_out else config.rollout.fork_rows,
+            shared=Layout.of(config).group > 1 and not held_out,
+            last_only=held_out,
+        )
 
     @property
     def episodes(self) -> int:

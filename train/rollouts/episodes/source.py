@@ -10,7 +10,6 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.plan import Layout
 from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tokenizers import decode_continuation
@@ -117,16 +116,7 @@ class EpisodeSource(InTurn):
         """
         if self._weights is None:
             raise ValueError("policy: missing; call `update` before `sample`")
-        held_out = request.first_row is not None
-        shape = RowShape(
-            self._data.max_prompt_length,
-            self._data.row_length(),
-            self._tokenizer.pad_id,
-            request.samples,
-            fork_rows=0 if held_out else self._context.config.rollout.fork_rows,
-            shared=Layout.of(self._context.config).group > 1 and not held_out,
-            last_only=held_out,
-        )
+        shape = RowShape.of(self._context, request)
         first = request.first_row or 0
         keys = session_keys(request.key, first + len(request.examples) * shape.episodes)[first:]
         groups = request.rows.own[:: shape.samples] // shape.samples
