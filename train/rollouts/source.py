@@ -16,7 +16,8 @@ from train.context import RunContext
 from train.data.prompts import prompt_ids
 from train.data.tasks import Example
 from train.data.tokenizers import Tokenizer
-from train.distributed.global_arrays import RowSplit
+from train.distributed.exchange import any_of
+from train.distributed.global_arrays import RowSplit, gather_rows
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
 from train.sequences.batch import move_columns
@@ -24,6 +25,8 @@ from train.sequences.sample import Failure, Sample, pad_samples
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, TokenFields
 
 Array = jax.Array | np.ndarray
+ROW_ARRAYS = ("tokens", "token_mask", "completion_mask")
+"""Names of the arrays that all completions have."""
 
 
 class SourceError(UserError):
@@ -94,7 +97,7 @@ class Request:
         lengths = [len(self.prompt_of(row, tokenizer)) for row in self.rows.held.tolist()]
         return dataclasses.replace(
             completions,
-            **{name: move(getattr(completions, name)) for name in ("tokens", "token_mask", "completion_mask")},
+            **{name: move(getattr(completions, name)) for name in ROW_ARRAYS},
             prompt_lengths=np.array(lengths, np.int32),
             fields={name: move(x, fill=TOKEN_FIELDS[name].fill) for name, x in completions.fields.items()},
         )
@@ -203,6 +206,18 @@ class Completions:
         where: Any = jnp.where if isinstance(self.completion_mask, jax.Array) else np.where
         versions = where(self.completion_mask, np.asarray(version, field.dtype), np.asarray(field.fill, field.dtype))
         return dataclasses.replace(self, fields={**self.fields, VERSIONS: versions})
+
+
+def to_held(arrays: dict[str, Any], fields: dict[str, Any], split: RowSplit) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns arrays and token fields of the rows that this process holds, from those of the rows that each judges.
+
+    Processes exchange rows only if one of them holds rows that it does not judge.
+    """
+    if not any_of("rollout", not np.array_equal(split.own, split.held)):
+        return arrays, fields
+    gathered = gather_rows("rollout", {**arrays, **fields}, split.own, split.count)
+    held = {name: array[split.held] for name, array in gathered.items()}
+    return {name: held[name] for name in arrays}, {name: held[name] for name in fields}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,26 @@ import kljax
 from train.config.errors import UserError, warn
 from train.context import RunContext
 from train.data.prompts import decode_completions
-from train.distributed.exchange import any_of, run_together
+from train.distributed.exchange import run_together
 from train.distributed.global_arrays import gather_rows, to_host_rows
 from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.process.interrupt import StepLeftError
-from train.rollouts.source import Completions, FinishedSamples, Request, Source, SourceError, batch_rows
+from train.rollouts.source import (
+    ROW_ARRAYS,
+    Completions,
+    FinishedSamples,
+    Request,
+    Source,
+    SourceError,
+    batch_rows,
+    to_held,
+)
 from train.sequences.batch import prompt_lengths
 from train.sequences.token_fields import TOKEN_FIELDS, UNKNOWN, VERSIONS, recorded_names
 from train.weights.orbax import RunCheckpoints
 
 Tree = Any
-ARRAYS = ("tokens", "token_mask", "completion_mask")
 
 
 class Stream:
@@ -170,7 +178,7 @@ class Stream:
             "rollout", {"texts": np.array([len(text) for text in texts], np.int64)}, rows.own, rows.count
         )
         judged = {"finished": completions.finished, "texts": _bytes(texts, max(lengths["texts"].max(), 1))}
-        saved = {name: getattr(completions, name) for name in ARRAYS} | {"fields": dict(completions.fields)}
+        saved = {name: getattr(completions, name) for name in ROW_ARRAYS} | {"fields": dict(completions.fields)}
         saved |= {name: x[rows.held] for name, x in gather_rows("rollout", judged, rows.own, rows.count).items()}
         if completions.rewards:
             rewards = gather_rows("rollout", completions.rewards, rows.own, rows.count)
@@ -189,7 +197,7 @@ class Stream:
                 f"in this process, expected {list(expected)}; resume with the rollout and data of the run"
             )
         # Earlier releases padded prompts on the left.
-        saved = Completions([], **{name: arrays[name] for name in ARRAYS}, fields=dict(arrays["fields"]))
+        saved = Completions([], **{name: arrays[name] for name in ROW_ARRAYS}, fields=dict(arrays["fields"]))
         saved = request.align(saved, context.tokenizer)
         if request.with_other_prompts(np.asarray(saved.tokens), np.asarray(saved.token_mask), context.tokenizer):
             raise UserError(
@@ -249,14 +257,11 @@ def _join(request: Request, parts: Sequence[FinishedSamples], *, waited: float) 
     order = np.argsort(np.concatenate([part.rows for part in parts if part.rows is not None]), kind="stable")
     completions = [part.completions for part in parts]
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in completions])[order] for name in ARRAYS
+        name: np.concatenate([getattr(part, name) for part in completions])[order] for name in ROW_ARRAYS
     }
     arrays["prompt_lengths"] = np.concatenate([prompt_lengths(part) for part in completions])[order]
     fields = {name: _concatenate(name, completions)[order] for name in completions[0].fields}
-    if any_of("rollout", not np.array_equal(split.own, split.held)):
-        gathered = gather_rows("rollout", {**arrays, **fields}, split.own, split.count)
-        held = {name: array[split.held] for name, array in gathered.items()}
-        arrays, fields = ({name: held[name] for name in some} for some in (arrays, fields))
+    arrays, fields = to_held(arrays, fields, split)
     examples = [example for part in completions for example in part.examples]
     texts = [text for part in completions for text in part.texts]
     rewards = None
@@ -322,4 +327,4 @@ def _with_lags(saved: Mapping[str, np.ndarray], step: int) -> Tree:
     """Returns a batch of an earlier release in the form of today."""
     versions = np.where(saved["completion_mask"], step - saved["lags"][:, None], UNKNOWN).astype(np.int32)
     fields = {name: saved[key] for key, name in recorded_names().items() if key in saved}
-    return {**{name: saved[name] for name in (*ARRAYS, "finished")}, "fields": {**fields, VERSIONS: versions}}
+    return {**{name: saved[name] for name in (*ROW_ARRAYS, "finished")}, "fields": {**fields, VERSIONS: versions}}

@@ -20,7 +20,7 @@ from train.process.waiting import waiting_for
 from train.rollouts.routes import check_routes
 from train.rollouts.row_checks import check_fields, check_values
 from train.rollouts.row_statistics import has_log_prob
-from train.rollouts.source import Completions, FinishedSamples, InTurn, Request, SourceError, StreamSource
+from train.rollouts.source import ROW_ARRAYS, Completions, FinishedSamples, InTurn, Request, SourceError, StreamSource
 from train.sequences.token_fields import LEAST_LOG_PROB
 
 
@@ -188,11 +188,10 @@ class UserSource:
     def _check(self, completions: Completions, request: Request, *, whole: bool) -> None:
         """Checks the values, copied from the devices where they lie there, of a whole request or some of its rows."""
         self._check_rows(completions, request)
-        names = ("tokens", "token_mask", "completion_mask")
-        arrays = {name: getattr(completions, name) for name in names} | dict(completions.fields)
+        arrays = {name: getattr(completions, name) for name in ROW_ARRAYS} | dict(completions.fields)
         held = len(request.rows.held)
         arrays = {name: to_host_rows(x)[:held] if isinstance(x, jax.Array) else x for name, x in arrays.items()}
-        tokens, token_mask, completion_mask = (arrays.pop(name) for name in names)
+        tokens, token_mask, completion_mask = (arrays.pop(name) for name in ROW_ARRAYS)
         lengths = np.asarray(completions.prompt_lengths)
         check_values(tokens, token_mask, completion_mask, lengths, arrays, context=self._context)
         log_probs = completions.fields.get("rollout_log_probs")

@@ -9,14 +9,12 @@ import numpy as np
 from train.config.plan import Layout
 from train.context import RunContext
 from train.data.tasks import Example
-from train.distributed.exchange import any_of, exchange_json
-from train.distributed.global_arrays import RowSplit, gather_rows
+from train.distributed.exchange import exchange_json
+from train.distributed.global_arrays import RowSplit
 from train.rollouts.episodes.turns import Episode, make_sequences
-from train.rollouts.source import Completions, Request, SourceError
+from train.rollouts.source import ROW_ARRAYS, Completions, Request, SourceError, to_held
 from train.sequences.sample import FAILURES, Failure, Sample
 from train.sequences.token_fields import TOKEN_REWARDS, TURN_IDS, TURN_SCORES, VERSIONS
-
-ARRAYS = ("tokens", "token_mask", "completion_mask", "prompt_lengths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +183,11 @@ def join_rows(completions: Completions, split: RowSplit) -> Completions:
         # All episodes of this process failed.
         rewards = {name: np.zeros(len(split.own), np.float32) for name in next(filter(None, names))}
     numbers = completions.episode_rows
-    arrays = {name: getattr(completions, name) for name in ARRAYS}
+    arrays = {name: getattr(completions, name) for name in (*ROW_ARRAYS, "prompt_lengths")}
     arrays["episode_rows"] = np.where(numbers < 0, -1, split.own[numbers]).astype(np.int32)
-    fields = dict(completions.fields)
-    sampled = completions.sampled
-    if any_of("rollout", not np.array_equal(split.own, split.held)):
-        gathered = gather_rows("rollout", {**arrays, **fields}, split.own, split.count)
-        held = {name: array[split.held] for name, array in gathered.items()}
-        arrays, fields = ({name: held[name] for name in some} for some in (arrays, fields))
-        turns = dict(zip(split.own.tolist(), sampled, strict=True))
-        sampled = [turns.get(row) for row in split.held.tolist()]
+    arrays, fields = to_held(arrays, dict(completions.fields), split)
+    turns = dict(zip(split.own.tolist(), completions.sampled, strict=True))
+    sampled = [turns.get(row) for row in split.held.tolist()]
     return dataclasses.replace(completions, **arrays, fields=fields, sampled=sampled, rewards=rewards)
 
 

@@ -9,6 +9,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.data.tasks import Example
 from train.distributed.global_arrays import RowSplit, are_processes_whole
+from train.rollouts import source
 from train.rollouts.engine import of_run
 from train.rollouts.episodes import rows
 from train.rollouts.episodes.rows import RowShape, episode_metrics, join_rows, make_rows, place_sequences
@@ -39,8 +40,8 @@ def test_process_that_holds_rows_of_another_gets_them(monkeypatch):
         other = {name: np.asarray(getattr(theirs, name, theirs.fields.get(name))) for name in values}
         return {name: np.concatenate([other[name], value]) for name, value in values.items()}
 
-    monkeypatch.setattr(rows, "any_of", lambda *_: True)
-    monkeypatch.setattr(rows, "gather_rows", gathered)
+    monkeypatch.setattr(source, "any_of", lambda *_: True)
+    monkeypatch.setattr(source, "gather_rows", gathered)
     split = RowSplit(4, np.arange(4), own)
     joined = join_rows(completions_of(episode(3), episode(4)), split)
     assert joined.tokens[:, :4].tolist() == [[5, 6, 1, 7], [5, 6, 0, 0], [5, 6, 3, 7], [5, 6, 4, 7]]
