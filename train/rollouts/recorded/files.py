@@ -34,6 +34,17 @@ def _errors(path: Path, line: int) -> Iterator[None]:
         raise UserError(f"rollout.source.path: {path}, line {line}: {error}") from error
 
 
+def _record(text: bytes) -> dict[str, Any]:
+    """Parses a line; raises `ValueError` if it is no JSON, or no object."""
+    try:
+        record = parse_json(text, unique_keys=True)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"got {text[:40]!r}, expected an object a line")
+    return record
+
+
 class JsonLinesFile:
     """A file of one JSON object per line; empty lines are skipped."""
 
@@ -51,8 +62,8 @@ class JsonLinesFile:
             file.seek(0)
             for line, text in enumerate(file, start=1):
                 if text.strip():
-                    record = self._parse(text, line)
                     with _errors(self.path, line):
+                        record = _record(text)
                         counter.add(take_check(record))
                     yield offset, line, record
                 offset += len(text)
@@ -63,21 +74,8 @@ class JsonLinesFile:
         """Reads the line that begins at byte `offset`; raises `ValueError` if it is no object, or is damaged."""
         with self.path.open("rb") as file:
             file.seek(offset)
-            record = parse_json(file.readline(), unique_keys=True)
-        if not isinstance(record, dict):
-            raise ValueError("not an object")
+            record = _record(file.readline())
         take_check(record)
-        return record
-
-    def _parse(self, text: bytes, line: int) -> dict[str, Any]:
-        try:
-            record = parse_json(text, unique_keys=True)
-        except ValueError as error:
-            raise UserError(f"rollout.source.path: {self.path}, line {line}: not JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise UserError(
-                f"rollout.source.path: {self.path}, line {line}: got {text[:40]!r}, expected an object a line"
-            )
         return record
 
 
