@@ -73,7 +73,7 @@ class RowShape:
 def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[int, Sample] | None]:
     """Gives each sequence a row: the first of an episode that of its number, others those that are left in its group.
 
-    An episode with more sequences than rows are left fails.
+    It counts the forks of each episode. An episode with more sequences than rows are left fails.
 
     Args:
       episodes: of whole groups, in their order.
@@ -90,6 +90,7 @@ def place_sequences(episodes: Sequence[Episode], shape: RowShape) -> list[tuple[
             number = start + place
             episode = episodes[number]
             sequences = make_sequences(episode.turns) if episode.failure is None else []
+            episode.forks = max(len(sequences) - 1, 0)
             if shape.last_only:
                 sequences = sequences[-1:]
             more = sequences[1:]
@@ -202,14 +203,14 @@ def episode_metrics(episodes: Sequence[Episode], *, tools: bool) -> dict[str, fl
     """Returns means over the episodes that did not fail, and counts of those that did, of all processes.
 
     Args:
-      episodes: those of a batch that this process ran.
+      episodes: those of a batch that this process ran, after `place_sequences`.
       tools: whether they count their calls.
     """
     trained = [episode for episode in episodes if episode.failure is None]
     sums = {
         "episode_turns": sum(len(episode.turns) for episode in trained),
         "episode_truncated": sum(not episode.finished for episode in trained),
-        "episode_forks": sum(len(make_sequences(episode.turns)) - 1 for episode in trained if episode.turns),
+        "episode_forks": sum(episode.forks for episode in trained),
     }
     if tools:
         sums["episode_tool_calls"] = sum(episode.calls for episode in trained)

@@ -43,6 +43,7 @@ class Episode:
       fault: the last one of the policy, by name, and its text: a call that could not be made, or the limit that ended
         the episode; None if there was none.
       calls: tool calls, and those of them that could not be made.
+      forks: sequences after the first one, which `place_sequences` counts.
     """
 
     turns: list[SampledTurn] = dataclasses.field(default_factory=list)
@@ -53,6 +54,7 @@ class Episode:
     fault: tuple[str, str] | None = None
     calls: int = 0
     refused: int = 0
+    forks: int = 0
 
 
 def make_sequences(turns: Iterable[SampledTurn]) -> list[Sample]:
