@@ -65,23 +65,6 @@ def upload_folder(folder: Path, target: Path, last: Sequence[str]) -> None:
         raise
 
 
-@contextmanager
-def new_folder(target: Path, last: Sequence[str]) -> Iterator[Path]:
-    """Yields a local folder that is uploaded when the block ends, the files named `last` at the end.
-
-    Raises:
-      FileExistsError: something is at the address.
-      OSError: the store refuses a file.
-    """
-    if target.exists():
-        raise FileExistsError(f"{target} is there already, and nothing is overwritten")
-    with tempfile.TemporaryDirectory(prefix="kljax-") as directory:
-        folder = Path(directory) / target.name
-        folder.mkdir()
-        yield folder
-        upload_folder(folder, target, last)
-
-
 class Mirror:
     """A local directory of files that are appended to, whose changed files are uploaded from time to time.
 

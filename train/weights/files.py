@@ -14,7 +14,7 @@ from kljax._files import CONFIG_STARTS, check_outside_of_runs, write_text_atomic
 from kljax.checkpoint import json_digest, text_hash
 from train.config.errors import UserError, warn
 from train.storage.paths import is_remote, probe_store
-from train.storage.uploads import new_folder
+from train.storage.uploads import upload_folder
 
 SEAL = "digest_of_record"
 FIRST_LINE = CONFIG_STARTS[0]
@@ -104,8 +104,11 @@ def new_directory(path: Path) -> Iterator[Path]:
     """
     check_free(path)
     if is_remote(path):
-        with new_folder(path, LAST) as partial:
+        with tempfile.TemporaryDirectory(prefix="kljax-") as directory:
+            partial = Path(directory) / path.name
+            partial.mkdir()
             yield partial
+            upload_folder(partial, path, LAST)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     # `mkdtemp` would make it private to its owner, and the mask of the process cannot be read without a change of it.

@@ -10,6 +10,7 @@ from tests.stores import FolderStore
 from train.config.errors import UserError
 from train.storage.paths import as_path, check_bucket, create_exclusively, is_remote, move_tree, remove_tree
 from train.storage.uploads import Mirror, upload_folder, whole_file
+from train.weights.files import new_directory
 
 
 def test_local_path_stays_one(tmp_path):
@@ -137,6 +138,15 @@ def test_folder_ends_with_its_manifest_or_is_taken_back(store, tmp_path, monkeyp
     with pytest.raises(OSError, match=r"full"):
         upload_folder(tmp_path / "folder", as_path("s3://bucket/second"), ("config.json",))
     assert not as_path("s3://bucket/second").exists()
+
+
+def test_new_directory_may_have_a_marker_in_a_store(store, monkeypatch):
+    # Consoles of stores make an empty object for a directory, which only the listing of the directory has.
+    monkeypatch.setattr(FolderStore, "info", lambda self, path: {"name": path, "size": 0, "type": "directory"})
+    monkeypatch.setattr(FolderStore, "ls", lambda self, path, detail: [f"{path}/"])
+    with new_directory(as_path("s3://bucket/model")) as folder:
+        (folder / "config.json").write_text("{}")
+    assert FolderStore.written == ["bucket/model/config.json"]
 
 
 def test_mirror_uploads_what_has_changed(store):

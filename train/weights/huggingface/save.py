@@ -25,7 +25,7 @@ from train.models.experts import CHOICE_BIAS
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
 from train.storage.paths import as_path
-from train.weights.files import check_free, new_directory
+from train.weights.files import new_directory
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
 from train.weights.huggingface.fused import Piece, file_tensors
@@ -110,7 +110,6 @@ def save_folder(
     arrays = _arrays(model, policy, pieces, stored, sums)
     try:
         if is_leader():
-            check_free(target)
             with new_directory(target) as folder:
                 if source is not None:
                     _copy_others(Path(source), folder)
