@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from tests.faults.case import Fault, damaged
 from tests.faults.folders import DEEP, GOLDENS, LONG, write_header
+from train.config.errors import field_errors
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.weights import peft_config
 from train.weights.huggingface.config import decoder_config
-from train.weights.model import field_errors
 from train.weights.peft import check_adapter, load_adapter, read_peft_config
 from train.weights.peft_config import CONFIG_FILE
 

@@ -10,12 +10,12 @@ from tests.faults.adapters import check as check_adapter_folder
 from tests.faults.case import Fault, damaged
 from tests.faults.flips import flip_bit
 from tests.faults.folders import GOLDENS
+from train.config.errors import field_errors
 from train.data.tokenizers.files import load_folder
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
-from train.weights.model import field_errors
 from train.weights.tensor_digests import write_tensor_digests
 
 AREA = "exported folders"

@@ -12,12 +12,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.faults.case import Fault, damaged, raised
+from train.config.errors import field_errors
 from train.data.tokenizers.files import load_folder
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.weights.huggingface import check_folder, load_params
 from train.weights.huggingface.config import decoder_config
-from train.weights.model import field_errors
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 WEIGHTS = "model.safetensors"

@@ -1,7 +1,8 @@
 """Errors that the command line turns into a message instead of a traceback, and warnings."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _SETTINGS = {"warnings": True}
 
@@ -49,3 +50,12 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in self.problems)]))
+
+
+@contextmanager
+def field_errors(field: str) -> Iterator[None]:
+    """Turns errors of reading into a `UserError` that names a field of the config."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{field}: {error}") from error

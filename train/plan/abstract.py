@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
+from train.config.errors import field_errors
 from train.config.plan import Plan
 from train.context import RunContext
 from train.models import Decoder
@@ -23,7 +24,6 @@ from train.rl.state import GuardState, TrainState, abstract_optimizer_state
 from train.rollouts.engine import TurnEngine
 from train.rollouts.engine.of_run import engine_of_run
 from train.rollouts.engine.programs import LoweredEngineProgram
-from train.weights.model import field_errors
 
 Tree = Any
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from train.config.errors import UserError
+from train.config.errors import UserError, field_errors
 from train.config.json_text import parse_json
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer, load_tokenizer
 from train.models import Decoder
 from train.storage.paths import as_path
 from train.weights.huggingface.config import text_part
-from train.weights.model import field_errors, make_policy_model
+from train.weights.model import make_policy_model
 
 if TYPE_CHECKING:
     from train.data.tasks import Example

@@ -1,8 +1,7 @@
 """Loading the reference policy that the config names: checked from metadata first, then read onto the mesh."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 
 import kljax
 from kljax.checkpoint import named_leaves
-from train.config.errors import UserError
+from train.config.errors import field_errors
 from train.config.plan import AVERAGES, Plan, follows_policy
 from train.config.schema import Config
 from train.distributed.exchange import on_leader
@@ -50,7 +49,7 @@ def check_reference(plan: Plan, model: Decoder, mesh: Mesh, steps: Sequence[int]
         check_saved(section.step, sorted({0, *steps}))
     if section.source not in PARTS:
         return None
-    with _field_errors("path"):
+    with field_errors("reference.path"):
         saved = find_reference(config, model)
         if saved.format == "peft":
             check_adapter(saved.path, saved.model)
@@ -140,7 +139,7 @@ def load_reference(
     section = plan.config.reference
     if not plan.reference:
         return None
-    with _field_errors("source" if saved is None else "path"):
+    with field_errors("reference.source" if saved is None else "reference.path"):
         if saved is not None:
             base = read_base() if section.source == "adapter" and model.config.lora is None else None
             return ScoredPolicy(saved.model, _load_saved(saved, mesh, base, config.model.allow_nonfinite))
@@ -156,15 +155,6 @@ def load_reference(
 def pinned_steps(config: Config) -> list[int]:
     """Lists the steps whose checkpoints the reference reads, which must not be deleted."""
     return [config.reference.step] if config.reference.source == "step" else []
-
-
-@contextmanager
-def _field_errors(field: str) -> Iterator[None]:
-    """Turns errors of reading into a `UserError` that names the field of the reference."""
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"reference.{field}: {error}") from error
 
 
 def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: bool) -> kljax.Policy:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from train.config.errors import UserError, warn
+from train.config.errors import UserError, field_errors, warn
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed.exchange import on_leader
@@ -28,7 +28,7 @@ from train.run.directory import RunDirectory
 from train.storage.copies import local_copy, origin_of
 from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_arrays, folder_digest, load_params
-from train.weights.model import field_errors, unquantized
+from train.weights.model import unquantized
 from train.weights.orbax import carried_with, orbax_arrays, restore_base
 from train.weights.peft import is_peft
 from train.weights.saved_array import SavedArray

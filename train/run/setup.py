@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from kljax.checkpoint import text_hash
-from train.config.errors import UserError
+from train.config.errors import UserError, field_errors
 from train.config.installation import shell_command
 from train.config.load import fill_mesh, with_absolute_paths
 from train.config.plan import Plan
@@ -48,7 +48,7 @@ from train.run.warm_start import warm_start
 from train.weights.gguf import imported_folder, is_gguf
 from train.weights.hub import hub_folder
 from train.weights.huggingface import check_folder
-from train.weights.model import field_errors, make_policy_model, trained_pad, unquantized, warn_of_pad
+from train.weights.model import make_policy_model, trained_pad, unquantized, warn_of_pad
 from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
 

@@ -1,12 +1,11 @@
 """Construction of the decoder from a config."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from train.config.checks.layout import divisions
-from train.config.errors import UserError, warn
+from train.config.errors import UserError, field_errors, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind, LoraConfig, Rope
@@ -116,12 +115,3 @@ def warn_of_pad(pad: int | None, count: int, total: int, rows: str) -> None:
 def unquantized(model: Decoder) -> Decoder:
     """Returns the decoder whose weights are trained, saved and read; `model` itself if nothing is quantized."""
     return Decoder(dataclasses.replace(model.config, quantization=None))
-
-
-@contextmanager
-def field_errors(field: str) -> Iterator[None]:
-    """Turns errors of reading into a `UserError` that names a field of the config."""
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"{field}: {error}") from error

@@ -16,7 +16,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from kljax import checkpoint
 from kljax.checkpoint import first_five, named_leaves, read_metadata, seal, shape_and_dtype, tree_digests
 from kljax.checkpoint._stores import commit_options, is_complete, temporary_path_class
-from train.config.errors import UserError
+from train.config.errors import UserError, field_errors
 from train.config.schema import Checkpoint
 from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
@@ -226,10 +226,8 @@ class RunCheckpoints:
             tree = read_metadata(directory).tree
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
-        try:
+        with field_errors("rollout.ahead"):
             like = run_together("rollout.ahead", describe)
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(f"rollout.ahead: {error}") from error
         return restore_base(directory, like, "rollout.ahead")
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
@@ -326,10 +324,8 @@ def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | N
         _check_step(metadata)
         return {ITEM: (metadata, checkpoint.restore(metadata, abstract_params, item=item, verify=False))}
 
-    try:
+    with field_errors(field):
         return _read_together(field, read, item)[ITEM]
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"{field}: {error}") from error
 
 
 def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:

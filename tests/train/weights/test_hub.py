@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from tests.train.config.built import build, problems
 from train import export
 from train.config.download import HUB_NAME
-from train.config.errors import UserError
+from train.config.errors import UserError, field_errors
 from train.run.setup import with_local_model
 from train.weights import hub
 from train.weights.huggingface.contents import INDEX, weight_files
-from train.weights.model import field_errors
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"the same weights"}
