@@ -181,19 +181,16 @@ def _ends(generation: Mapping[str, Any]) -> list[int]:
 
 def _tensors(model: Decoder) -> Iterator[Piece]:
     """Yields name, leaf and index in its leading axes of every tensor: embeddings, layers in order, norm and head."""
-    rank = {EMBEDDINGS: 0, HEAD: 3}
-    single = [mapping for mapping in leaf_mappings(model) if not mapping.stacked]
-    ordered = sorted(single, key=lambda mapping: rank.get(mapping.names[0], 2))
-    first = [(mapping.names[0], mapping, ()) for mapping in ordered if rank.get(mapping.names[0]) == 0]
-    layers = [
-        (name, mapping, index)
-        for layer in range(model.config.layers)
-        for mapping in leaf_mappings(model)
-        for name, index in zip(mapping.names, mapping.indices(), strict=True)
-        if mapping.layers is not None and mapping.layers[index[0]] == layer
-    ]
-    last = [(mapping.names[0], mapping, ()) for mapping in ordered if rank.get(mapping.names[0]) != 0]
-    for name, mapping, index in [*first, *layers, *last]:
+
+    def position(piece: Piece) -> tuple[int, int]:
+        name, mapping, index = piece
+        if mapping.layers is None:
+            return {EMBEDDINGS: 0, HEAD: 3}.get(name, 2), 0
+        return 1, mapping.layers[index[0]]
+
+    leaves = leaf_mappings(model)
+    pieces = [(name, leaf, index) for leaf in leaves for name, index in zip(leaf.names, leaf.indices(), strict=True)]
+    for name, mapping, index in sorted(pieces, key=position):
         yield full_name(name, PREFIXES[0]), mapping, index
 
 
