@@ -82,26 +82,13 @@ def _forward(
     rows, heads, length, head_dim = query.shape
     end, start, first, table, count, *_ = spans
     block = statics.block
-    group = heads // key.shape[1]
-
-    def of_query(r: Any, n: Any, i: Any, *_: Any) -> tuple[Any, ...]:
-        return r, n, i, 0
-
-    def of_key(r: Any, n: Any, i: Any, s: Any, table: Any, count: Any, *_: Any) -> tuple[Any, ...]:
-        return r, lax.div(n, jnp.int32(group)), _step(table, count, r, i, s), 0
-
-    keys = pl.BlockSpec((None, None, block, head_dim), of_key)
-    queries = pl.BlockSpec((None, None, block, head_dim), of_query)
+    queries, keys, ends, starts, statistics = _query_specs(block, head_dim, heads // key.shape[1])
     output, logsums = _call(
         _forward_kernel,
         2,
         (rows, heads, length // block, table.shape[2]),
-        [
-            *(queries, keys, keys),
-            pl.BlockSpec((None, SUBLANES, block), lambda r, n, i, s, t, c, *_: (r, 0, _step(t, c, r, i, s))),
-            pl.BlockSpec((None, block, LANES), lambda r, n, i, s, *_: (r, i, 0)),
-        ],
-        [queries, pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i))],
+        [queries, keys, keys, ends, starts],
+        [queries, statistics],
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, 1, length), jnp.float32)],
         [(block, LANES), (block, LANES), (block, head_dim)],
         statics,
@@ -121,22 +108,12 @@ def _backward(statics: TpuStatics, kept: tuple[Any, ...], cotangent: Array) -> t
     group = heads // kv_heads
     delta = jnp.einsum("RNTH,RNTH->RNT", cotangent, output, preferred_element_type=jnp.float32)[:, :, None]
 
-    queries = pl.BlockSpec((None, None, block, head_dim), lambda r, n, i, s, *_: (r, n, i, 0))
-    keys = pl.BlockSpec(
-        (None, None, block, head_dim),
-        lambda r, n, i, s, t, c, *_: (r, lax.div(n, jnp.int32(group)), _step(t, c, r, i, s), 0),
-    )
-    statistics = pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i))
+    queries, keys, ends, starts, statistics = _query_specs(block, head_dim, group)
     d_query = _call(
         _query_kernel,
         3,
         (rows, heads, length // block, table.shape[2]),
-        [
-            *(queries, keys, keys),
-            pl.BlockSpec((None, SUBLANES, block), lambda r, n, i, s, t, c, *_: (r, 0, _step(t, c, r, i, s))),
-            pl.BlockSpec((None, block, LANES), lambda r, n, i, s, *_: (r, i, 0)),
-            *(queries, statistics, statistics),
-        ],
+        [queries, keys, keys, ends, starts, queries, statistics, statistics],
         queries,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         [(block, head_dim)],
@@ -174,6 +151,20 @@ def _backward(statics: TpuStatics, kept: tuple[Any, ...], cotangent: Array) -> t
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _query_specs(block: int, head_dim: int, group: int) -> tuple[pl.BlockSpec, ...]:
+    """Returns the blocks of queries, keys, ends, starts and statistics in a step of a block of queries."""
+    return (
+        pl.BlockSpec((None, None, block, head_dim), lambda r, n, i, s, *_: (r, n, i, 0)),
+        pl.BlockSpec(
+            (None, None, block, head_dim),
+            lambda r, n, i, s, t, c, *_: (r, lax.div(n, jnp.int32(group)), _step(t, c, r, i, s), 0),
+        ),
+        pl.BlockSpec((None, SUBLANES, block), lambda r, n, i, s, t, c, *_: (r, 0, _step(t, c, r, i, s))),
+        pl.BlockSpec((None, block, LANES), lambda r, n, i, s, *_: (r, i, 0)),
+        pl.BlockSpec((None, None, 1, block), lambda r, n, i, s, *_: (r, n, 0, i)),
+    )
 
 
 def _across_lanes(x: Array) -> Array:
