@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from train.models.attention.blocks import attend_in_blocks
+from train.models.attention.blocks import CPU_BLOCK, attend_in_blocks
 from train.models.attention.cudnn import cudnn_groups, cudnn_rows, split_groups
 from train.models.attention.dense import attend_densely
 from train.models.attention.spans import Spans
@@ -27,8 +27,6 @@ from train.models.attention.triton import BLOCK, triton_attention
 from train.models.sharding import axis_index, axis_size, device_kind, divides, split_by_hand
 
 Implementation: TypeAlias = Literal["tpu", "cudnn", "triton", "blocks", "dense"]
-CPU_BLOCK = 128
-"""Slots of a block without a kernel."""
 DENSE_WIDTH = 192
 """Slots of a row, at most, that is computed densely without a kernel: two blocks cost more than they leave out."""
 _BY_BLOCKS: dict[str, tuple[Callable[..., jax.Array], int]] = {

@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from train.models.attention.spans import RESULTS, capped, is_key, needed_blocks, visits
 
 Array = jax.Array
+CPU_BLOCK = 128
+"""Slots of a block without a kernel."""
 LOOP = "key_blocks"
 """Scope of the loops whose length depends on the spans."""
 
@@ -25,9 +27,9 @@ class _Statics(NamedTuple):
     softcap: float | None
 
 
-def expected_visits(width: int, block: int = 128) -> dict[str, float]:
+def expected_visits(width: int) -> dict[str, float]:
     """Counts the blocks of keys that a block of queries visits on average, if each row of W slots is one sequence."""
-    return {LOOP: (-(-width // block) + 1) / 2}
+    return {LOOP: (-(-width // CPU_BLOCK) + 1) / 2}
 
 
 def attend_in_blocks(
@@ -41,7 +43,7 @@ def attend_in_blocks(
     scale: float,
     softcap: float | None = None,
     sinks: Array | None = None,
-    block: int = 128,
+    block: int = CPU_BLOCK,
 ) -> Array:
     """Computes attention [R, T, N, H] with an online softmax over the blocks of keys that a block of queries needs.
 
