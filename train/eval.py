@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from train.config.errors import UserError
 from train.config.installation import recipe_path
 from train.config.load import LoadedConfig, load
+from train.config.storage import is_address
 from train.process.console import (
     add_process_flags,
     check_output,
@@ -20,7 +21,7 @@ from train.process.console import (
 )
 from train.process.interrupt import exit_with
 from train.process.xla_flags import set_flags
-from train.storage.paths import is_remote, stored_argument
+from train.storage.paths import stored_argument
 
 if TYPE_CHECKING:
     import kljax
@@ -61,7 +62,7 @@ def add_policy_arguments(command: argparse.ArgumentParser) -> None:
 def run_or_config(text: str) -> Path:
     """Reads the name of a recipe, a path, or the address of a run."""
     path = stored_argument(text)
-    return path if is_remote(path) else recipe_path(text)
+    return path if is_address(path) else recipe_path(text)
 
 
 def load_if_config(options: argparse.Namespace) -> LoadedConfig | None:
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def no_such_run(what: Path) -> str:
     """Writes that there is neither a run nor a config, with the runs beside it or in `runs/`."""
-    here = is_remote(what) or (what.parent.is_dir() and what.parent != Path())
+    here = is_address(what) or (what.parent.is_dir() and what.parent != Path())
     folder = what.parent if here else Path("runs")
     runs = sorted(str(path.parent) for path in folder.glob("*/config.yaml"))
     there = f"there are {', '.join(runs)}" if runs else f"{folder} has none"

@@ -8,10 +8,11 @@ from typing import Literal
 from train.config.errors import warn
 from train.config.load import parse
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
-from train.storage.paths import as_path, is_remote
+from train.storage.paths import as_path
 from train.weights.files import check_sealed_text
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
@@ -110,7 +111,7 @@ def run_directory_of(path: Path) -> Path | None:
     """Returns the directory of the run that saved a base or a checkpoint, or None if it lies in no run."""
     parents = list(path.absolute().parents)
     # An address has the store itself and the root above its bucket.
-    parents = parents[:-2] if is_remote(path) else parents
+    parents = parents[:-2] if is_address(path) else parents
     return next((parent for parent in parents[:3] if (parent / "config.yaml").is_file()), None)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
+from train.config.storage import is_address
 from train.process.console import check_output, make_parser, run_command, write_file
-from train.storage.paths import is_remote, stored_argument
+from train.storage.paths import stored_argument
 
 if TYPE_CHECKING:
     from train.report.page import ShownDump
@@ -79,7 +80,7 @@ def _readable(path: Path) -> Path:
     """Returns a path that can be read: a dump, or an export of another system, in a store is copied."""
     from train.storage.copies import local_copy
 
-    is_run = is_remote(path) and any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    is_run = is_address(path) and any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     return path if is_run else local_copy(path, "RUN")
 
 

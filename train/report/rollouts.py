@@ -13,9 +13,9 @@ import numpy as np
 from train.config.errors import UserError
 from train.config.json_text import parse_json
 from train.config.regular_file import read_regular
+from train.config.storage import is_address
 from train.rollouts.recording_format import check_table
 from train.sequences.sample import Failure
-from train.storage.paths import is_remote
 
 IDS = ("prompt_ids", "completion_ids", "token_texts", "completion_mask")
 PRIME_RL_SCHEMA = 1
@@ -87,7 +87,7 @@ def read_parquet(directory: Path, limit: int) -> RolloutSample:
     def read(path: Path) -> list[RecordedRollout]:
         try:
             _check_regular(path)
-            content = io.BytesIO(path.read_bytes()) if is_remote(path) else path
+            content = io.BytesIO(path.read_bytes()) if is_address(path) else path
             file = parquet.ParquetFile(content, page_checksum_verification=True)
             check_table(file.schema_arrow.metadata)
             return list(_from_table(file.read()))

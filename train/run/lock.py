@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.config.errors import UserError, warn
+from train.config.storage import is_address
 from train.distributed.peer_watch import leave
 from train.storage.lease import claim_lock, leased
-from train.storage.paths import is_remote
 
 FILE_NAME = ".lock"
 # Errors of file systems that have no locks, such as some network mounts.
@@ -27,7 +27,7 @@ def claim(root: Path) -> bool:
     Raises:
       OSError: the directory cannot be created or written.
     """
-    if is_remote(root):
+    if is_address(root):
         return not root.exists() and claim_lock(root / FILE_NAME)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         return False
@@ -54,7 +54,7 @@ def locked(root: Path) -> Iterator[None]:
     if not root.is_dir():
         yield
         return
-    if is_remote(root):
+    if is_address(root):
         with leased(root / FILE_NAME, _end_without_lock):
             yield
         return

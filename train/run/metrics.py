@@ -11,11 +11,12 @@ from kljax._files import write_text_atomic
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.distributed.exchange import run_together
 from train.distributed.peers import is_leader
 from train.run.events import EventFile
 from train.run.trackers import Tracker, open_trackers
-from train.storage.paths import as_path, is_remote
+from train.storage.paths import as_path
 from train.storage.uploads import Mirror
 
 FILE_NAME = "metrics.jsonl"
@@ -115,7 +116,7 @@ class MetricsWriter:
         """
         target = as_path(directory)
         self._target = target
-        self._mirror = Mirror(target) if is_remote(target) else None
+        self._mirror = Mirror(target) if is_address(target) else None
         self._directory = target if self._mirror is None else self._mirror.local
         self._directory.mkdir(parents=True, exist_ok=True)
         path = target / FILE_NAME

@@ -7,7 +7,8 @@ from pathlib import Path
 from kljax._files import check_outside_of_runs
 from train.config.errors import UserError
 from train.config.schema import Config
-from train.storage.paths import as_path, check_bucket, is_remote
+from train.config.storage import is_address
+from train.storage.paths import as_path, check_bucket
 
 # Orbax looks for its own files with patterns, in which these have a meaning.
 PATTERN_CHARACTERS = "[\\"
@@ -22,7 +23,7 @@ def check_output(config: Config) -> None:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"output: cannot read {_shown(root)}: {error.strerror}") from error
-    if is_remote(root):
+    if is_address(root):
         check_bucket(root.parent, "output")
         return
     if wrong := sorted(set(PATTERN_CHARACTERS) & set(str(root))):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from train.config.storage import COMMIT_FILE
-from train.storage.paths import is_remote
+from train.config.storage import COMMIT_FILE, is_address
 
 
 class RunPaths:
@@ -36,11 +35,11 @@ class RunPaths:
         """Lists the steps that have a checkpoint, in order, without opening any."""
         steps = (
             [path.parent for path in self.checkpoints.glob(f"*/{COMMIT_FILE}")]
-            if is_remote(self.root)
+            if is_address(self.root)
             else self.checkpoints.glob("*")
         )
         return sorted(int(path.name) for path in steps if path.name.isdigit())
 
     def has_base(self) -> bool:
         """Whether the weights before RL are saved here, as a whole."""
-        return (self.base / COMMIT_FILE).is_file() if is_remote(self.root) else self.base.is_dir()
+        return (self.base / COMMIT_FILE).is_file() if is_address(self.root) else self.base.is_dir()

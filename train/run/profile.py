@@ -8,8 +8,8 @@ import jax
 
 from train.config.errors import Note, warn
 from train.config.schema import Profile
+from train.config.storage import is_address
 from train.distributed.peers import is_leader
-from train.storage.paths import is_remote
 from train.storage.uploads import Mirror
 
 
@@ -22,7 +22,7 @@ class StepTrace:
     def __init__(self, section: Profile, root: Path, done: int) -> None:
         """Takes the directory of the run, of which `done` steps are over."""
         self._directory = root / "profile"
-        self._mirror = Mirror(self._directory) if is_remote(root) and section.steps is not None else None
+        self._mirror = Mirror(self._directory) if is_address(root) and section.steps is not None else None
         self._first, self._last = section.steps or (0, 0)
         self._active = False
         if section.steps is not None and done >= self._last:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.config.storage import is_address
 from train.distributed.peer_watch import last_progress
 from train.run.glossary import tag_of
-from train.storage.paths import is_remote
 
 PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
 MOST_SECONDS = 60.0
@@ -80,7 +80,7 @@ class WandbTracker:
         # The directory names the run, so that one that is resumed finds it.
         number = text_hash(str(root.absolute())).hexdigest()[:16]
         settings = wandb.Settings(console="off", silent=True)
-        directory = tempfile.gettempdir() if is_remote(root) else root
+        directory = tempfile.gettempdir() if is_address(root) else root
         names: dict[str, Any] = {
             "project": project,
             "name": root.name,

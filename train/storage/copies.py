@@ -16,7 +16,7 @@ from train.config.errors import UserError
 from train.config.installation import user_caches
 from train.config.schema import Config
 from train.config.storage import is_address
-from train.storage.paths import as_path, filesystem, is_remote, store_errors
+from train.storage.paths import as_path, filesystem, store_errors
 
 AT_ONCE = 8
 VARIABLE = "KLJAX_COPIES"
@@ -38,8 +38,8 @@ def local_copy(path: str | os.PathLike[str], field: str) -> Path:
     Raises:
       UserError: naming the field: nothing is there, it cannot be read, or the copy cannot be written.
     """
-    source = as_path(os.fspath(path), field) if is_address(path) else Path(path)
-    if not is_remote(source):
+    source = as_path(path, field)
+    if not is_address(source):
         return source
     try:
         return _copy(source, field)
@@ -104,9 +104,9 @@ def _version(entry: Any) -> Any:
 
 def origin_of(path: str | os.PathLike[str]) -> str:
     """Returns the address that a copy, or a file in it, was made of; of every other path its absolute form."""
-    absolute = Path(path).absolute() if not is_address(path) else None
-    if absolute is None:
+    if is_address(path):
         return os.fspath(path)
+    absolute = Path(path).absolute()
     for parent in (absolute, *absolute.parents):
         if parent in _ADDRESSES:
             inner = absolute.relative_to(parent).as_posix()

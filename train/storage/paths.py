@@ -57,11 +57,6 @@ def stored_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in an object store."""
-    return is_address(os.fspath(path))
-
-
 @contextmanager
 def store_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns every error of a store inside the block into an OSError with the path and a reason in words."""

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.config.errors import warn
-from train.storage.paths import filesystem, is_remote, store_errors
+from train.config.storage import is_address
+from train.storage.paths import filesystem, store_errors
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def whole_file(target: Path) -> Iterator[Path]:
     Raises:
       OSError: it cannot be written or uploaded; `target` is as it was.
     """
-    if not is_remote(target):
+    if not is_address(target):
         partial = target.with_name(f"{target.name}.partial")
         try:
             yield partial

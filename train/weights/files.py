@@ -13,7 +13,8 @@ from typing import Any
 from kljax._files import CONFIG_STARTS, check_outside_of_runs, write_text_atomic
 from kljax.checkpoint import json_digest, text_hash
 from train.config.errors import UserError, warn
-from train.storage.paths import is_remote, probe_store
+from train.config.storage import is_address
+from train.storage.paths import probe_store
 from train.storage.uploads import upload_folder
 
 SEAL = "digest_of_record"
@@ -84,7 +85,7 @@ def check_free(path: Path) -> None:
 
 def usable_directory(path: Path) -> None:
     """Creates a directory if it is missing, and raises OSError if it is not writable."""
-    if is_remote(path):
+    if is_address(path):
         probe_store(path)
         return
     path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def new_directory(path: Path) -> Iterator[Path]:
       FileExistsError: `path` exists and is no empty directory.
     """
     check_free(path)
-    if is_remote(path):
+    if is_address(path):
         with tempfile.TemporaryDirectory(prefix="kljax-") as directory:
             partial = Path(directory) / path.name
             partial.mkdir()

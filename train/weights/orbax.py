@@ -18,9 +18,10 @@ from kljax.checkpoint import first_five, named_leaves, read_metadata, seal, shap
 from kljax.checkpoint._stores import commit_options, is_complete, temporary_path_class
 from train.config.errors import UserError, field_errors
 from train.config.schema import Checkpoint
+from train.config.storage import is_address
 from train.distributed.exchange import on_leader, run_together
 from train.rl.state import TrainState
-from train.storage.paths import is_remote, move_tree, remove_tree
+from train.storage.paths import move_tree, remove_tree
 from train.weights.emergency import EmergencyCheckpoints, abstract
 from train.weights.saved_array import SavedArray
 
@@ -63,7 +64,7 @@ def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None
       content: further JSON values to seal beside the arrays.
     """
     options = {}
-    if is_remote(path):
+    if is_address(path):
         options["temporary_path_class"] = temporary_path_class()
         on_leader("base", lambda: None if is_complete(path) else remove_tree(path))
     with ocp.Checkpointer(ocp.StandardCheckpointHandler(), **options) as checkpointer:
@@ -283,7 +284,7 @@ class RunCheckpoints:
             damaged = self._directory.parent / "damaged"
             damaged.mkdir(exist_ok=True)
             target = damaged / f"{step}-{len(list(damaged.glob('*')))}"
-            move = move_tree if is_remote(damaged) else shutil.move
+            move = move_tree if is_address(damaged) else shutil.move
             move(self._directory / str(step), target)
             return str(target)
 

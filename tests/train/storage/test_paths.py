@@ -8,7 +8,8 @@ import pytest
 
 from tests.stores import FolderStore
 from train.config.errors import UserError
-from train.storage.paths import as_path, check_bucket, create_exclusively, is_remote, move_tree, remove_tree
+from train.config.storage import is_address
+from train.storage.paths import as_path, check_bucket, create_exclusively, move_tree, remove_tree
 from train.storage.uploads import Mirror, upload_folder, whole_file
 from train.weights.files import new_directory
 
@@ -16,7 +17,7 @@ from train.weights.files import new_directory
 def test_local_path_stays_one(tmp_path):
     assert type(as_path("runs")) is type(tmp_path)
     assert as_path(tmp_path) is tmp_path or as_path(tmp_path) == tmp_path
-    assert not is_remote(as_path("runs"))
+    assert not is_address(as_path("runs"))
 
 
 def test_object_is_read_as_written(store):
