@@ -79,24 +79,22 @@ class CacheMask:
 
 
 def cache_mask(
-    token_mask: jax.Array,
-    window: int | None,
-    positions: jax.Array | None = None,
-    key_positions: jax.Array | None = None,
+    token_mask: jax.Array, window: int | None, positions: jax.Array, key_positions: jax.Array | None
 ) -> CacheMask:
     """Builds the mask of one query per row over the columns of a KV cache.
 
     Args:
       token_mask: [B, S] bool, the columns that the query attends to, its own included.
       window: tokens of these that a sliding layer attends to; None: the model has no such layer.
-      positions: [B] int32, positions of the queries; None: each query is the last real token.
-      key_positions: [B, S] int32, positions of the columns; None: columns are in order.
+      positions: [B] int32, positions of the queries; not read without `key_positions`.
+      key_positions: [B, S] int32, positions of the columns; None: columns are in order, and a query is the last token.
     """
     sliding = None
     if window is not None:
-        ranks = token_positions(token_mask) if key_positions is None else key_positions
-        query = ranks[:, -1] if positions is None or key_positions is None else positions
-        sliding = token_mask & (query[:, None] - ranks < window)
+        if key_positions is None:
+            key_positions = token_positions(token_mask)
+            positions = key_positions[:, -1]
+        sliding = token_mask & (positions[:, None] - key_positions < window)
     return CacheMask(token_mask, sliding)
 
 

@@ -145,14 +145,6 @@ class _Tiles(NamedTuple):
         return cls(ends[-1], groups, first_rows[groups] + begins, lefts)
 
 
-def _each_group(group_sizes: jax.Array, add: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
-    """Calls `add(group, first, size, carry)` for every group."""
-    firsts = jnp.cumsum(group_sizes) - group_sizes
-    return lax.fori_loop(
-        0, len(group_sizes), lambda group, carry: add(group, firsts[group], group_sizes[group], carry), carry
-    )
-
-
 def _loop_rows(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Computes the product, or that with the transposed matrices."""
     rows = len(x)
@@ -193,6 +185,7 @@ def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any
     counts = _counts(len(x))
     wide = _wide(dtype)
     largest = counts[-1]
+    firsts = jnp.cumsum(group_sizes) - group_sizes
 
     def product(count: int, start: jax.Array, left: jax.Array) -> jax.Array:
         begin = jnp.minimum(start, rows - count)
@@ -202,7 +195,10 @@ def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any
         left_rows, right_rows = (jnp.where(inside, _rows_at(array, begin, count), 0) for array in (x, g))
         return lax.dot_general(left_rows, right_rows, (((0,), (0,)), ((), ())), preferred_element_type=wide)
 
-    def add_group(group: jax.Array, first: jax.Array, size: jax.Array, dw: jax.Array) -> jax.Array:
+    def add_group(group: jax.Array, dw: jax.Array) -> jax.Array:
+        first = firsts[group]
+        size = group_sizes[group]
+
         def add_tile(index: jax.Array, total: jax.Array) -> jax.Array:
             left = jnp.minimum(size - index * largest, largest)
             return total + _of_size(left, counts, lambda count: product(count, first + index * largest, left))
@@ -212,7 +208,8 @@ def _loop_weights(x: jax.Array, g: jax.Array, group_sizes: jax.Array, dtype: Any
             total = lax.fori_loop(0, -(-size // largest), add_tile, total)
         return lax.dynamic_update_index_in_dim(dw, total.astype(dtype), group, 0)
 
-    return _each_group(group_sizes, add_group, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), dtype))
+    empty = jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), dtype)
+    return lax.fori_loop(0, len(group_sizes), add_group, empty)
 
 
 def _of_size(left: jax.Array, counts: tuple[int, ...], product: Callable[[int], jax.Array]) -> jax.Array:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from kljax._narrow import narrow_on_cpu, read_with
 from train.models.config import DecoderConfig, LoraConfig
@@ -99,10 +98,10 @@ def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: ja
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
 
 
-def kaiming_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
+def kaiming_uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws a matrix [in, rank] from U(-1/sqrt(in), 1/sqrt(in)), as PEFT draws `lora_A` (Kaiming with a = sqrt(5))."""
     bound = shape[-2] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
 
 def add_low_rank(x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:

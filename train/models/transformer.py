@@ -124,10 +124,10 @@ class Transformer(nnx.Module):
         return hidden, routed
 
     def prefill(
-        self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
+        self, tokens: jax.Array, token_mask: jax.Array
     ) -> tuple[jax.Array, tuple[PromptState, ...], Routed | None]:
         """Computes what `routed` does, and between its results what each stack of layers keeps for `decode`."""
-        return self._sequences(tokens, token_mask, positions, keep=True)
+        return self._sequences(tokens, token_mask, None, keep=True)
 
     def decode(
         self,

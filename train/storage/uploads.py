@@ -122,7 +122,7 @@ class Mirror:
                         warn(f"cannot write {error.filename or self._target}: {error.strerror}; tried again")
                     told = True
 
-    def close(self, *, upload: bool = True) -> None:
+    def close(self) -> None:
         """Uploads what has changed, and deletes the local directory.
 
         Raises:
@@ -131,11 +131,8 @@ class Mirror:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if upload:
-            try:
-                self.upload()
-            except OSError as error:
-                raise OSError(
-                    error.errno, f"{error.strerror}; the files are in {self.local}", error.filename
-                ) from error
+        try:
+            self.upload()
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}; the files are in {self.local}", error.filename) from error
         shutil.rmtree(self.local, ignore_errors=True)

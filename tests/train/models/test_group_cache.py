@@ -7,7 +7,7 @@ import pytest
 
 from train.models import KeyValues
 from train.models.attention import AttentionOptions
-from train.models.cache import cache_mask
+from train.models.cache import CacheMask
 
 PROMPTS, GROUP, WIDTH, NEW_TOKENS, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
 ROWS = PROMPTS * GROUP
@@ -45,7 +45,7 @@ def test_group_cache_attention_equals_attention_per_row(softcap, sinks, filled):
     for column in range(filled):
         cache = cache.write(KeyValues(*completions[:, :, column : column + 1]), jnp.int32(WIDTH + column))
     stored = None if sinks is None else jnp.array(sinks)
-    mask, options = cache_mask(jnp.asarray(seen), None), AttentionOptions(softcap=softcap, sinks=stored)
+    mask, options = CacheMask(jnp.asarray(seen)), AttentionOptions(softcap=softcap, sinks=stored)
     actual = jax.jit(lambda c, q: c.attend(q, mask, options))(cache, query[:, None])
     key, value = np.concatenate([np.repeat(prompt, GROUP, axis=1), completions], axis=2)
     expected = softmax_of_seen(query, key, value, seen[:, : WIDTH + filled], softcap=softcap, sinks=sinks)

@@ -13,7 +13,7 @@ from kljax._files import write_text_atomic
 from train.models.decoder import Decoder
 from train.weights.files import new_directory, read_record, write_record
 from train.weights.gguf.config import ROPE_FACTORS, hf_mapping
-from train.weights.gguf.header import MAGIC, GgufTensor, Header, read_header
+from train.weights.gguf.header import MAGIC, GgufTensor, read_header
 from train.weights.gguf.tensors import hf_arrays, match_tensors, read_values
 from train.weights.gguf.tokenizer import Vocabulary, read_vocabulary
 from train.weights.huggingface.config import decoder_config
@@ -152,9 +152,3 @@ def _write_tokenizer(folder: Path, vocabulary: Vocabulary, config: dict[str, Any
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def describe(header: Header) -> str:
-    """Returns the types of the tensors with their numbers, the most frequent first."""
-    kinds = [tensor.kind.name for tensor in header.tensors.values()]
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds), key=kinds.count, reverse=True))
