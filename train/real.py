@@ -11,7 +11,6 @@ into checkpoints/. Held-out success is shown before and after, sampled and greed
 """
 
 import argparse
-import hashlib
 import json
 import pathlib
 import re
@@ -74,13 +73,13 @@ def fetch(checkpoints: pathlib.Path = CHECKPOINTS) -> pathlib.Path:
         with tempfile.TemporaryDirectory(dir=checkpoints) as directory:
             _install(pathlib.Path(directory))
             next(pathlib.Path(directory).glob(f"*/{FILE}")).rename(file)
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    from train.weights.files import file_digest
+    from train.weights.gguf import import_gguf
+
+    digest = file_digest(file)
     if digest != SHA256:
         raise UserError(f"{file}: got the SHA-256 {digest}, expected {SHA256}; remove the file, and start again")
     print(f"importing {file.name} into {folder}", flush=True)
-    from train.weights.gguf import import_gguf
-
     import_gguf(file, folder)
     return folder
 

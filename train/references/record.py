@@ -110,7 +110,7 @@ def record_reference(path: Path, config: Config, fingerprint: np.ndarray | None,
     """
     entries = read_entries(path)
     entry = entry_of(config, fingerprint, step)
-    if is_recorded(path, config):
+    if entries and entries[-1].identity == entry.identity:
         before = entries[-1]
         if before.digest != entry.digest:
             field, value = next((n, v) for n, v in reversed(entry.identity.items()) if n != "moves")

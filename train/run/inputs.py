@@ -1,6 +1,5 @@
 """Files that a run reads besides its config, with their digests, so that `--resume` notices other contents."""
 
-import hashlib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +13,7 @@ from train.data.tokenizers import FOLDER_FILES
 from train.rollouts.recorded.files import list_files
 from train.storage.copies import origin_of, with_local_copies
 from train.storage.paths import as_path
-from train.weights.files import read_record, write_record
+from train.weights.files import file_digest, read_record, write_record
 from train.weights.huggingface.contents import CONFIG
 
 FUNCTION = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
@@ -160,7 +159,6 @@ def _source(text: str) -> Path | None:
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -1,6 +1,7 @@
-"""Atomic writes of directories, and small files that carry a digest of themselves."""
+"""Atomic writes of directories, small files that carry a digest of themselves, and digests of other files."""
 
 import functools
+import hashlib
 import json
 import secrets
 import shutil
@@ -71,6 +72,12 @@ def check_sealed_text(path: Path, hint: str) -> None:
         _warn_without_digest(path)
     elif first != f"{FIRST_LINE}{text_hash(rest).hexdigest()}".encode():
         raise UserError(f"{path} is damaged: it differs from what the run wrote; {hint}")
+
+
+def file_digest(path: Path) -> str:
+    """Computes the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_free(path: Path) -> None:

@@ -20,6 +20,7 @@ from train.config.errors import UserError, field_errors
 from train.config.schema import Checkpoint
 from train.config.storage import is_address
 from train.distributed.exchange import on_leader, run_together
+from train.models.sharding import with_sharding
 from train.rl.state import TrainState
 from train.storage.paths import move_tree, remove_tree
 from train.weights.emergency import EmergencyCheckpoints, abstract
@@ -213,7 +214,7 @@ class RunCheckpoints:
                 self._set_aside(step, error)
         return None
 
-    def restore_batch(self, step: int, sharding: jax.sharding.Sharding) -> Tree | None:
+    def restore_batch(self, step: int, sharding: jax.sharding.NamedSharding) -> Tree | None:
         """Restores the tree of `batch_of` beside the state of a step, all of one sharding; None if there is none.
 
         Raises:
@@ -222,13 +223,8 @@ class RunCheckpoints:
         directory = self._directory / str(step) / BATCH
         if not directory.is_dir():
             return None
-
-        def describe() -> Tree:
-            tree = read_metadata(directory).tree
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
-
         with field_errors("rollout.ahead"):
-            like = run_together("rollout.ahead", describe)
+            like = run_together("rollout.ahead", lambda: with_sharding(read_metadata(directory).tree, sharding))
         return restore_base(directory, like, "rollout.ahead")
 
     def _restore(self, step: int, like: TrainState) -> TrainState:

@@ -1,6 +1,5 @@
 """A GGUF file as a Hugging Face folder: written once, completely or not at all, and read like any other."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from kljax._files import write_text_atomic
 from train.models.decoder import Decoder
-from train.weights.files import new_directory, read_record, write_record
+from train.weights.files import file_digest, new_directory, read_record, write_record
 from train.weights.gguf.config import ROPE_FACTORS, hf_mapping
 from train.weights.gguf.header import MAGIC, GgufTensor, read_header
 from train.weights.gguf.tensors import hf_arrays, match_tensors, read_values
@@ -124,12 +123,6 @@ def imported_folder(file: str | Path) -> Path:
     if read_record(folder / RECORD, hint)["sha256"] != file_digest(Path(file)):
         raise ValueError(f"{folder} was made of another file than {file}; {hint}")
     return folder
-
-
-def file_digest(path: Path) -> str:
-    """Computes the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _token_ids(vocabulary: Vocabulary) -> dict[str, Any]:

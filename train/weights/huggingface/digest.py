@@ -5,6 +5,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from train.weights.files import file_digest
 from train.weights.huggingface.contents import CONFIG, weight_files
 
 
@@ -21,17 +22,16 @@ def folder_digest(folder: str | Path) -> str:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: expected {CONFIG}, but there is none")
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(_cached_digest, [folder / CONFIG, *files]))
+        digests = list(pool.map(_digest, [folder / CONFIG, *files]))
     # File names are not part of the digest: renamed weights are the same weights.
     return "sha256:" + hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _cached_digest(path: Path) -> str:
+def _digest(path: Path) -> str:
     status = path.stat()
-    return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
+    return _cached_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
-def _file_digest(path: Path, size: int, modified: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _cached_digest(path: Path, size: int, modified: int) -> str:
+    return file_digest(path)
