@@ -83,12 +83,7 @@ def read_peft_config(path: str | Path) -> LoraConfig:
       FileNotFoundError: there is no adapter.
       ValueError: the adapter is no plain LoRA or rsLoRA on projections of a decoder; names the field or tensor.
     """
-    raw = read_config(path)
-    with _open_weights(path) as file:
-        modules = {tensor.name.rpartition(".")[0] for tensor in _list_tensors(path, file, raw)}
-    projections = {name for module in modules for name in PARAMETERS.get(module, (module.rpartition(".")[2],))}
-    targets = tuple(name for name in (*PROJECTIONS, ROUTER) if name in projections)
-    return LoraConfig(int(raw["r"]), float(raw["lora_alpha"]), targets, bool(raw.get("use_rslora")))
+    return _lora_of(*_read_folder(path))
 
 
 def check_adapter(path: str | Path, model: Decoder) -> None:
@@ -98,15 +93,7 @@ def check_adapter(path: str | Path, model: Decoder) -> None:
       FileNotFoundError: there is no adapter.
       ValueError: the folder differs from the model or its lora section; names each difference.
     """
-    if model.config.lora is None:
-        raise ValueError("lora: got null, expected a lora section for the adapter; set lora.rank")
-    _check_lora(path, model.config.lora)
-    raw = read_config(path)
-    with _open_weights(path) as file:
-        stored = _list_tensors(path, file, raw)
-    problems = [*_mismatches(stored, raw, model), *_missing_matrices(stored, raw, model)]
-    if problems:
-        raise ValueError(f"adapter {path} does not fit the model: {first_five(problems)}")
+    _read_fitting(path, model)
 
 
 def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinite: bool = False) -> Tree:
@@ -128,11 +115,10 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
       FileNotFoundError: as `check_adapter`.
       ValueError: as `check_adapter`, before any tensor is read; or a value is not finite.
     """
-    check_adapter(path, model)
+    raw, stored = _read_fitting(path, model)
     on_leader("adapter", lambda: check_tensors(path))
-    raw = read_config(path)
+    keys = {(tensor.layer, tensor.name): tensor.key for tensor in stored}
     with _open_weights(path) as file:
-        keys = {(tensor.layer, tensor.name): tensor.key for tensor in _list_tensors(path, file, raw)}
 
         def load(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.zeros(leaf.shape, leaf.dtype)
@@ -257,9 +243,35 @@ def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
     }
 
 
-def _check_lora(path: str | Path, lora: LoraConfig) -> None:
+def _read_folder(path: str | Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Reads the config of a folder, and lists its tensors, as `read_peft_config` does."""
+    raw = read_config(path)
+    with _open_weights(path) as file:
+        return raw, _list_tensors(path, file, raw)
+
+
+def _lora_of(raw: Mapping[str, Any], stored: list[StoredTensor]) -> LoraConfig:
+    """Returns the lora section of a folder; targets are the projections with a matrix in some layer."""
+    modules = {tensor.name.rpartition(".")[0] for tensor in stored}
+    projections = {name for module in modules for name in PARAMETERS.get(module, (module.rpartition(".")[2],))}
+    targets = tuple(name for name in (*PROJECTIONS, ROUTER) if name in projections)
+    return LoraConfig(int(raw["r"]), float(raw["lora_alpha"]), targets, bool(raw.get("use_rslora")))
+
+
+def _read_fitting(path: str | Path, model: Decoder) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Reads the config and the tensors of a folder as `_read_folder` does, and checks them as `check_adapter` does."""
+    if model.config.lora is None:
+        raise ValueError("lora: got null, expected a lora section for the adapter; set lora.rank")
+    raw, stored = _read_folder(path)
+    _check_lora(path, _lora_of(raw, stored), model.config.lora)
+    problems = [*_mismatches(stored, raw, model), *_missing_matrices(stored, raw, model)]
+    if problems:
+        raise ValueError(f"adapter {path} does not fit the model: {first_five(problems)}")
+    return raw, stored
+
+
+def _check_lora(path: str | Path, saved: LoraConfig, lora: LoraConfig) -> None:
     """Raises ValueError naming each difference between a folder and the lora section of the model."""
-    saved = read_peft_config(path)
     problems = [
         f"{peft_field}: got {got!r}, but lora.{field} of the config is {want!r}"
         for peft_field, field, got, want in (
