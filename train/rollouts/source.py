@@ -130,7 +130,7 @@ class Completions:
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       episode_rows: [B] int32, of the rows that this process holds, the row of the episode that a row belongs to: its
         own, or an earlier one that it forked from; -1 for rows without an episode that counts, which have no sampled
-        token. None: each row is an episode.
+        token. None: each row is an episode, as in samples of some rows alone.
       failures: [B] the failure of the episode that each row stands for, or None; None: no row has one.
       sampled: [B] the turns of each row that this process holds, as they were sampled, which the batch is checked
         against; None, of all or of a row: no check.
