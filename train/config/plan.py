@@ -31,13 +31,8 @@ LOSS_ARRAYS: Mapping[str, str] = {
     "teacher_log_probs": "ref_log_probs",
 }
 """The arrays that a policy loss can name, and the field of the batch that each comes from."""
-CORRECTION_ARRAYS: Mapping[str, str] = {
-    "log_probs": "old_log_probs",
-    "sampling_log_probs": "rollout_log_probs",
-    "mask": COMPUTED,
-    "advantages": COMPUTED,
-}
-"""The arrays that a correction can name, and the field of the batch that each comes from."""
+CORRECTION_ARRAYS = ("log_probs", "sampling_log_probs", "mask", "advantages", "lags")
+"""The arrays that a correction can name."""
 ADVANTAGE_ARRAYS: Mapping[str, str] = {
     "mask": COMPUTED,
     "rewards": "rewards",

@@ -11,6 +11,8 @@ from train.config.load import apply_overrides, dump_yaml, parse
 from train.config.plan import Plan
 from train.config.signatures import read_signature
 from train.config.yaml_text import parse_yaml
+from train.rollouts.lag import reads_lags
+from train.run.user_functions import check_user_functions
 
 OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"
 AHEAD = "rollout.ahead=1"
@@ -194,3 +196,14 @@ def test_a_function_of_the_user(tmp_path) -> None:
     assert (
         line.endswith("has no argument 'of', expected some of by; did you mean 'by'?") or "expected some of by" in line
     )
+
+
+def test_correction_of_the_user_reads_lags(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text('def fresh(lags, *, most: int):\n    """Mine."""\n    return lags <= most\n')
+    options = f"correction=[{{type: '{path}:fresh', most: 2}}]", "rollout.policy_lag=1"
+    plan = Plan.of(build(*options)[0])
+    assert reads_lags(plan)
+    check_user_functions(plan)
+    (line,) = problems(FILE, options[0])
+    assert line.startswith("correction[0]: got custom, which reads the lag of each token, but shuffled rows")

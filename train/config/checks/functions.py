@@ -14,7 +14,7 @@ def function_problems(
     arguments: Mapping[str, object],
     field: str,
     arguments_field: str,
-    arrays: Mapping[str, str] | None = None,
+    arrays: Collection[str] | None = None,
     *,
     supplied: Collection[str] = SET_BY_TRAINER,
     coroutines: bool = False,
@@ -30,7 +30,7 @@ def function_problems(
       supplied: names of other arguments that the trainer passes.
       coroutines: whether it may be defined by `async def`.
     """
-    available = arrays or {}
+    available = arrays or ()
     try:
         signature = read_signature(target, coroutines=coroutines)
     except LookupError as error:

@@ -1,6 +1,6 @@
 """Advantages and the loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from train.config.algorithms import Algorithm, UserFunction
 from train.config.checks.functions import function_problems
@@ -18,7 +18,7 @@ from train.config.schema import Config
 
 def user_functions(config: Config) -> Iterator[Problem]:
     """Checks the functions of the user from their source: that they exist, their arrays and their arguments."""
-    chosen: list[tuple[str, Algorithm, Mapping[str, str]]] = [
+    chosen: list[tuple[str, Algorithm, Collection[str]]] = [
         ("loss", config.loss, LOSS_ARRAYS),
         ("advantage", config.advantage, ADVANTAGE_ARRAYS),
         *((f"correction[{number}]", entry, CORRECTION_ARRAYS) for number, entry in enumerate(config.correction)),
