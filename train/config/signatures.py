@@ -279,7 +279,7 @@ def _find(module: Module, name: str) -> tuple[Module, ast.AST]:
 
 @cache
 def _module(name: str) -> Module:
-    path = Path(name) if name.endswith(".py") else _source_of(name)
+    path = Path(name) if name.endswith(".py") else source_of(name)
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -297,7 +297,7 @@ def _module(name: str) -> Module:
     return Module(name, path, definitions)
 
 
-def _source_of(name: str) -> Path:
+def source_of(name: str) -> Path:
     """Finds the file of a module without importing it or the packages around it."""
     root, *inner = name.split(".")
     try:

@@ -1,6 +1,5 @@
 """Files that a run reads besides its config, with their digests, so that `--resume` notices other contents."""
 
-import importlib.util
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from train.config.data import HUB
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.config.signatures import source_of
 from train.data.tokenizers import FOLDER_FILES
 from train.rollouts.recorded.files import list_files
 from train.storage.copies import origin_of, with_local_copies
@@ -148,13 +148,11 @@ def _source(text: str) -> Path | None:
     if match is None or match["source"].partition(".")[0] in OF_THE_TRAINER:
         return None
     source = match["source"]
-    if source.endswith(".py"):
-        return Path(source) if _is_file(source) else None
     try:
-        spec = importlib.util.find_spec(source)
-    except (ImportError, ValueError):
+        path = Path(source) if source.endswith(".py") else source_of(source)
+    except LookupError:
         return None
-    return None if spec is None or spec.origin is None or not _is_file(spec.origin) else Path(spec.origin)
+    return path if _is_file(str(path)) else None
 
 
 def _digest(path: Path) -> str:

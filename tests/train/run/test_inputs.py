@@ -241,3 +241,14 @@ def test_dataset_of_the_hub_has_no_file(config):
     data = config.data.model_copy(update={"train": "datasets:openai/gsm8k:main:train"})
     digests = input_digests(config.model_copy(update={"data": data}))
     assert set(digests) == {"data.eval", "data.reward", "loss.type"}
+
+
+def test_reward_of_a_package_is_found_without_importing_it(config, tmp_path, monkeypatch):
+    package = tmp_path / "failing_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    shutil.copy(tmp_path / "rate.py", package / "rewards.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = config.data.model_copy(update={"reward": "failing_package.rewards:rate"})
+    digests = input_digests(config.model_copy(update={"data": data}))
+    assert list(digests["data.reward"]) == [str(package / "rewards.py")]
