@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from train.config.kl import AdvantageKL, LossKL, RewardKL
+from train.config.kl import KLTerm, LossKL, RewardKL
 from train.config.load import LoadedConfig
 from train.config.loss import Advantage, Loss
 from train.config.messages import show
@@ -54,8 +54,8 @@ def explain(loaded: LoadedConfig) -> str:
     lines += _fields(loaded, "loss", config.loss, [*used, "empty_rows"])
     if config.loss.entropy_aggregation is not None:
         lines += ["", f"entropy bonus, reduced by itself: {REDUCTIONS[config.loss.entropy_aggregation]}"]
-    for name in ("reward", "loss", "advantage"):
-        lines += _kl(loaded, name, getattr(config.kl, name))
+    for name, term in config.kl.terms().items():
+        lines += _kl(loaded, name, term)
     if config.kl.rollout.coef > 0:
         lines += ["", f"KL to the sampler, in the loss: + coef * {ESTIMATORS[config.kl.rollout.estimator]}"]
         lines += _fields(loaded, "kl.rollout", config.kl.rollout, type(config.kl.rollout).model_fields)
@@ -72,7 +72,7 @@ def explain(loaded: LoadedConfig) -> str:
     return "\n".join(lines)
 
 
-def _kl(loaded: LoadedConfig, name: str, term: RewardKL | LossKL | AdvantageKL) -> Iterator[str]:
+def _kl(loaded: LoadedConfig, name: str, term: KLTerm) -> Iterator[str]:
     """Yields the lines of a placement; one line if it is off."""
     noun = {"reward": "reward", "loss": "loss", "advantage": "advantages"}[name]
     yield ""

@@ -116,6 +116,10 @@ class AdvantageKL(Section):
     """Controller of the coefficient."""
 
 
+KLTerm = RewardKL | LossKL | AdvantageKL
+"""A placement of the KL to the reference."""
+
+
 class RolloutKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the KL between the trainer's and the sampler's log-probs."""
@@ -138,3 +142,7 @@ class KL(Section):
     """KL to the reference, as a centred adjustment of the advantages."""
     rollout: RolloutKL = RolloutKL()
     """KL between the trainer and the sampler, as a term of the loss."""
+
+    def terms(self) -> dict[str, KLTerm]:
+        """Returns the placements of the KL to the reference by name."""
+        return {"reward": self.reward, "loss": self.loss, "advantage": self.advantage}

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSS_FUNCTIONS, LOSSES, Algorithm, Scope, UserFunction
-from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
+from train.config.kl import DEFAULT_CONTROLLER, KLTerm
 from train.config.loss import DEFAULT_ENTROPY_CONTROLLER, NoLoss
 from train.config.schema import Config
 from train.config.signatures import Parameter, Signature, read_signature
@@ -283,7 +283,7 @@ def divides_by_length(config: Config) -> bool:
     return "seq_mean_token_sum_norm" in (config.loss.aggregation, *own)
 
 
-def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
+def is_on(term: KLTerm) -> bool:
     """Whether a term of the KL is part of the objective: its coefficient is above 0, or can come there."""
     return term.coef > 0 or term.controller.type in FROM_ZERO
 
@@ -292,11 +292,7 @@ def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
 def _plan(config: Config) -> Plan:
     loss = loss_signature(config)
     advantage = advantage_signature(config) if loss is not None and "advantages" in loss else None
-    terms: dict[str, RewardKL | LossKL | AdvantageKL] = {
-        "reward": config.kl.reward,
-        "loss": config.kl.loss,
-        "advantage": config.kl.advantage,
-    }
+    terms = config.kl.terms()
     on = {name: term.estimator for name, term in terms.items() if is_on(term)}
     read = set(arrays_of(loss, LOSS_ARRAYS).values()) if loss is not None else set()
     fields = {LOSS_ARRAYS[name] for name in read}

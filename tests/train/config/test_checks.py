@@ -314,6 +314,39 @@ def test_warns_of_a_loss_training_nothing():
     assert warning.startswith("kl.loss.gradient: none")
 
 
+FROM_ZERO = "controller: {type: pi, target: 0.1, kp: 0.1, ki: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (
+            (f"kl.loss={{estimator: k1, gradient: value, {FROM_ZERO}}}",),
+            "kl.loss.estimator: got k1 with kl.loss.gradient value",
+        ),
+        (
+            ("loss=none", f"kl={{loss: {{coef: 1}}, reward: {{{FROM_ZERO}}}}}"),
+            "kl.reward.controller: got pi, which enters the loss by way of the advantages, but loss.type none",
+        ),
+    ],
+)
+def test_term_from_zero_is_refused_as_another(overrides, start):
+    (problem,) = problems(*overrides)
+    assert problem.startswith(start)
+
+
+def test_term_from_zero_is_trained_on():
+    build("loss=none", f"kl.loss={{{FROM_ZERO}}}")
+    build("loss={type: gpg, old_log_probs: sampler}", f"kl.loss={{importance_corrected: true, {FROM_ZERO}}}")
+
+
+def test_warns_of_a_term_from_zero():
+    _, (warning,) = build(f"kl.reward={{estimator: none, {FROM_ZERO}}}")
+    assert warning == "kl.reward.estimator: none makes this term 0 although kl.reward.controller is pi"
+    _, (warning,) = build(f"kl.loss={{gradient: none, {FROM_ZERO}}}")
+    assert warning.startswith("kl.loss.gradient: none")
+
+
 @pytest.mark.parametrize(
     ("override", "needed"),
     [

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, report, rollout
 from train.config.checks.problem import Problem
-from train.config.plan import Plan
+from train.config.plan import Plan, is_on
 from train.config.schema import Config
 
 CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -43,16 +43,11 @@ def cross_field_problems(config: Config) -> list[Problem]:
 
 def cross_field_warnings(config: Config) -> list[str]:
     """Lists combinations that run but are probably a mistake."""
-    kl = config.kl
-    terms = (
-        ("kl.reward", kl.reward.coef, kl.reward.estimator),
-        ("kl.loss", kl.loss.coef, kl.loss.estimator),
-        ("kl.advantage", kl.advantage.coef, kl.advantage.estimator),
-    )
     warnings = [
-        f"{path}.estimator: none makes this term 0 although {path}.coef is {coef}"
-        for path, coef, estimator in terms
-        if coef > 0 and estimator == "none"
+        f"kl.{name}.estimator: none makes this term 0 although kl.{name}."
+        + (f"coef is {term.coef}" if term.coef > 0 else f"controller is {term.controller.type}")
+        for name, term in config.kl.terms().items()
+        if is_on(term) and term.estimator == "none"
     ]
     plan = Plan.of(config)
     if plan.exact_reward and not plan.exact_loss:
@@ -60,6 +55,6 @@ def cross_field_warnings(config: Config) -> list[str]:
             "kl.reward.estimator: exact charges a token for the KL at later prefixes alone: that at its own does not "
             "depend on the token; kl.loss.estimator=exact with the same coefficient adds it"
         )
-    if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
+    if is_on(config.kl.loss) and config.kl.loss.gradient == "none":
         warnings.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
     return [*warnings, *data.warnings(config), *correction.warnings(config)]

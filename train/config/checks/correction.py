@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from train.config.checks.problem import Problem, problem
-from train.config.plan import Plan
+from train.config.plan import Plan, is_on
 from train.config.schema import Config
 
 BOUNDS = (("lower", "upper"), ("min_ratio", "max_ratio"))
@@ -99,7 +99,7 @@ def _unused(config: Config) -> Iterator[Problem]:
     if loss.rejected_tokens != "drop" and not config.correction:
         text = "got count, but correction is empty, so nothing is rejected; leave it at drop"
         yield problem(text, "loss.rejected_tokens", "correction")
-    corrected_kl = config.kl.loss.coef > 0 and config.kl.loss.importance_corrected
+    corrected_kl = is_on(config.kl.loss) and config.kl.loss.importance_corrected
     if loss.old_log_probs == "sampler" and not (plan.loss and "old_log_probs" in plan.loss) and not corrected_kl:
         text = f"got sampler, but loss.type {loss.type} has no ratio to an old policy; leave it at trainer"
         yield problem(text, "loss.old_log_probs", "loss.type")

@@ -10,7 +10,7 @@ from train.config.schema import Config
 
 def _kl_loss(config: Config) -> Iterator[Problem]:
     loss = config.kl.loss
-    if loss.coef > 0 and loss.estimator == "k1" and loss.gradient == "value" and not loss.importance_corrected:
+    if is_on(loss) and loss.estimator == "k1" and loss.gradient == "value" and not loss.importance_corrected:
         yield problem(
             "got k1 with kl.loss.gradient value, which trains on noise: the gradient of log pi - log ref is that of "
             "log pi, and E[grad log pi] = 0 on samples of pi. Set kl.loss.gradient=k2 (the gradient of "
@@ -90,8 +90,7 @@ def _own_reduction(config: Config) -> Iterator[Problem]:
 
 
 def _controller(config: Config) -> Iterator[Problem]:
-    for name in ("reward", "loss", "advantage"):
-        term = getattr(config.kl, name)
+    for name, term in config.kl.terms().items():
         if term.coef == 0 and term.controller.type != DEFAULT_CONTROLLER.type and not is_on(term):
             yield problem(
                 f"got 0 with the {term.controller.type} controller, which multiplies it and so never moves it; "
@@ -102,16 +101,15 @@ def _controller(config: Config) -> Iterator[Problem]:
 
 
 def _controller_gains(config: Config) -> Iterator[Problem]:
-    for name in ("reward", "loss", "advantage"):
-        controller = getattr(config.kl, name).controller
-        if controller.type == "pi" and controller.kp == 0 and controller.ki == 0:
+    for name, term in config.kl.terms().items():
+        gains = term.controller.options()
+        if term.controller.type == "pi" and gains["kp"] == gains["ki"] == 0:
             field = f"kl.{name}.controller"
             yield problem("got kp 0 and ki 0, with which the coefficient never moves; set one of them > 0", field)
 
 
 def _controller_bounds(config: Config) -> Iterator[Problem]:
-    for name in ("reward", "loss", "advantage"):
-        term = getattr(config.kl, name)
+    for name, term in config.kl.terms().items():
         lowest = getattr(term.controller, "min_coef", 0.0)
         highest = getattr(term.controller, "max_coef", None)
         if not lowest <= term.coef <= (term.coef if highest is None else highest):

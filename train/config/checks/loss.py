@@ -12,6 +12,7 @@ from train.config.plan import (
     Plan,
     advantage_signature,
     divides_by_length,
+    is_on,
 )
 from train.config.schema import Config
 
@@ -68,7 +69,7 @@ def _no_advantages(config: Config) -> Iterator[Problem]:
     chosen = config.loss.type
     if plan.advantage is not None:
         return
-    if plan.loss is None and not (kl.loss.coef or kl.rollout.coef or config.loss.has_entropy_term()):
+    if plan.loss is None and not (is_on(kl.loss) or kl.rollout.coef or config.loss.has_entropy_term()):
         yield problem(
             "got none, so that nothing is trained on; expected a policy loss, or a term of the loss such as "
             "kl.loss.coef=1 (distillation: with kl.loss.estimator=exact)",
@@ -77,12 +78,16 @@ def _no_advantages(config: Config) -> Iterator[Problem]:
             "kl.rollout.coef",
             "loss.entropy_coef",
         )
-    for name, coef in (("reward", kl.reward.coef), ("advantage", kl.advantage.coef)):
-        if coef > 0:
+    for name in ("reward", "advantage"):
+        term = kl.terms()[name]
+        if is_on(term):
+            field, got, off = (
+                ("coef", term.coef, "0") if term.coef > 0 else ("controller", term.controller.type, "fixed")
+            )
             yield problem(
-                f"got {coef}, which enters the loss by way of the advantages, but loss.type {chosen} uses none; "
-                "expected 0, or kl.loss.coef",
-                f"kl.{name}.coef",
+                f"got {got}, which enters the loss by way of the advantages, but loss.type {chosen} uses none; "
+                f"expected {off}, or kl.loss.{field}",
+                f"kl.{name}.{field}",
                 "loss.type",
             )
     if "values" in advantage_signature(config):
