@@ -196,7 +196,7 @@ class StepGuard:
         step = int(state.step)
         actions = int(state.guard.actions)
         reason = f"step {step}: {reason}"
-        if guard.action == "stop" or actions == guard.max_actions:
+        if guard.action == "stop" or actions >= guard.max_actions:
             often = "" if guard.action == "stop" else f", {actions + 1} times so far (guard.max_actions)"
             self.wait()
             raise GuardError(f"{reason}{often}; step {step} is not saved{self._last_checkpoint()}")

@@ -212,6 +212,13 @@ def test_rollback_restores_weights_and_continues_the_prompts(watch_of, capsys):
         watch.check(back, VALUES)
 
 
+def test_lower_max_actions_of_a_resumed_run_stops_it(watch_of):
+    watch, state = watch_of(MONITOR, "guard={max_kl: 0.1, action: lower_learning_rate, max_actions: 1}")
+    state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, actions=np.int32(2)))
+    with pytest.raises(GuardError, match=r"3 times so far \(guard\.max_actions\)"):
+        watch.check(at(state, 4), VALUES)
+
+
 def test_the_learning_rate_is_lowered_in_the_state(watch_of):
     watch, state = watch_of(MONITOR, "guard={max_kl: 0.1, action: lower_learning_rate, learning_rate_factor: 0.25}")
     lower = watch.check(watch.check(at(state, 4), VALUES), VALUES)
