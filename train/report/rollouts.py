@@ -159,17 +159,17 @@ def _sample(files: Sequence[Path], read: Callable[[Path], list[RecordedRollout]]
     notes = []
     damaged = []
     left_out = 0
-    every = 1
+    every = None
     for number, path in enumerate(files):
         last = number == len(files) - 1
-        if number % every and not last:
+        if every is not None and number % every and not last:
             left_out += 1
             continue
         try:
             rollouts += read(path)
         except _Damaged as error:
             damaged.append(f"{path.name} ({error})")
-        if number == 0 and rollouts:
+        if every is None and rollouts:
             every = max(1, -(-len(files) * len(rollouts) // limit))
     if damaged:
         notes.append(f"{len(damaged)} of {len(files)} files of rollouts cannot be read, such as {damaged[0]}")

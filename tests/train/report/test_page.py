@@ -15,7 +15,7 @@ from tests.train.report.conftest import ROLLOUTS, TOKENS
 from train.report.__main__ import main
 from train.report.page import PARTS, SCRIPTS
 from train.report.quantities import QUANTITIES, color_limit, histogram
-from train.report.rollouts import read_parquet
+from train.report.rollouts import read_parquet, read_prime_rl
 from train.report.runs import config_difference, read_run
 
 
@@ -138,6 +138,15 @@ def test_token_export_of_prime_rl_is_read(tmp_path):
     np.testing.assert_array_equal(rollout.columns["is_masked"], [0, 1])
     np.testing.assert_array_equal(rollout.columns["entropy"], np.array([0.75, np.nan], np.float32))
     assert run.metrics["train"]["entropy"] == [(3, 0.75), (12, 0.75)]
+
+
+def test_limit_holds_when_the_first_files_give_no_rollouts(tmp_path):
+    for step in range(8):
+        text = "damaged\n" if step == 0 else "" if step == 1 else json.dumps(EXPORT | {"export_step": step}) + "\n"
+        (tmp_path / f"step_{step}.jsonl").write_text(text)
+    sample = read_prime_rl(tmp_path, 2)
+    assert [rollout.step for rollout in sample.rollouts] == [2, 4, 7]
+    assert len(sample.notes) == 2
 
 
 def test_token_export_of_another_schema_is_refused(tmp_path, capsys):
