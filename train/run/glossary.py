@@ -1,5 +1,6 @@
 """The metrics of a run, from `metrics.yaml`, and the lookup by the names that are logged."""
 
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ GLOSSARY = tuple(
 )
 
 
+@functools.cache  # the step loop asks for every metric of every step
 def metric_of(name: str) -> MetricEntry | None:
     """Returns the entry of a logged name; None for a reward of a task."""
     return next((metric for metric in GLOSSARY if metric.matches(name)), None)

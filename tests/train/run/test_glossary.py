@@ -21,6 +21,12 @@ def test_numbered_metrics_have_their_entry():
     assert glossary.metric_of("kl_reference_maximum") is None
 
 
+def test_name_is_matched_once(monkeypatch):
+    entry = glossary.metric_of("grad_norm")
+    monkeypatch.setattr(glossary, "GLOSSARY", ())
+    assert glossary.metric_of("grad_norm") is entry
+
+
 @pytest.mark.parametrize("metric", glossary.GLOSSARY, ids=lambda metric: metric.name)
 def test_glossary_names_fields_and_metrics(metric):
     """Code in a text is a metric, or a field, which may have its value beside it."""
