@@ -74,6 +74,9 @@ class RolloutFiles:
         self._pending = self._writer.submit(self._write, step, write)
 
     def _write(self, step: int, write: Callable[[Path], int]) -> None:
+        # The write of the step before may have made recording rarer since `wants` was asked.
+        if step % self._every:
+            return
         self._sizes[step] = write(self.path(step))
         while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
             self._every *= 2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import threading
 from pathlib import Path
 
 import jax
@@ -114,6 +115,24 @@ def test_resumed_recording_ends_as_one_without_a_pause(tmp_path):
     (tmp_path / "paused" / "00000031.parquet.partial").touch()
     assert written(tmp_path / "paused", range(21, 41), limit=95, done=20) == straight
     assert not list((tmp_path / "paused").glob("*.partial"))
+
+
+def test_step_after_a_slow_write_keeps_the_files_even(tmp_path):
+    files = RolloutFiles(tmp_path, max_bytes=35, done=0)
+    asked = threading.Event()
+
+    def fill_slowly(path: Path) -> int:
+        assert asked.wait(10)
+        return fill(path, 10)
+
+    for step in range(1, 5):
+        files.wait()
+        files.write(step, fill_slowly if step == 4 else lambda path: fill(path, 10))
+    assert files.wants(5)
+    asked.set()
+    files.write(5, lambda path: fill(path, 10))
+    files.close()
+    assert recorded_steps(tmp_path) == [2, 4]
 
 
 def test_full_disk_ends_the_recording_with_a_warning(tmp_path, capsys):
