@@ -99,7 +99,7 @@ def show(options: argparse.Namespace) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def tell(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
     if options.search:
         pairs = best(loaded.source, options.overrides, topology, most=options.candidates, effort=effort, tell=tell)
@@ -124,16 +124,15 @@ def show(options: argparse.Namespace) -> int:
 def print_report(console: "Console", hardware: "HardwareReport", *, brief: bool = False) -> None:
     """Prints the answer and the tables of a report; `brief` leaves out exchanges and buffers."""
     from rich.table import Table
-    from rich.text import Text
 
     from train.plan.report import summary, tables
 
     for line in summary(hardware):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for title, header, rows in tables(hardware)[: 2 if brief else None]:
-        table = Table(*header, title=Text(title), title_justify="left")
+        table = Table(*header, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         console.print(table)
 
 

@@ -16,7 +16,6 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from train.config.accelerator import idle_accelerator
 from train.config.errors import warn
@@ -47,6 +46,9 @@ class Start(NamedTuple):
         return self.bar(label, total, done)
 
 
+# Names of rewards and paths stand as they are, also with brackets or colons.
+PLAIN: Mapping[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+
 # metric, name in the table, format
 ROWS = (
     ("accuracy", "held-out accuracy, sampled (%)", ".1f"),
@@ -64,9 +66,9 @@ def print_devices(console: Console, xla_flags: XlaFlags) -> None:
     """
     kinds = Counter(device.device_kind for device in jax.devices())
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    console.print(f"devices: {listed}; JAX {jax.__version__}", markup=False, highlight=False)
+    console.print(f"devices: {listed}; JAX {jax.__version__}")
     if (line := flags_line(xla_flags)) is not None:
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
     if jax.default_backend() == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         warning = idle_accelerator()
         if warning is not None:
@@ -78,12 +80,12 @@ def default_console() -> Console:
 
     Of several processes, the leader alone prints.
     """
-    quiet = not is_leader()
-    return Console(quiet=quiet) if sys.stdout.isatty() else Console(force_terminal=False, soft_wrap=True, quiet=quiet)
+    piped: dict[str, Any] = {} if sys.stdout.isatty() else {"force_terminal": False, "soft_wrap": True}
+    return Console(**PLAIN, **piped, quiet=not is_leader())
 
 
 def _print_line(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(text, soft_wrap=True)
     # A log that is read through a pipe must not lag by a buffer.
     console.file.flush()
 
@@ -191,9 +193,7 @@ def print_next_commands(console: Console, root: Path, *, evaluates: bool = True)
     }
     width = max(map(len, commands))
     lines = [f"  {command:{width}}  # {purpose}" for command, purpose in commands.items()]
-    console.print(
-        "\n".join([f"done: {root}, with curves.png", "next:", *lines]), markup=False, highlight=False, soft_wrap=True
-    )
+    console.print("\n".join([f"done: {root}, with curves.png", "next:", *lines]), soft_wrap=True)
 
 
 def print_evaluation(console: Console, title: str, results: Mapping[str, Any], temperature: float) -> None:
@@ -205,7 +205,7 @@ def print_evaluation(console: Console, title: str, results: Mapping[str, Any], t
       results: `sampled` and `greedy`, each a mapping from names to numbers.
       temperature: the sampling temperature.
     """
-    table = Table("", f"temperature {temperature:g}", "greedy", title=Text(title), title_justify="left")
+    table = Table("", f"temperature {temperature:g}", "greedy", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     names = sorted(results["sampled"], key=lambda name: (name != "accuracy", name))

@@ -92,7 +92,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
     config = loaded.config
     print_devices(console, config.xla_flags)
     agree("compile_cache", config.compile_cache)
-    console.print(start_compile_cache(config.compile_cache), markup=False, highlight=False)
+    console.print(start_compile_cache(config.compile_cache))
     config = with_local_model(config)
     # The run records the addresses; what is read from stores is read from copies.
     copied = run_together("copies", lambda: with_local_copies(config))
@@ -105,11 +105,11 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         config, copied = with_remat(config, remat), with_remat(copied, remat)
     context = make_context(copied)
     if context.remat is not None and context.remat.peaks:
-        console.print(context.remat.line, markup=False, highlight=False)
+        console.print(context.remat.line)
     if context.remat is not None:
         config = with_remat(config, context.remat.remat)
     if context.config.mesh != config.mesh:
-        console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}", markup=False, highlight=False)
+        console.print(f"mesh: {describe_mesh(context.config.mesh.axes())}")
     stream, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
@@ -124,9 +124,9 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         progress(console) as bars,
     ):
         shown = as_path(config.output) / directory.root.name
-        console.print(f"run directory: {shown}", markup=False, highlight=False)
+        console.print(f"run directory: {shown}")
         if context.held_out or config.rollout.source.type != "file":
-            console.print(context.layout.line, markup=False, highlight=False)
+            console.print(context.layout.line)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:
@@ -159,7 +159,7 @@ def run(loaded: LoadedConfig, *, resume: bool | None = False) -> int:
         write_text_atomic(directory.summary, summary_text(summary))
     print_comparison(console, before, after)
     if skipped:
-        console.print(f"{skipped} updates were skipped", markup=False, highlight=False)
+        console.print(f"{skipped} updates were skipped")
     print_next_commands(console, shown, evaluates=bool(context.held_out))
     return 0
 

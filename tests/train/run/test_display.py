@@ -13,11 +13,18 @@ ESCAPE = "\x1b"
 
 
 def piped():
-    return Console(file=io.StringIO(), force_terminal=False, width=80)
+    return Console(**display.PLAIN, file=io.StringIO(), force_terminal=False, width=80)
 
 
 def terminal():
-    return Console(file=io.StringIO(), force_terminal=True, width=80, legacy_windows=False, _environ={"TERM": "xterm"})
+    return Console(
+        **display.PLAIN,
+        file=io.StringIO(),
+        force_terminal=True,
+        width=80,
+        legacy_windows=False,
+        _environ={"TERM": "xterm"},
+    )
 
 
 def output(console):
@@ -76,7 +83,7 @@ def test_an_error_inside_progress_is_not_swallowed():
 def test_default_console_writes_no_control_codes_into_pipes(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = display.default_console()
-    console.print("[bold]done[/bold]")
+    console.print("done")
     with display.progress(console, every=1) as start:
         start("train", 1, 0)("")
     assert capsys.readouterr().out == "done\ntrain 1/1\n"
@@ -139,10 +146,17 @@ def test_terminal_progress_shows_a_phase_while_it_runs():
 
 def test_finished_run_names_directory_and_three_commands(tmp_path):
     stream = io.StringIO()
-    display.print_next_commands(Console(file=stream, width=40), tmp_path / "first")
+    display.print_next_commands(Console(**display.PLAIN, file=stream, width=40), tmp_path / "first")
     lines = stream.getvalue().splitlines()
     assert lines[0] == f"done: {tmp_path / 'first'}, with curves.png"
     assert [line.split()[:4] for line in lines[2:]] == [
         [python_command(), "-m", f"train.{name}", str(tmp_path / "first")] for name in ("report", "eval", "export")
     ]
     assert len({line.index("  # ") for line in lines[2:]}) == 1
+
+
+def test_table_of_an_evaluation_shows_names_with_brackets(capsys):
+    display.print_evaluation(display.default_console(), "run [a]", {"sampled": {"judge[v2] :x:": 1.0}, "greedy": {}}, 1)
+    text = capsys.readouterr().out
+    assert "run [a]" in text
+    assert "judge[v2] :x:" in text
