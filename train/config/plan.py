@@ -13,7 +13,7 @@ from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSS_FUNCTIONS, LOS
 from train.config.kl import DEFAULT_CONTROLLER, KLTerm
 from train.config.loss import DEFAULT_ENTROPY_CONTROLLER, NoLoss
 from train.config.schema import Config
-from train.config.signatures import Parameter, Signature, read_signature
+from train.config.signatures import Parameter, Signature, forget_signatures, read_signature
 
 COMPUTED = ""
 """Stands for an array that is computed where it is read, from fields that every batch has."""
@@ -269,6 +269,12 @@ def correction_signatures(config: Config) -> tuple[Signature, ...]:
 
 def _signature(section: Algorithm, table: Mapping[str, str]) -> Signature:
     return read_signature(section.function if isinstance(section, UserFunction) else table[section.type])
+
+
+def forget_plans() -> None:
+    """Forgets plans and signatures: a notebook may have edited a function since its last command."""
+    forget_signatures()
+    _plan.cache_clear()
 
 
 def follows_policy(config: Config) -> bool:

@@ -151,7 +151,7 @@ def read_choices(module: str, name: str) -> Any:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Imports `module:function` or `path/to/file.py:function`.
+    """Imports `module:function` or `path/to/file.py:function`; a file runs again only if it was edited.
 
     Raises:
       ModuleNotFoundError: there is no such module or file. Errors of the imported code pass through.
@@ -160,13 +160,31 @@ def load_function(target: str) -> Callable[..., Any]:
     source, _, name = target.rpartition(":")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name)
-    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-    if spec is None or spec.loader is None or not Path(source).is_file():
+    if not Path(source).is_file():
         raise ModuleNotFoundError(f"there is no file {source}")
+    status = os.stat(source)
+    return getattr(_load_file(os.path.abspath(source), status.st_mtime_ns, status.st_size), name)
+
+
+@cache
+def _load_file(path: str, *version: int) -> types.ModuleType:
+    """Imports one version of a file, so that its functions share a module."""
+    del version
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
+    # Another module of this name stays.
+    if getattr(sys.modules.get(spec.name), "__file__", path) == path:
+        sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return module
+
+
+def forget_signatures() -> None:
+    """Forgets signatures, which are then read anew: a notebook may have edited a file."""
+    _read_signature.cache_clear()
+    _module.cache_clear()
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[ast.arg, bool, Any]]:

@@ -14,6 +14,7 @@ from train.config.errors import UserError, leave_warnings_to_another_process, wa
 from train.config.fields import known_fields
 from train.config.installation import as_installed
 from train.config.load import LoadedConfig
+from train.config.plan import forget_plans
 from train.config.usual_names import usual_field
 from train.process.allocator import keep_freed_memory
 from train.process.disk_problem import handle_thread_errors
@@ -186,6 +187,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     keep_freed_memory()
+    forget_plans()
     hook = handle_thread_errors()
     hook.problem = None
     hook.ending = False

@@ -13,6 +13,7 @@ import pytest
 import kljax
 from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSS_FUNCTIONS, OPTIMIZERS
 from train.config.signatures import REQUIRED, load_function, read_signature
+from train.process.console import run_command
 
 TARGETS = [
     target for table in (LOSS_FUNCTIONS, ADVANTAGES, CONTROLLERS, KL_SCHEDULES, OPTIMIZERS) for target in table.values()
@@ -100,3 +101,22 @@ def test_nothing_is_imported() -> None:
 def test_imported_modules_equal_the_tables() -> None:
     assert optax.contrib.muon is load_function(OPTIMIZERS["muon"])
     assert optax.schedules.cosine_decay_schedule is load_function(KL_SCHEDULES["cosine"])
+
+
+def test_functions_of_one_file_share_its_module(tmp_path) -> None:
+    path = tmp_path / "shared_module.py"
+    path.write_text("def loss(): pass\ndef advantage(): pass\n")
+    loss, advantage = (load_function(f"{path}:{name}") for name in ("loss", "advantage"))
+    assert loss.__globals__ is advantage.__globals__
+    assert load_function(f"{path}:loss") is loss
+
+
+def test_edited_file_is_read_by_the_next_command(tmp_path) -> None:
+    path = tmp_path / "edited_module.py"
+    target = f"{path}:loss"
+    for name in ("mask", "advantages"):
+        path.write_text(f"def loss({name}): return '{name}'\n")
+        assert run_command(lambda: None) == 0
+        assert [parameter.name for parameter in read_signature(target).parameters] == [name]
+        assert load_function(target)(0) == name
+        assert sys.modules["edited_module"].loss is load_function(target)

@@ -194,7 +194,7 @@ def test_mistakes_are_named_before_jax_starts(arguments, said, capsys, monkeypat
 
 
 def test_missing_compiler_error_names_its_installation(capsys, monkeypatch):
-    monkeypatch.setattr("train.plan.compiler.topology.util.find_spec", lambda module: None)
+    monkeypatch.setattr("train.plan.compiler.topology.util", SimpleNamespace(find_spec=lambda module: None))
     assert main(["configs/smoke.yaml", "--topology", "h200:1"]) == 2
     assert (
         "h200:1x1 needs jax-cuda12-plugin, which is not installed here; `uv sync --group aot`"
