@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from train.config.errors import ConfigError, UserError
+from train.config.errors import UserError
 from train.config.load import fill_mesh, load
 from train.config.mesh import REMAINING
 from train.config.schema import Config
@@ -100,7 +100,7 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
         try:
             config = fill_mesh(load(path, [*overrides, *changed]).config, topology.size)
             candidate = _estimated(changed, config, topology)
-        except (ConfigError, UserError):
+        except UserError:
             continue
         if candidate.bytes <= topology.device.usable:
             yield candidate
@@ -131,10 +131,11 @@ def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -
         projections = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp_width
         saved += tokens * model.layers * projections * width // mesh.tensor
     state = sum(device_bytes(tree) for tree in run.resident().values())
-    gathers = optim.micro_batches * optim.updates_per_batch * optim.epochs if mesh.fsdp > 1 else 0
+    passes = optim.micro_batches * optim.updates_per_batch * optim.epochs
+    # 0 without fsdp.
     weights = device_bytes(run.state.trainable) * mesh.fsdp * (1 - 1 / mesh.fsdp)
     reduced = tokens * model.width * width * 4 * model.layers if mesh.tensor > 1 else 0
-    exchanged = 3 * gathers * weights + reduced * optim.micro_batches * optim.updates_per_batch
+    exchanged = passes * (3 * weights + reduced)
     return Candidate(overrides, config, state + 2 * device_bytes(run.state.trainable) + saved, exchanged)
 
 

@@ -44,6 +44,14 @@ def test_candidates_use_all_devices_within_the_config():
         assert (entry.exchanged == 0) == (mesh.fsdp == mesh.tensor == 1)
 
 
+def test_exchange_of_a_candidate_grows_with_the_epochs():
+    one, two = (
+        {entry.overrides: entry.exchanged for entry in candidates(SMOKE, [f"optim.epochs={epochs}"], topology())}
+        for epochs in (1, 2)
+    )
+    assert two == {overrides: 2 * exchanged for overrides, exchanged in one.items()}
+
+
 def test_memory_of_a_candidate_has_the_state_and_two_gradients():
     """And the inputs of all layers, with full recomputation and the weights whole on each device."""
     collected = candidates(SMOKE, [], topology())
