@@ -10,6 +10,7 @@ from typing import Any
 from train.config.errors import UserError
 from train.config.json_text import flat
 from train.config.load import dump_yaml, load
+from train.config.rollout import OpenAISourceSection
 from train.config.schema import Config
 from train.config.types import RematSetting
 from train.distributed.exchange import on_leader, run_together
@@ -23,26 +24,14 @@ from train.weights.files import check_sealed_text, write_sealed_text
 ID_LINE = "# id of the run: "
 CONFIG_HINT = "restore it from a copy, or delete its first line if the change is wanted"
 
+SAMPLER = ("type", "model", "sync", "in_flight")
+"""Fields of a server that say with which weights tokens are drawn."""
+SERVER = tuple(name for name in OpenAISourceSection.model_fields if name not in SAMPLER)
+ENDPOINT = ("host", "port", "reward_key_env", "reward_key_file")
+PAD_FIELD = "model.freeze_pad_embedding"
 # Fields that may differ when a run is resumed. None of them changes an update, except the reference and the
 # guard, which a user switches on purpose: to a later step of the run, for example. A server may have moved, and the
 # devices may be others, which changes how numbers round.
-SERVER = tuple(
-    f"rollout.source.{name}"
-    for name in (
-        "url",
-        "urls",
-        "router",
-        "on_engine_failure",
-        "folder",
-        "api_key_env",
-        "api_key_file",
-        "timeout",
-        "max_response_bytes",
-        "retries",
-        "concurrency",
-    )
-)
-PAD_FIELD = "model.freeze_pad_embedding"
 MAY_CHANGE = (
     "steps",
     "output",
@@ -64,7 +53,7 @@ MAY_CHANGE = (
     "rollout.mesh",
     "rollout.in_place",
     "rollout.source.max_reference_mib",
-    *SERVER,
+    *(f"rollout.source.{name}" for name in (*SERVER, *ENDPOINT)),
 )
 
 

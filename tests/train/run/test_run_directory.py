@@ -91,6 +91,28 @@ def test_fields_without_effect_may_differ_on_resume(tmp_path):
     assert load(run.config).config == longer
 
 
+@pytest.mark.parametrize(
+    ("section", "changed", "fixed"),
+    [
+        (
+            "type: openai, url: 'http://a:1', model: m",
+            "timeout: 9, retries: 1, concurrency: 2, api_key_env: KEY, folder: /tmp",
+            "in_flight: keep, sync: weights",
+        ),
+        (
+            "type: endpoint, agent: 'train.data.agents.calculator:play'",
+            "host: localhost, port: 8001, reward_key_file: /key, concurrency: 2",
+            "max_failures: 0.5",
+        ),
+    ],
+)
+def test_server_of_a_resumed_run_may_move(tmp_path, section, changed, fixed):
+    start_run(config_of(tmp_path, f"rollout.source={{{section}}}"))
+    resume_run(config_of(tmp_path, f"rollout.source={{{section}, {changed}}}"))
+    with pytest.raises(UserError, match=r"^--resume: the config differs .* rollout\.source\."):
+        resume_run(config_of(tmp_path, f"rollout.source={{{section}, {fixed}}}"))
+
+
 def test_pad_embedding_that_is_trained_may_be_written_on_resume(tmp_path):
     start_run(config_of(tmp_path))
     resume_run(config_of(tmp_path, "model.freeze_pad_embedding=false"))
