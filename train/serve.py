@@ -8,7 +8,7 @@ from train.config.address import is_loopback
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.eval import add_policy_arguments, load_if_config, load_policy, open_policy
-from train.process.console import make_parser, run_command, show_warnings
+from train.process.console import integer, make_parser, run_command, show_warnings
 from train.process.interrupt import exit_with
 
 EXAMPLES = """\
@@ -31,36 +31,24 @@ def parser() -> argparse.ArgumentParser:
     )
     add_policy_arguments(command)
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; one of other machines needs a key")
-    command.add_argument("--port", type=_port, default=8000, help="port to listen on (default 8000); 0: a free one")
+    command.add_argument(
+        "--port", type=integer(0, 65535), default=8000, help="port to listen on (default 8000); 0: a free one"
+    )
     command.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of completions")
     command.add_argument("--api-key-file", metavar="FILE", help="file with this key")
     command.add_argument(
-        "--rows", metavar="N", type=_count, default=ROWS, help=f"sessions whose KV cache stays (default {ROWS})"
+        "--rows", metavar="N", type=integer(1), default=ROWS, help=f"sessions whose KV cache stays (default {ROWS})"
     )
     command.add_argument(
         "--max-model-len",
         metavar="N",
-        type=_count,
+        type=integer(1),
         help="most tokens of a conversation; as many as a row of the run if left out",
     )
     command.add_argument(
-        "--max-requests", metavar="N", type=_count, default=256, help="requests at one time, then 429 (default 256)"
+        "--max-requests", metavar="N", type=integer(1), default=256, help="requests at one time, then 429 (default 256)"
     )
     return command
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise ValueError(text)
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -291,9 +291,15 @@ def _with_max_length(config: Config) -> Config:
 
 
 def _with_rollout_log_probs(config: Config) -> tuple[Config, tuple[str, ...]]:
-    if config.rollout.record_log_probs or not Plan.of(config).rollout_log_probs:
+    plan = Plan.of(config)
+    if config.rollout.record_log_probs or not plan.rollout_log_probs:
         return config, ()
     rollout = config.rollout.model_copy(update={"record_log_probs": True})
-    reader = "kl.rollout.coef > 0" if config.kl.rollout.coef > 0 else f"loss.type {config.loss.type}"
+    if config.kl.rollout.coef > 0:
+        reader = "kl.rollout.coef > 0"
+    elif plan.loss is not None and "rollout_log_probs" in plan.loss:
+        reader = f"loss.type {config.loss.type}"
+    else:
+        reader = f"advantage.type {config.advantage.type}"
     message = f"rollout.record_log_probs: switched on, because {reader} needs the sampler's log-probs"
     return config.model_copy(update={"rollout": rollout}), (message,)

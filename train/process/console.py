@@ -3,6 +3,7 @@
 import argparse
 import gc
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -107,10 +108,29 @@ def add_process_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 < seconds <= LONGEST_JOIN_SECONDS:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds above 0, at most {LONGEST_JOIN_SECONDS:g}")
     return seconds
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Makes the type of a flag that takes an integer from `least` to `most`; None: to any."""
+    expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        return number
+
+    return parse
 
 
 def join_processes(options: argparse.Namespace) -> None:

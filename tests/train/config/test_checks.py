@@ -314,6 +314,18 @@ def test_warns_of_a_loss_training_nothing():
     assert warning.startswith("kl.loss.gradient: none")
 
 
+def test_advantage_that_reads_rollout_log_probs_is_named(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def advantage(rollout_log_probs, mask): return rollout_log_probs\n")
+    _, (warning, *_) = build(f"advantage={path}:advantage", "rollout.record_log_probs=false")
+    assert warning.startswith("rollout.record_log_probs: switched on, because advantage.type custom needs")
+
+
+def test_dataset_without_a_name_is_refused_with_the_forms():
+    (problem, *_) = problems("task=jsonl", "data={train: 'datasets:', eval: 'datasets:a'}")
+    assert problem == "data.train: got 'datasets:', expected datasets:NAME, :SPLIT or :CONFIG:SPLIT after it"
+
+
 FROM_ZERO = "controller: {type: pi, target: 0.1, kp: 0.1, ki: 0.1}"
 
 

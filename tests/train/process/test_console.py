@@ -11,6 +11,8 @@ import threading
 
 import pytest
 
+from train import __main__ as train
+from train import serve
 from train.config.errors import UserError
 from train.process.console import run_command
 from train.process.disk_problem import handle_thread_errors
@@ -135,3 +137,19 @@ def test_exit_inside_a_command_is_an_error(capsys, code):
     assert printed.startswith(f"error: SystemExit: {'' if code is None else code}")
     assert "test_console.py" in printed
     assert "The command was ended by sys.exit, before its end" in printed
+
+
+@pytest.mark.parametrize(
+    ("main", "flag", "value", "expected"),
+    [
+        (serve.main, "--port", "70000", "an integer from 0 to 65535"),
+        (serve.main, "--rows", "0", "an integer >= 1"),
+        (serve.main, "--rows", "x", "an integer >= 1"),
+        (train.main, "--join-timeout", "0", "seconds above 0, at most 86400"),
+        (train.main, "--join-timeout", "soon", "seconds above 0, at most 86400"),
+    ],
+)
+def test_number_of_a_flag_is_refused_with_its_range(capsys, main, flag, value, expected):
+    with pytest.raises(SystemExit):
+        main(["config.yaml", flag, value])
+    assert capsys.readouterr().err.endswith(f"argument {flag}: got {value}, expected {expected}\n")

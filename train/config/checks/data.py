@@ -50,7 +50,7 @@ def _files(config: Config) -> Iterator[Problem]:
             yield problem(f"missing; task {task} needs a file of JSON lines: {name}=PATH", name, "task")
         elif path.startswith(HUB):
             if not path.removeprefix(HUB).split(":")[0]:
-                yield problem(f"got {path!r}, expected datasets:NAME, datasets:NAME:CONFIG or :SPLIT after it", name)
+                yield problem(f"got {path!r}, expected datasets:NAME, :SPLIT or :CONFIG:SPLIT after it", name)
         elif not is_address(path) and not Path(path).is_file():
             exists = "it is no regular file" if Path(path).exists() else "there is no such file"
             kind = "it is a directory" if Path(path).is_dir() else exists
