@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config.model import BYTE_VOCABULARY
 from train.data.tokenizers.calls import plain_text
+from train.data.tokenizers.pieces import byte_alphabet
 from train.data.tokenizers.protocol import UNKNOWN, Messages
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class ByteTokenizer:
                 "special_tokens": {"<bos>": {"id": "<bos>", "ids": [self.bos_id], "tokens": ["<bos>"]}},
             },
             "decoder": level,
-            "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(BYTES)}, "merges": []},
+            "model": {"type": "BPE", "vocab": byte_alphabet(), "merges": []},
         }
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -139,9 +140,3 @@ class ByteTokenizer:
             "clean_up_tokenization_spaces": False,
         }
         return {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
-
-
-def _letter(byte: int) -> str:
-    """Returns the letter that stands for a byte in `tokenizer.json`: itself if visible, else one from U+0100 on."""
-    is_visible = [chr(number).isprintable() and number not in (32, 160) for number in range(BYTES)]
-    return chr(byte) if is_visible[byte] else chr(BYTES + is_visible[:byte].count(False))

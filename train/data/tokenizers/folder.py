@@ -224,16 +224,26 @@ class FolderTokenizer:
           UserError: the vocabulary spells a control token in no other way.
         """
         ids = encode_continuation(self, before, text)
-        if not any(token in self._added for token in ids):
+        if not self._has_control(ids):
             return ids
-        # No piece holds the whole text of a control token.
-        pieces = re.split("|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self._marks), text)
         ids = []
-        for piece in pieces:
+        for piece in self._without_controls(text):
             ids += encode_continuation(self, [*before, *ids], piece)
-        if any(token in self._added for token in ids):
-            raise UserError(f"model.path: the tokenizer writes a control token for the text {text[:80]!r}")
+        self._check_without_controls(ids, text)
         return ids
+
+    def _has_control(self, ids: Iterable[int]) -> bool:
+        """Whether a token is a control token."""
+        return any(token in self._added for token in ids)
+
+    def _without_controls(self, text: str) -> list[str]:
+        """Divides a text so that no piece holds the whole text of a control token."""
+        return re.split("|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self._marks), text)
+
+    def _check_without_controls(self, ids: Iterable[int], text: str) -> None:
+        """Raises `UserError` if the tokens of the pieces of a text have a control token."""
+        if self._has_control(ids):
+            raise UserError(f"model.path: the tokenizer writes a control token for the text {text[:80]!r}")
 
     @cached_property
     def _marks(self) -> list[str]:
@@ -297,7 +307,7 @@ class FolderTokenizer:
 
     def _has_controls(self, message: Mapping[str, Any]) -> bool:
         """Whether a message other than a reply has the text of a control token."""
-        return message["role"] != "assistant" and any(token in self._added for token in self.encode(message["content"]))
+        return message["role"] != "assistant" and self._has_control(self.encode(message["content"]))
 
     def _rendered(self, messages: Messages, tools: Any) -> str:
         assert self._template is not None
@@ -360,7 +370,10 @@ class FolderTokenizer:
             start = self._render(self._template, example, answer=None)
             full = self._render(self._template, example, answer=solution)
             solution = full[len(start) :] if full.startswith(start) else solution
-        ids = encode_continuation(self, head, solution)
+        return self._up_to_end(encode_continuation(self, head, solution))
+
+    def _up_to_end(self, ids: list[int]) -> list[int]:
+        """Returns the ids up to and including the first EOS, which is added if there is none."""
         ends = [index for index, token in enumerate(ids) if token in self.eos_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
 

@@ -1,7 +1,6 @@
 """Conversations of episodes in the form of a model family, by the package `renderers` in place of a chat template."""
 
 import itertools
-import re
 import threading
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,9 +100,8 @@ class RenderedTokenizer(FolderTokenizer):
         head = self.prompt_ids(example)
         reply = {"role": "assistant", "content": example.solution.strip()}
         full = self._ids([*self.messages(example), reply], self.tools, reply=False)
-        ids = full[len(head) :] if full[: len(head)] == head else encode_continuation(self, head, reply["content"])
-        ends = [index for index, token in enumerate(ids) if token in self.eos_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self.eos_ids[0]]
+        written = full[: len(head)] == head
+        return self._up_to_end(full[len(head) :] if written else encode_continuation(self, head, reply["content"]))
 
     def conversation_ids(self, messages: Messages, tools: Any = None) -> list[int]:
         """Encodes messages up to the next reply; only a reply may have control tokens.
@@ -216,11 +214,10 @@ class RenderedTokenizer(FolderTokenizer):
 
     def _divided(self, text: str, separator: str) -> str:
         """Puts separators into the control tokens' texts of a text that would become such tokens."""
-        if not any(token in self._added for token in self.encode(text)):
+        if not self._has_control(self.encode(text)):
             return text
-        pieces = re.split("|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self._marks), text)
-        if any(token in self._added for piece in pieces for token in self.encode(piece)):
-            raise UserError(f"model.path: the tokenizer writes a control token for the text {text[:80]!r}")
+        pieces = self._without_controls(text)
+        self._check_without_controls((token for piece in pieces for token in self.encode(piece)), text)
         return separator.join(pieces)
 
     def _check_controls(self) -> None:
