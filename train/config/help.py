@@ -9,6 +9,7 @@ from train.config.algorithms import (
     ENTROPY_CONTROLLERS,
     KL_SCHEDULES,
     LOSS_FUNCTIONS,
+    NOT_CORRECTIONS,
     NOT_ESTIMATORS,
     NOT_POLICY_LOSSES,
     OPTIMIZERS,
@@ -17,7 +18,7 @@ from train.config.correction import CORRECTIONS
 from train.config.fields import Known, known_fields, variant_fields
 from train.config.installation import RECIPES, as_installed, shell_command
 from train.config.messages import show
-from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
+from train.config.plan import ADVANTAGE_ARRAYS, CORRECTION_ARRAYS, LOSS_ARRAYS
 from train.config.signatures import read_signature
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
@@ -30,9 +31,17 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "optim.optimizer": OPTIMIZERS,
 }
 """The sections that choose an algorithm, with the table of their functions; `kl.reward`, `kl.advantage` have it too."""
-LEFT_OUT: Mapping[str, Mapping[str, str]] = {"loss": NOT_POLICY_LOSSES, "advantage": NOT_ESTIMATORS}
+LEFT_OUT: Mapping[str, Mapping[str, str]] = {
+    "loss": NOT_POLICY_LOSSES,
+    "advantage": NOT_ESTIMATORS,
+    "correction": NOT_CORRECTIONS,
+}
 """Functions of the library that a section has no name for, and why."""
-ARRAYS: Mapping[str, tuple[str, ...]] = {"loss": (*LOSS_ARRAYS,), "advantage": (*ADVANTAGE_ARRAYS,)}
+ARRAYS: Mapping[str, tuple[str, ...]] = {
+    "loss": (*LOSS_ARRAYS,),
+    "advantage": (*ADVANTAGE_ARRAYS,),
+    "correction": CORRECTION_ARRAYS,
+}
 """The arrays that a function of the user may read."""
 ALIASES = tuple(f"kl.{name}.controller" for name in ("reward", "advantage"))
 """Sections with the same choices as one of the families."""

@@ -120,6 +120,7 @@ AboveMinusOne = Annotated[float, Field(gt=-1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 AnyNumber = Annotated[float, "any finite number"]
 DegreesOfFreedom = Annotated[int, Field(ge=0, le=1)]
+# All problems are listed in memory; a larger range would need gigabytes.
 Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]

@@ -204,7 +204,6 @@ class Prompts:
 
     Attributes:
       examples: the examples that fit; none if the completions of a recording bring their prompts.
-      dropped: number of examples that do not fit.
     """
 
     def __init__(
@@ -217,7 +216,6 @@ class Prompts:
         seed: int,
     ) -> None:
         self.examples = keep_prompts(examples, tokenizer, length) if examples else []
-        self.dropped = len(examples) - len(self.examples)
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed) if examples else lambda *_: []
 
     def batch(self, step: int, rows: Iterable[int] | None = None) -> list[Example]:
@@ -244,7 +242,6 @@ class Supervised:
         solved = keep_solutions(keep_prompts(examples, tokenizer, prompt_length), tokenizer, completion_length)
         lengths = [len(prompt_ids(x, tokenizer)) + len(_solution_ids(x, tokenizer)) for x in solved]
         self.examples = _keep(solved, lengths, self._length, "prompts with solutions", "data.max_tokens")
-        self.dropped = len(examples) - len(self.examples)
         self._tokenizer = tokenizer
         self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 

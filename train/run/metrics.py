@@ -199,9 +199,9 @@ class MetricsWriter:
         directory.mkdir(exist_ok=True)
         write_text_atomic(directory / f"{step}.jsonl", _dump(samples))
 
-    def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
+    def timing(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes values that differ between runs, such as seconds, to TensorBoard and trackers, under `time/`."""
-        self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
+        self._plot("train", step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
 
     def close(self) -> None:
         """Closes the files."""
@@ -232,7 +232,7 @@ class NoMetrics:
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """No-op."""
 
-    def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
+    def timing(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """No-op."""
 
     def close(self) -> None:

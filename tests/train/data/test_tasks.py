@@ -42,7 +42,7 @@ def write_lines(path, *lines):
 # ---- arithmetic
 
 
-@pytest.mark.parametrize(("operations", "total"), [("+", 100), ("+-", 200), ("+-*", 300)])
+@pytest.mark.parametrize(("operations", "total"), [("+", 100), ("+-", 200)])
 def test_arithmetic_splits_are_disjoint_and_complete(operations, total):
     task = load_task(config(operations=operations))
     everything = prompts(task.train) + prompts(task.eval)
@@ -51,7 +51,7 @@ def test_arithmetic_splits_are_disjoint_and_complete(operations, total):
     assert {p[1] for p in prompts(task.eval)} == set(operations)
 
 
-@given(st.sampled_from(arithmetic.load(max_operand=12, operations="+-*", held_out=10).train))
+@given(st.sampled_from(arithmetic.load(max_operand=12, operations="+-", held_out=10).train))
 def test_arithmetic_answers_are_right(example):
     assert int(example.answer) == eval(example.prompt.removesuffix("="))
     assert example.solution == example.answer
@@ -70,30 +70,6 @@ def test_arithmetic_rewards_only_exact_finished_answers():
     assert task.score(example, "-3", True) == {"reward": 1.0, "correct": 1.0}
     for completion, finished in [("-3", False), ("-3 ", True), ("3", True), ("", True), ("-33", True), ("-03", True)]:
         assert task.score(example, completion, finished) == {"reward": 0.0, "correct": 0.0}
-
-
-def test_arithmetic_holds_out_at_most_half(caplog):
-    task = arithmetic.load(max_operand=2, operations="+", held_out=100)
-    assert (len(task.train), len(task.eval)) == (5, 4)
-    assert "eval.prompts is 100, but there are only 9 problems: 4 are held out" in caplog.text
-    caplog.clear()
-    assert len(arithmetic.load(max_operand=2, operations="+", held_out=4).eval) == 4
-    assert not caplog.text
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_operand": 0}, r"data.max_operand: got 0, expected 1 to 999"),
-        ({"max_operand": 1000}, r"data.max_operand: got 1000"),
-        ({"operations": "+/"}, r"data.operations: got '\+/'"),
-        ({"operations": "++"}, r"data.operations: got '\+\+'"),
-        ({"operations": ""}, r"data.operations: got ''"),
-    ],
-)
-def test_arithmetic_settings_out_of_range_are_named(change, message):
-    with pytest.raises(UserError, match=message):
-        load_task(config(**change))
 
 
 # ---- gsm8k

@@ -1,21 +1,13 @@
-"""Addition, subtraction and multiplication of small integers, each problem either trained on or held out."""
+"""Addition and subtraction of small integers, each problem either trained on or held out."""
 
-import logging
 import operator
 from dataclasses import replace
 
 import numpy as np
 
-from train.config.errors import UserError
 from train.data.tasks.task import SPLIT_SEED, Example, Task
 
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_LOG = logging.getLogger(__name__)
-
-# All problems are listed in memory; a larger range would need gigabytes.
-MAX_OPERAND = 999
-
-
+OPERATIONS = {"+": operator.add, "-": operator.sub}
 # Errors of the wrong solutions: a slip in the last digit, or a carry too few or too many.
 SLIPS = (-10, -1, 1, 10)
 
@@ -67,29 +59,14 @@ def load(
     """Lists all problems `a op b` with operands 0..max_operand in a seeded order; holds out the first `held_out`.
 
     Args:
-      max_operand: largest operand, 1 to 999.
-      operations: a subset of "+", "-" and "*"; differences may be negative.
-      held_out: number of held-out problems; at most half of all problems, with a logged warning.
+      max_operand: largest operand.
+      operations: "+" or "+-"; differences may be negative.
+      held_out: number of held-out problems.
       error_rate: share of wrong solutions, as in a corpus of uneven quality; answers are always right.
       solutions: examples per training problem, each with one solution; errors are drawn independently.
       seed: seed of the order and of the errors.
-
-    Raises:
-      UserError: `max_operand` or `operations` is out of range.
     """
-    if not 1 <= max_operand <= MAX_OPERAND:
-        raise UserError(f"data.max_operand: got {max_operand}, expected 1 to {MAX_OPERAND}")
-    if not operations or set(operations) - set(OPERATIONS) or len(set(operations)) != len(operations):
-        raise UserError(f"data.operations: got {operations!r}, expected some of {''.join(OPERATIONS)}, each once")
     problems = _problems(max_operand, operations, error_rate, seed)
-    held_out_count = min(held_out, len(problems) // 2)
-    if held_out_count < held_out:
-        _LOG.warning(
-            "eval.prompts is %d, but there are only %d problems: %d are held out; raise data.max_operand for more",
-            held_out,
-            len(problems),
-            held_out_count,
-        )
-    train = problems[held_out_count:]
+    train = problems[held_out:]
     train += _more_solutions(train, solutions - 1, error_rate, seed)
-    return Task("arithmetic", train=train, eval=problems[:held_out_count], score=score, rewards=("correct",))
+    return Task("arithmetic", train=train, eval=problems[:held_out], score=score, rewards=("correct",))

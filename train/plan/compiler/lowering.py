@@ -39,7 +39,6 @@ class CompiledProgram:
       assignment: the compiler's buffer assignment.
       arguments, results, aliased, temporary: bytes; results that take the memory of a donated argument are aliased and
         count in both.
-      host: bytes of arguments in the memory of the host.
       seconds: time to compile.
     """
 
@@ -49,7 +48,6 @@ class CompiledProgram:
     results: int
     aliased: int
     temporary: int
-    host: int
     seconds: float
 
     @property
@@ -99,7 +97,6 @@ def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None)
         assignment,
         *sizes,
         temporary=memory.temp_size_in_bytes,
-        host=memory.host_argument_size_in_bytes,
         seconds=seconds,
     )
 
