@@ -6,9 +6,10 @@ With `--push org/name` the folder is uploaded to the Hugging Face Hub.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from train.config.errors import UserError, warn
+from train.config.model import DType
 from train.process.console import add_process_flags, joined_processes, make_parser, run_command
 from train.process.interrupt import exit_with
 from train.storage.paths import stored_argument
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from train.models import Decoder
 
 FORMATS = ("hf", "peft", "orbax")
-DTYPES = ("float32", "bfloat16")
+DTYPES = get_args(DType)
 # A merged adapter that rounding changes by more than this is worth a warning.
 ROUNDING = 0.1
 EXAMPLES = """\

@@ -3,13 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from train.config.errors import UserError
+from train.config.model import DType
 from train.config.storage import local_argument
 from train.process.console import make_parser, run_command
 from train.process.interrupt import exit_with
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = get_args(DType)
 EXAMPLES = """\
 examples:
   python -m train.import SmolLM2-135M-Instruct.Q4_1.gguf --to checkpoints/SmolLM2-135M

@@ -10,7 +10,6 @@ from train.config.mesh import Mesh, Parts, fill_axes
 from train.config.model import DType
 from train.config.types import (
     RECORDING,
-    Ahead,
     Arguments,
     AxisSize,
     Count,
@@ -20,6 +19,7 @@ from train.config.types import (
     Lag,
     PathText,
     Positive,
+    Probability,
     Section,
     Size,
     StoredPath,
@@ -30,7 +30,6 @@ from train.config.types import (
 
 Url = Annotated[str, Field(pattern="^https?://"), "text that starts with http:// or https://"]
 Urls = Annotated[tuple[Url, ...], Field(strict=False), "a list of addresses"]
-TopP = Annotated[float, Field(gt=0, le=1)]
 Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
 
@@ -179,7 +178,7 @@ class RolloutSection(Section):
     """Source of the completions."""
     top_k: CountOrZero = 0
     """Sample from the k most probable tokens; 0: from all."""
-    top_p: TopP = 1.0
+    top_p: Probability = 1.0
     """Sample from the most probable tokens with this total probability; 1: from all."""
     min_p: Fraction = 0.0
     """Sample from tokens with at least this fraction of the highest probability; 0: from all."""
@@ -201,7 +200,7 @@ class RolloutSection(Section):
     """Report the mismatch of trainer and sampler in this many equal ranges of positions; 0: over all of them."""
     policy_lag: Lag = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
-    ahead: Ahead = 0
+    ahead: Lag = 0
     """openai and yours: request batches this many steps before they are trained, so that they are sampled meanwhile."""
     record: StoredPath | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

@@ -49,17 +49,13 @@ def make_preparation(plan: Plan) -> Preparation:
         mask = batch.completion_mask
         next_states = dict(states)
 
-        def steer(name: str, kl: Array) -> None:
-            steered = controllers[name].update(states[name], kl, mask.any(-1).sum())
-            next_states[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
-
         shaped = None
         if "reward" in controllers:
             coef = states["reward"].coef
             shaped, kl = _kl_shaped(plan, section.reward, batch, coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = single(coef)
-            steer("reward", metrics["kl_reward"].value())
+            next_states["reward"] = _steer(controllers["reward"], states["reward"], metrics["kl_reward"].value(), mask)
         if estimate is None:
             return batch, next_states, metrics
         advantages, returns = estimate(batch, shaped)
@@ -83,7 +79,7 @@ def make_preparation(plan: Plan) -> Preparation:
             if "advantage" in plan.moving:
                 coef = states["advantage"].coef
                 metrics["kl_advantage_coef"] = single(coef)
-            steer("advantage", mean_kl)
+            next_states["advantage"] = _steer(controllers["advantage"], states["advantage"], mean_kl, mask)
         return dataclasses.replace(batch, advantages=advantages, returns=returns), next_states, metrics
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
@@ -109,11 +105,17 @@ def make_control(plan: Plan) -> Control:
     def control(states: Controllers, measured: Metrics, mask: Array) -> Controllers:
         next_states = dict(states)
         for name, metric in measured.items():
-            steered = controllers[name].update(states[name], metric.value(), mask.any(-1).sum())
-            next_states[name] = keep_unless(jnp.isfinite(metric.value()), steered, states[name])
+            next_states[name] = _steer(controllers[name], states[name], metric.value(), mask)
         return next_states
 
     return control
+
+
+def _steer(
+    controller: kljax.Controller, state: kljax.ControllerState, measured: Array, mask: Array
+) -> kljax.ControllerState:
+    """Updates a controller by its metric; one that is not finite leaves its state."""
+    return keep_unless(jnp.isfinite(measured), controller.update(state, measured, mask.any(-1).sum()), state)
 
 
 def _kl_shaped(plan: Plan, section: RewardKL, batch: Batch, coef: Array) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ class StepTrace:
     def __init__(self, section: Profile, root: Path, done: int) -> None:
         """Takes the directory of the run, of which `done` steps are over."""
         self._directory = root / "profile"
-        self._mirror = Mirror(self._directory) if is_address(root) and section.steps is not None else None
+        self._mirror: Mirror | None = None
         self._first, self._last = section.steps or (0, 0)
         self._active = False
         if section.steps is not None and done >= self._last:
@@ -51,6 +51,7 @@ class StepTrace:
         # Calls of Python would be most of the trace; those of JAX are in it anyway.
         options.python_tracer_level = 0
         try:
+            self._mirror = Mirror(self._directory) if is_address(self._directory) else None
             local = self._directory if self._mirror is None else self._mirror.local
             jax.profiler.start_trace(local, profiler_options=options)
             self._active = True

@@ -16,7 +16,6 @@ from train.config.storage import is_address
 from train.distributed.peer_watch import last_progress
 from train.run.glossary import tag_of
 
-PACKAGES = {"report.wandb": "wandb", "report.prometheus_port": "prometheus_client"}
 MOST_SECONDS = 60.0
 """A tracker has this time for the values of a step, and again to send the last ones."""
 SHOWN = 300
@@ -134,6 +133,13 @@ class PrometheusTracker:
         self._thread.join()
 
 
+TRACKERS: Mapping[str, tuple[str, Callable[[Any, Path, Config], Tracker]]] = {
+    "prometheus_port": ("prometheus_client", lambda port, root, config: PrometheusTracker(port, root.name)),
+    "wandb": ("wandb", lambda project, root, config: WandbTracker(project, root, config.model_dump(mode="json"))),
+}
+"""The trackers by their fields of `report`: the package that each needs, and how it is opened."""
+
+
 def describe(error: BaseException) -> str:
     """Describes an error of a tracker in one line, without the keys that its text may have.
 
@@ -151,16 +157,15 @@ def describe(error: BaseException) -> str:
 
 def check_trackers(config: Config) -> None:
     """Raises `UserError` if a tracker of the config needs a package that is not installed."""
-    values = {"report.wandb": config.report.wandb, "report.prometheus_port": config.report.prometheus_port}
-    for field, value in values.items():
-        package = PACKAGES[field]
+    for name, (package, _) in TRACKERS.items():
+        value = getattr(config.report, name)
         spec = importlib.util.find_spec(package) if value is not None else None
         # A folder of the name, which W&B makes in the working directory, is found too, without a file of a package.
         if value is not None and (spec is None or spec.origin is None):
             distribution = package.replace("_", "-")
             raise UserError(
-                f"{field}: got {value!r}, which needs the package {distribution}; install it with "
-                f"`pip install {distribution}`, or set {field}=null"
+                f"report.{name}: got {value!r}, which needs the package {distribution}; install it with "
+                f"`pip install {distribution}`, or set report.{name}=null"
             )
 
 
@@ -171,16 +176,13 @@ def open_trackers(config: Config, root: Path) -> list[Tracker]:
       UserError: a port cannot be used, or a package refuses, as Weights & Biases does without an API key.
     """
     trackers: list[Tracker] = []
-    port = config.report.prometheus_port
-    project = config.report.wandb
-    openers: dict[str, Callable[[], Tracker]] = {}
-    if port is not None:
-        openers["report.prometheus_port"] = lambda: PrometheusTracker(port, root.name)
-    if project is not None:
-        openers["report.wandb"] = lambda: WandbTracker(project, root, config.model_dump(mode="json"))
-    for field, opener in openers.items():
+    for name, (_, opener) in TRACKERS.items():
+        field = f"report.{name}"
+        value = getattr(config.report, name)
+        if value is None:
+            continue
         try:
-            trackers.append(GuardedTracker(field, opener()))
+            trackers.append(GuardedTracker(field, opener(value, root, config)))
         except BaseException as error:  # any error of the package, also SystemExit
             for tracker in trackers:
                 tracker.close()
