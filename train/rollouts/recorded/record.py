@@ -99,8 +99,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext, parent: RecordedRo
         group = record.get("prompt") if record.get("prompt_ids") is None else record["prompt_ids"]
     if record.get("group") is not None:
         group = record["group"]
-    place = {"group": group, "episode": episode, "group_size": group_size}
-    row = RecordedRow(ids, trained, prompt_length, example=example, **place)
+    row = RecordedRow(ids, trained, prompt_length, example=example, group=group, episode=episode, group_size=group_size)
     row.fields = _fields(record, row, parent, context)
     row.rewards = _rewards(record, row.fields)
     row.failure = Failure.read(record.get("failure"))
