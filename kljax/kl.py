@@ -289,6 +289,7 @@ def _clip_value(function: Callable[..., Array], ratios: Ratios, bound: Scalar | 
     """Clips `function`'s value; where it is clipped the inputs are replaced first, so an overflow has gradient 0."""
     if bound is None:
         return function(*ratios)
+    bound = jnp.asarray(bound, ratios[0].dtype)
     raw = jax.lax.stop_gradient(function(*ratios))
     outside = jnp.abs(raw) > bound
     inside = function(*(jnp.where(outside, 0, ratio) for ratio in ratios))

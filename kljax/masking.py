@@ -187,6 +187,7 @@ def masked_whiten(
     """
     check_numbers(eps=eps)
     values = masked(values, mask)
+    eps = jnp.asarray(eps, values.dtype)
     axes = _all_axes(values, axis)
     mean = jnp.expand_dims(masked_mean(values, mask, axis=axis, axis_name=axis_name), axes)
     var = jnp.expand_dims(masked_var(values, mask, axis=axis, ddof=ddof, axis_name=axis_name), axes)

@@ -173,6 +173,16 @@ def test_dtypes(estimator: str, given_dtype: jnp.dtype, ref_dtype: jnp.dtype, re
     chex.assert_trees_all_close(value[0].astype(jnp.float64), wide[0], rtol=2e-7, atol=1e-7)
 
 
+def test_wide_value_clip_keeps_float32() -> None:
+    lp, clip = jnp.asarray([-1.0, -2.0], jnp.float32), jnp.asarray(0.1, jnp.float64)
+    for gradient in GRADIENTS:
+        value, pull_back = jax.vjp(
+            lambda lp, g=gradient: kljax.estimate_kl(lp, jnp.zeros_like(lp), gradient=g, value_clip=clip), lp
+        )
+        chex.assert_trees_all_equal((value, value.dtype), (jnp.full(2, 0.1, jnp.float32), lp.dtype))
+        assert pull_back(jnp.ones_like(value))[0].dtype == lp.dtype
+
+
 @given(seed=st.integers(0, 1000), mask=oracles.masks(4, 5), estimator=st.sampled_from(ESTIMATORS))
 def test_mask_selects(seed: int, mask: np.ndarray, estimator: str) -> None:
     rng = np.random.default_rng(seed)

@@ -108,6 +108,11 @@ def test_narrow_floats_are_summed_in_float32(dtype: jnp.dtype) -> None:
     chex.assert_trees_all_equal(kljax.masked_sum(values, mask), jnp.asarray(4096, expected))
 
 
+def test_wide_eps_keeps_float32() -> None:
+    values, eps = jnp.arange(3, dtype=jnp.float32), jnp.asarray(1e-8, jnp.float64)
+    assert kljax.masked_whiten(values, jnp.ones(3, bool), eps=eps).dtype == jnp.float32
+
+
 def test_leading_axes_vmap_and_jit() -> None:
     values, mask = jnp.asarray(draw(1)).reshape(2, 2, LENGTH), jnp.asarray(oracles.MASK_KINDS[:4]).reshape(2, 2, LENGTH)
     for function in (kljax.masked_mean, kljax.masked_var, kljax.masked_whiten):
