@@ -21,7 +21,7 @@ from kljax._checks import (
     check_only_with,
     check_same_shape,
 )
-from kljax._devices import over_devices
+from kljax._devices import auto_sharded, over_devices
 from kljax._typing import Array, ArrayLike, AxisName, EmptyRows, Float, Integer, Mask, MaskLike, Real, Reduction, Scalar
 from kljax.batches import Groups, Segments
 from kljax.masking import masked
@@ -163,7 +163,8 @@ def token_weights(
       `[..., B, T]`, float32 (float64 under x64); masked positions hold 0. Nothing unmasked gives all zeros.
 
     Raises:
-      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for.
+      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, one it has no use for, or ids of
+        another shape than the rows.
       TypeError: if the mask has a floating type.
 
     References:
@@ -197,10 +198,7 @@ def token_weights(
         groups = as_groups(_needed("group_ids", group_ids, mode), num_groups, unknown=True)
         if groups.axis_name not in (None, axis_name):
             raise ValueError(f"group_ids.axis_name: got {groups.axis_name!r}, expected axis_name = {axis_name!r}")
-        if isinstance(mask, Segments):
-            prompts, tokens = _count_prompts_of_tokens(mask, groups, empty_rows, axis_name)
-        else:
-            prompts, tokens = _count_prompts(per_row, groups, empty_rows, axis_name)
+        prompts, tokens = _count_prompts(mask, per_row, groups, empty_rows, axis_name)
         divisor = (prompts if explicit is None else explicit) * tokens
     return jnp.where(check_mask(mask) & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
@@ -300,33 +298,28 @@ def _count_rows(per_row: Array, mask: Mask, empty_rows: EmptyRows, axis_name: Ax
     return over_devices(counted.sum((-2, -1), keepdims=True), axis_name).astype(per_row.dtype)
 
 
-def _count_prompts(per_row: Array, groups: Groups, empty_rows: EmptyRows, axis_name: AxisName) -> tuple[Array, Array]:
-    """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of each row's prompt."""
-    ids = as_array(groups.ids)
-    numbers = jnp.arange(groups.count, dtype=ids.dtype).reshape((1,) * (per_row.ndim - 1) + (groups.count,))
-    member = ids[..., None] == numbers
-    tokens = over_devices(jnp.where(member, per_row, 0).sum(-2, keepdims=True), axis_name)
-    named = over_devices(member.sum(-2, keepdims=True), axis_name)
-    present = (tokens if empty_rows == "drop" else named) > 0
-    prompts = present.sum(-1, keepdims=True).astype(per_row.dtype)
-    return prompts, jnp.where(member, tokens, 0).sum(-1, keepdims=True)
-
-
-def _count_prompts_of_tokens(
-    mask: Segments, groups: Groups, empty_rows: EmptyRows, axis_name: AxisName
+@auto_sharded
+def _count_prompts(
+    mask: Mask, per_row: Array, groups: Groups, empty_rows: EmptyRows, axis_name: AxisName
 ) -> tuple[Array, Array]:
-    """The same of packed rows, whose tokens are told apart by the prompt of each: `[..., 1, 1]` and `[..., B, T]`."""
-    check_same_shape(group_ids=groups.ids, mask=mask)
+    """`[..., 1, 1]`: how many prompts a mean over them divides by; and how many tokens the prompt of each row has.
+
+    The latter is `[..., B, 1]`, or `[..., B, T]` with `Segments`, which may have a prompt for each token.
+    """
     ids = as_array(groups.ids)
-    in_segment = as_array(mask.ids) >= 0
-    ids = jnp.where(in_segment & (ids < groups.count), ids, -1)
+    if isinstance(mask, Segments):
+        check_same_shape(group_ids=ids, mask=mask)
+        counted, there = check_mask(mask), as_array(mask.ids) >= 0
+    else:
+        counted, there = per_row[..., 0], ids >= 0
+        check_same_shape(group_ids=ids, rows=counted)
+    batch = per_row.shape[:-2]
+    flat = jnp.where(there & (ids < groups.count), ids, -1).reshape(*batch, -1)
 
-    def per_prompt(counted: Array) -> Array:
-        counts = add_by_id(counted.astype(int), ids, groups.count)
-        return over_devices(counts.sum(-2, keepdims=True), axis_name)
+    def per_prompt(values: Array) -> Array:
+        return over_devices(add_by_id(values.reshape(flat.shape).astype(int), flat, groups.count), axis_name)
 
-    tokens = per_prompt(check_mask(mask))
-    present = (tokens if empty_rows == "drop" else per_prompt(in_segment)) > 0
-    prompts = present.sum(-1, keepdims=True)
-    result = prompts, take_by_id(jnp.broadcast_to(tokens, (*ids.shape[:-1], groups.count)), ids)
-    return jax.tree.map(lambda count: count.astype(jnp.result_type(float)), result)
+    tokens = per_prompt(counted)
+    present = (tokens if empty_rows == "drop" else per_prompt(there)) > 0
+    of_ids = take_by_id(tokens, flat).reshape(ids.shape if isinstance(mask, Segments) else per_row.shape)
+    return present.sum(-1)[..., None, None].astype(per_row.dtype), of_ids.astype(per_row.dtype)

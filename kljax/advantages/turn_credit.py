@@ -76,6 +76,7 @@ def turn_credit_advantages(
     progress = _progress(scores, check_mask(scored, "scored"))
     unmasked = check_mask(mask)
     members = as_groups(group_ids, num_groups)
+    check_same_shape(rewards=rewards, group_ids=members.ids)
     members = dataclasses.replace(members, ids=jnp.where(unmasked.any(-1), as_array(members.ids), -1))
     groups = make_groups(rewards + progress.sum(-1), members)
     level = jnp.where(groups.unknown, jnp.nan, centered(groups, groups.weights()))

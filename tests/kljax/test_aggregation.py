@@ -1,5 +1,7 @@
 """Token weights against loops over rows and prompts; sums on their way; errors."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
 from kljax.aggregation import EMPTY_ROWS, MODES
@@ -197,6 +200,23 @@ def test_shape_and_dtype_errors() -> None:
         kljax.aggregate(jnp.ones((3, 2)), MASK, mode="token_mean")
     with pytest.raises(TypeError, match="mask: got dtype float64"):
         kljax.token_weights(jnp.ones((2, 3)), mode="token_mean")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1)])
+def test_prompts_of_other_rows_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"group_ids {re.escape(str(list(shape)))}, rows \[2\]"):
+        kljax.token_weights(MASK, mode="prompt_mean", group_ids=jnp.zeros(shape, int), num_groups=2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_are_counted_on_explicit_axes(packed: bool) -> None:
+    mask, ids = jnp.asarray(oracles.MASK_KINDS[:4]), jnp.array([0, 1, 1, -1])
+    if packed:
+        ids = jnp.broadcast_to(ids[:, None], mask.shape)
+        mask = kljax.Segments(mask, jnp.where(jnp.arange(mask.shape[-1]) < 7, 0, 1 + 0 * ids))
+    weigh = jax.jit(lambda *x: kljax.token_weights(x[0], mode="prompt_mean", group_ids=x[1], num_groups=2))
+    by_rows = NamedSharding(jax.make_mesh((2,), ("rows",)), PartitionSpec("rows"))
+    chex.assert_trees_all_close(weigh(*jax.device_put((mask, ids), by_rows)), weigh(mask, ids), **CLOSE)
 
 
 def test_groups_stand_for_the_prompts_of_rows() -> None:

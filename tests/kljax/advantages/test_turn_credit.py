@@ -52,3 +52,8 @@ def test_rows_without_scores_have_the_advantages_of_grpo() -> None:
     actual = kljax.turn_credit_advantages(REWARDS, SCORES, nothing, IDS, MASK, group_ids=GROUPS, num_groups=2)
     plain = kljax.grpo_advantages(REWARDS, np.where(MASK.any(-1), GROUPS, -1), num_groups=2, scale="none")
     np.testing.assert_allclose(actual, kljax.broadcast_to_tokens(plain, MASK), 1e-12, 1e-15)
+
+
+def test_group_ids_of_other_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards \[6\], group_ids \[1\]"):
+        kljax.turn_credit_advantages(REWARDS, SCORES, SCORED, IDS, MASK, group_ids=np.array([0]), num_groups=1)
