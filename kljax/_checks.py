@@ -154,9 +154,10 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
     ids = as_array(groups.ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {ids.dtype}, expected an integer type")
+    ids = ids.astype(int)
     if groups.valid is not None:
         check_same_shape(**{name: ids, "group_ids.valid": groups.valid})
-        ids = jnp.where(check_mask(groups.valid, "group_ids.valid"), ids.astype(int), -1)
+        ids = jnp.where(check_mask(groups.valid, "group_ids.valid"), ids, -1)
     beyond = ids >= groups.count
     if has_known_values(beyond) and not unknown and beyond.any():
         raise ValueError(f"{name}: got {ids.max()}, expected ids below {limit} = {groups.count}")

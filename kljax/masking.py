@@ -223,8 +223,8 @@ def completion_mask(
     """
     check_numbers(length=length)
     check_same_shape(prompt_lengths=prompt_lengths, completion_lengths=completion_lengths)
-    start = jnp.asarray(prompt_lengths)[..., None]
-    stop = start + jnp.asarray(completion_lengths)[..., None]
+    start = jnp.asarray(prompt_lengths).astype(int)[..., None]
+    stop = start + jnp.asarray(completion_lengths).astype(int)[..., None]
     position = jnp.arange(length).reshape((1,) * (start.ndim - 1) + (length,))
     return (position >= start) & (position < stop)
 

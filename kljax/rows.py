@@ -189,7 +189,8 @@ def take_by_id(per_id: Array, ids: Array) -> Array:
         outside = False if values.dtype == bool else None
         return values.at[jnp.maximum(ids, 0)].get(mode="fill", fill_value=outside)
 
-    return jnp.where(ids >= 0, _over_rows(take, per_id.ndim)(per_id, ids), jnp.zeros((), per_id.dtype))
+    taken = _over_rows(take, per_id.ndim)(per_id, ids.astype(int))
+    return jnp.where(ids >= 0, taken, jnp.zeros((), per_id.dtype))
 
 
 def positions(array: Array) -> Array:
@@ -212,7 +213,7 @@ def _per_segment(reduce: Callable[..., Array], values: Array, ids: Array, count:
     def of_row(values: Array, ids: Array) -> Array:
         return reduce(values, jnp.where(ids < 0, length, ids), num_segments=length)
 
-    return _over_rows(of_row, values.ndim)(values, ids)
+    return _over_rows(of_row, values.ndim)(values, ids.astype(int))
 
 
 def _over_rows(function: Callable[..., Array], ndim: int) -> Callable[..., Array]:

@@ -80,7 +80,7 @@ def turn_credit_advantages(
     members = dataclasses.replace(members, ids=jnp.where(unmasked.any(-1), as_array(members.ids), -1))
     groups = make_groups(rewards + progress.sum(-1), members)
     level = jnp.where(groups.unknown, jnp.nan, centered(groups, groups.weights()))
-    ids = jnp.where(unmasked & groups.real[..., None], as_array(turn_ids), -1)
+    ids = jnp.where(unmasked & groups.real[..., None], as_array(turn_ids).astype(int), -1)
     credit = take_by_id(_shared_backward(progress, gamma), ids)
     relative = credit - masked_mean(credit, unmasked, axis=-1)[..., None]
     shaped = level[..., None] + jnp.asarray(coef, credit.dtype) * relative

@@ -172,6 +172,7 @@ def top_k_with_tail(vocab_log_probs: Float[ArrayLike, "*b T V"], indices: Intege
         )
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"indices: got dtype {indices.dtype}, expected an integer type")
+    indices = indices.astype(int)
     chosen = jnp.take_along_axis(log_probs, indices, -1)
     is_chosen = jnp.put_along_axis(jnp.zeros(log_probs.shape, bool), indices, True, -1, inplace=False)
     rest = jnp.where(is_chosen, -jnp.inf, log_probs)

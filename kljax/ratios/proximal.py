@@ -54,7 +54,7 @@ def loglinear_log_probs(
     check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, versions=versions, mask=mask)
     check_numbers(version=version)
     log_probs, sampler = (masked(array, mask) for array in as_float(log_probs, rollout_log_probs))
-    age = (jnp.asarray(version) - as_array(versions)).astype(log_probs.dtype)
+    age = (jnp.asarray(version) - as_array(versions).astype(int)).astype(log_probs.dtype)
     share = jnp.where(age >= 1, (age - 1) / jnp.maximum(age, 1), 0)
     # Without the `where`, a share of 0 would make NaN of an infinite difference.
     moved = jnp.where(share > 0, share * (log_probs - sampler), 0)

@@ -130,6 +130,12 @@ def test_completion_mask_by_loop(prompt: int, completion: int, length: int) -> N
     np.testing.assert_array_equal(of_lengths(np.asarray(prompt), np.asarray(completion), length), expected[0])
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_completion_mask_of_narrow_lengths(dtype: type) -> None:
+    mask = kljax.completion_mask(np.array([100], dtype), np.array([200 if dtype == np.uint8 else 100], dtype), 400)
+    np.testing.assert_array_equal(np.flatnonzero(mask)[[0, -1]], [100, 299 if dtype == np.uint8 else 199])
+
+
 @given(mask=oracles.masks(ROWS, LENGTH))
 def test_last_token_mask_by_loop(mask: np.ndarray) -> None:
     expected = np.zeros_like(mask)

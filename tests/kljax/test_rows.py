@@ -212,6 +212,19 @@ def test_segments_are_checked() -> None:
     np.testing.assert_array_equal(chosen, [[False, False, True], [False, True, True]])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_narrow_segment_ids_number_long_rows(dtype: type) -> None:
+    ids = np.repeat(np.arange(2), [120, 80])[None]
+    mask, rewards = jnp.ones(ids.shape, bool), jnp.asarray(ids, float)
+
+    def results(ids: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        packed = kljax.Segments(mask, ids)
+        weights = kljax.token_weights(packed, mode="seq_mean_token_mean")
+        return weights, kljax.opo_advantages(rewards, 0 * ids, packed, num_groups=1)
+
+    jax.tree.map(np.testing.assert_array_equal, results(ids.astype(dtype)), results(ids))
+
+
 def test_invalid_traced_id_gives_nan() -> None:
     ids = jnp.array([[0, 5, 5]])
     mask = jnp.ones((1, 3), bool)

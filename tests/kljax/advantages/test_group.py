@@ -131,6 +131,11 @@ def test_id_outside_the_groups_raises_or_gives_nan() -> None:
     np.testing.assert_allclose(under_jit, [-0.5, 0.5, np.nan])
 
 
+def test_narrow_group_ids_have_many_groups() -> None:
+    got = kljax.rloo_advantages(np.array([1.0, 0.0]), np.array([7, 7], np.int8), num_groups=300)
+    np.testing.assert_array_equal(got, [1, -1])
+
+
 def test_broadcast_to_tokens() -> None:
     rows = np.arange(1.0, len(MASK) + 1)
     np.testing.assert_array_equal(kljax.broadcast_to_tokens(rows, MASK), np.where(MASK, rows[:, None], 0))

@@ -45,6 +45,8 @@ def test_turns_move_credit_and_leave_the_mean(gamma: float) -> None:
     np.testing.assert_allclose(actual, expected, 1e-12, 1e-14)
     plain = kljax.turn_credit_advantages(REWARDS, scores, SCORED, ids, MASK, **{**options, "coef": 0.0})
     np.testing.assert_allclose(actual.sum(-1), plain.sum(-1), 1e-12, 1e-13)
+    unsigned = kljax.turn_credit_advantages(REWARDS, scores, SCORED, ids.astype(np.uint32), MASK, **options)
+    np.testing.assert_array_equal(unsigned, actual)
 
 
 def test_rows_without_scores_have_the_advantages_of_grpo() -> None:

@@ -167,6 +167,11 @@ def test_a_small_tail_is_exact_in_float32(gap: float) -> None:
     np.testing.assert_allclose(gradient, [0.5, 0, 0, 0.3, 0.2], 1e-5, 1e-7)
 
 
+def test_narrow_indices_reach_a_wide_vocabulary() -> None:
+    log_probs = np.full((1, 200), -np.log(200))
+    np.testing.assert_allclose(np.exp(kljax.top_k_with_tail(log_probs, np.array([[100]], np.int8))), [[0.005, 0.995]])
+
+
 def test_the_tail_of_a_whole_vocabulary_is_empty() -> None:
     with np.errstate(divide="ignore"):
         log_probs = np.log([[0.5, 0.25, 0.25, 0.0]])

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +20,11 @@ def test_share_of_the_policy_follows_the_age() -> None:
     check_masked(lambda lp, rollout: kljax.loglinear_log_probs(lp, rollout, VERSIONS, MASK, version=5), [LP, ROLLOUT])
     slopes = jax.grad(lambda *x: kljax.loglinear_log_probs(*x, VERSIONS, MASK, version=5).sum(), (0, 1))(LP, ROLLOUT)
     np.testing.assert_array_equal(slopes, 0)
+
+
+def test_narrow_versions_have_the_age_of_wide_ones() -> None:
+    of = functools.partial(kljax.loglinear_log_probs, LP, ROLLOUT, mask=MASK, version=1000)
+    np.testing.assert_array_equal(of(VERSIONS.astype(np.int8)), of(VERSIONS))
 
 
 @pytest.mark.parametrize(("version", "expected"), [(3, "rollout"), (2, "rollout"), (10**7, "policy")])
