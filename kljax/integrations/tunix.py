@@ -44,7 +44,7 @@ from tunix.rl import utils as rl_utils  # noqa: E402
 from tunix.rl.grpo import grpo_learner  # noqa: E402
 
 import kljax  # noqa: E402
-from kljax._typing import Array, Estimator, KLGradient, Reduction  # noqa: E402
+from kljax._typing import Array, Estimator, KLGradient, Level, Reduction  # noqa: E402
 
 __all__ = ["TunixGRPOConfig", "TunixGRPOLearner"]
 
@@ -176,7 +176,9 @@ def policy_loss(
     clip: dict[str, Any] = {"clip_low": low, "clip_high": low if high is None else high}
     advantages = kljax.broadcast_to_tokens(example.advantages, mask)
     surrogate: Callable[..., Array] = kljax.ppo_clip_loss
+    level: Level = "token"
     if algo_config.loss_algo == "gspo-token":
+        level = "geometric"
         surrogate = functools.partial(kljax.gspo_loss, gradient="token", max_log_ratio=10.0)
     policy = surrogate(stats.log_prob, old, advantages, mask, **clip, dual_clip=algo_config.epsilon_c)
     if example.sampler_is_weights is not None:
@@ -197,7 +199,7 @@ def policy_loss(
         return (weights * values).sum()
 
     metrics = {"kl": total(kl), "entropy": total(jnp.asarray(stats.entropy)), "pg_loss": total(policy)}
-    metrics["pg_clipfrac"] = total(kljax.clipped_tokens(stats.log_prob, old, advantages, mask, **clip))
+    metrics["pg_clipfrac"] = total(kljax.clipped_tokens(stats.log_prob, old, advantages, mask, **clip, level=level))
     return total(policy + algo_config.beta * kl), jax.lax.stop_gradient(metrics)
 
 

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import jax
@@ -77,6 +78,20 @@ def test_tunix_own_loss_differs_between_the_splits():
 
 def test_second_iteration_of_gspo_is_one_in_parts():
     assert split_difference(WORK, config_of(num_iterations=2, loss_algo="gspo-token")) < 1e-6
+
+
+@pytest.mark.parametrize(("loss_algo", "expected"), [("grpo", 1.0), ("gspo-token", 0.0)])
+def test_clip_fraction_is_of_the_clipped_ratio(loss_algo, expected, monkeypatch):
+    """The ratios of both tokens are clipped, their geometric mean is 1."""
+    log_probs = jnp.array([[0.5, -0.5], [0.5, -0.5]])
+    stats = types.SimpleNamespace(log_prob=log_probs, entropy=jnp.zeros((2, 2)))
+    monkeypatch.setattr(tunix, "token_stats", lambda *_: stats)
+    example = types.SimpleNamespace(
+        completion_mask=jnp.ones((2, 2), bool), advantages=jnp.array([1.0, -1.0]), token_weights=jnp.full((2, 2), 0.5),
+        old_per_token_logps=jnp.zeros((2, 2)), ref_per_token_logps=None, sampler_is_weights=None,
+    )  # fmt: skip
+    _, metrics = tunix.policy_loss(None, example, config_of(loss_algo=loss_algo, epsilon=0.2))
+    assert metrics["pg_clipfrac"] == expected
 
 
 def test_no_array_of_logits_is_in_the_gradient():
