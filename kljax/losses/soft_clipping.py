@@ -22,7 +22,7 @@ from kljax._numerics import (
     times,
 )
 from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SurrogateLevel, Through
-from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
+from kljax.losses._surrogate import importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked
 from kljax.rows import row_mean, row_sum, to_tokens
 
@@ -140,7 +140,8 @@ def gmpo_loss(
       >>> print(kljax.gmpo_loss(lp, old, ones, jnp.array([[1, 1]])).round(4))
       [[-1.3499 -1.3499]]
     """
-    check_clip(clip_low, clip_high)
+    check_at_least("clip_low", clip_low, 0)
+    check_at_least("clip_high", clip_high, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (-clip_low, clip_high))
     lowest = jnp.where(advantages < 0, low, -jnp.inf)

@@ -12,7 +12,7 @@ from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._devices import auto_sharded
 from kljax._numerics import clip_symmetric, times
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
-from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
+from kljax.losses._surrogate import importance_weighted, loss_inputs
 from kljax.ratios import second_moment_mask
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 
@@ -65,7 +65,8 @@ def dppo_mask(
       [False  True  True]
     """
     check_choice("divergence", divergence, DIVERGENCES)
-    check_clip(clip_low, clip_high)
+    check_at_least("clip_low", clip_low, 0)
+    check_at_least("clip_high", clip_high, 0)
     inputs = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_probs, old_log_probs, advantages = jax.lax.stop_gradient(inputs)
     apart = DIVERGENCES[divergence](old_log_probs, log_probs)

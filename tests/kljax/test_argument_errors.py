@@ -173,6 +173,9 @@ def test_bound_as_clip_high_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kljax.ppo_clip_loss(LOG_PROBS, LOG_PROBS, LOG_PROBS, MASK, clip_high=10.0)
+        # Nats and probabilities, which bound no ratio.
+        for loss in (kljax.dppo_loss, kljax.gmpo_loss):
+            loss(LOG_PROBS, LOG_PROBS, LOG_PROBS, MASK, clip_high=1.5)
 
 
 def test_traced_number_of_groups_is_named() -> None:
