@@ -178,11 +178,11 @@ def check_at_least(name: str, value: object, low: float, *, strict: bool = False
         raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
 
 
-def check_at_most(name: str, value: object, high: float) -> None:
+def check_at_most(name: str, value: object, high: float, *, strict: bool = False) -> None:
     """Raises `ValueError` if a Python number is above `high`; traced and absent values pass, other types do not."""
     check_numbers(**{name: value})
-    if isinstance(value, (int, float, np.number)) and not value <= high:
-        raise ValueError(f"{name}: got {value!r}, expected a number <= {high}")
+    if isinstance(value, (int, float, np.number)) and not (value < high if strict else value <= high):
+        raise ValueError(f"{name}: got {value!r}, expected a number {'<' if strict else '<='} {high}")
 
 
 def check_scalar(name: str, value: Scalar) -> None:

@@ -10,7 +10,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_numbers, check_same_shape
+from kljax._checks import (
+    as_float,
+    check_at_least,
+    check_at_most,
+    check_choice,
+    check_mask,
+    check_numbers,
+    check_same_shape,
+)
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Preference, Scalar
@@ -99,8 +107,7 @@ def preference_loss(
     check_at_least("coef", coef, 0, strict=True)
     check_at_least("tau", tau, 0, strict=True)
     check_at_least("label_smoothing", label_smoothing, 0, strict=loss == "exo_pair")
-    if isinstance(label_smoothing, (int, float)) and label_smoothing >= 0.5:
-        raise ValueError(f"label_smoothing: got {label_smoothing!r}, expected a number < 0.5")
+    check_at_most("label_smoothing", label_smoothing, 0.5, strict=True)
     check_same_shape(preferred=preferred, rejected=rejected)
     scores = as_float(preferred, rejected)
     options = _PairOptions(*(jnp.asarray(number, scores[0].dtype) for number in (coef, label_smoothing, margin, tau)))
@@ -303,7 +310,7 @@ def dpo_loss(
 
     Raises:
       ValueError: for differing shapes, pairs that do not match, `Segments` for only one of the two masks, or a `coef`
-        that is not positive.
+        or `label_smoothing` out of range.
 
     References:
       Rafailov et al., "Direct preference optimization" (2023), eq. 7. Trinity-RFT 0.6.0 `dpo` sums over all pairs of a
@@ -318,6 +325,7 @@ def dpo_loss(
     """
     check_at_least("coef", coef, 0, strict=True)
     check_at_least("label_smoothing", label_smoothing, 0)
+    check_at_most("label_smoothing", label_smoothing, 0.5, strict=True)
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_same_shape(
         rejected_log_probs=rejected_log_probs,

@@ -14,6 +14,7 @@ because their log-probs are; whoever recorded the log-probs stopped the gradient
 from typing import get_args
 
 import jax.numpy as jnp
+import numpy as np
 
 from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_mask, check_same_shape
 from kljax._devices import greatest
@@ -223,7 +224,14 @@ def level_to_tokens(values: Array, mask: Mask, level: Level) -> Array:
     return masked(values if level == "token" else to_tokens(values, mask), mask)
 
 
-def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = True, low: float | None = None) -> None:
+def check_bounds(
+    lower: Scalar | None,
+    upper: Scalar | None,
+    *,
+    needed: bool = True,
+    low: float | None = None,
+    names: tuple[str, str] = ("lower", "upper"),
+) -> None:
     """Checks the bounds of a ratio or a divergence; traced bounds pass.
 
     Args:
@@ -231,17 +239,19 @@ def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = T
       upper: highest value kept; None has no upper bound.
       needed: whether at least one of the two must be given.
       low: the smallest value that a bound may have; None allows any.
+      names: of the two arguments, for messages.
 
     Raises:
       ValueError: for bounds in the wrong order, below `low`, or none at all.
     """
     if needed and lower is None and upper is None:
-        raise ValueError("lower, upper: got None for both, expected at least one bound")
+        raise ValueError(f"{', '.join(names)}: got None for both, expected at least one bound")
     if low is not None:
-        check_at_least("lower", lower, low)
-        check_at_least("upper", upper, low)
-    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)) and lower > upper:
-        raise ValueError(f"lower: got {lower!r}, expected at most upper = {upper!r}")
+        check_at_least(names[0], lower, low)
+        check_at_least(names[1], upper, low)
+    number = (int, float, np.number)
+    if isinstance(lower, number) and isinstance(upper, number) and lower > upper:
+        raise ValueError(f"{names[0]}: got {lower!r}, expected at most {names[1]} = {upper!r}")
 
 
 def within(values: Array, lower: Scalar | None, upper: Scalar | None) -> Array:

@@ -6,7 +6,7 @@ loss and the denominators stay; with the weights of the returned mask they are d
 
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_mask
+from kljax._checks import check_mask
 from kljax._typing import Array, ArrayLike, Bool, Float, Level, Mask, MaskLike, Scalar
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
 from kljax.rows import narrowed, row_any, to_tokens
@@ -87,10 +87,7 @@ def veto_mask(
       [[False False]
        [ True  True]]
     """
-    check_at_least("min_ratio", min_ratio, 0)
-    check_at_least("max_ratio", max_ratio, 0)
-    if min_ratio is None and max_ratio is None:
-        raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
+    check_bounds(min_ratio, max_ratio, low=0, names=("min_ratio", "max_ratio"))
     keep = check_mask(mask)
     tolerated = within(token_ratios(log_probs, sampling_log_probs, mask), min_ratio, max_ratio)
     return keep & ~to_tokens(row_any(narrowed(mask, keep & ~tolerated)), mask)

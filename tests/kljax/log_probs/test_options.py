@@ -150,7 +150,7 @@ def test_leaves_of_a_head_are_its_arrays() -> None:
     assert jax.tree.leaves(Head(HEAD)) == [HEAD]
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1])
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1, np.float32(1.5)])
 def test_beta_is_between_its_ends(beta: float) -> None:
     message = rf"beta: got {re.escape(repr(beta))}, expected a number between 0 and 1; at the ends see `kl_from_hidden`"
     with pytest.raises(ValueError, match=message):

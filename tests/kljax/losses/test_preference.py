@@ -96,6 +96,8 @@ def test_errors_name_the_argument() -> None:
         dpo(LP, REF, BAD, BAD_REF, coef=0)
     with pytest.raises(ValueError, match="label_smoothing: got -1"):
         dpo(LP, REF, BAD, BAD_REF, label_smoothing=-1)
+    with pytest.raises(ValueError, match=r"label_smoothing: got 0\.9, expected a number < 0\.5"):
+        dpo(LP, REF, BAD, BAD_REF, label_smoothing=0.9)
 
 
 # ---- functions of two scores ----
@@ -187,6 +189,7 @@ def test_kto_weighs_gains_and_losses() -> None:
         ({"loss": "logistic"}, "loss: got 'logistic', expected one of sigmoid"),
         ({"loss": "exo_pair"}, "label_smoothing: got 0.0, expected a number > 0"),
         ({"label_smoothing": 0.5}, "label_smoothing: got 0.5, expected a number < 0.5"),
+        ({"label_smoothing": np.float32(0.75)}, r"label_smoothing: got .*0.75.*, expected a number < 0.5"),
         ({"coef": 0.0}, "coef: got 0.0"),
     ],
 )
