@@ -241,10 +241,12 @@ class Head:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "Head":
-        """Builds a head from leaves and static data."""
+        """Builds a head without a check: JAX and its users put masks, specs and other objects into the leaves."""
         fields = dict(zip(_LEAVES, leaves, strict=True)) | dict(zip(_STATIC, static[len(_NUMBERS) :], strict=True))
         numbers = zip(_NUMBERS, static, strict=False)
-        return cls(**fields | {name: number for name, number in numbers if number is not None})
+        head = object.__new__(cls)
+        vars(head).update(fields | {name: number for name, number in numbers if number is not None})
+        return head
 
 
 _NUMBERS = ("softcap", "logit_scale")

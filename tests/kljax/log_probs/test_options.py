@@ -150,6 +150,12 @@ def test_leaves_of_a_head_are_its_arrays() -> None:
     assert jax.tree.leaves(Head(HEAD)) == [HEAD]
 
 
+def test_head_is_a_pytree_of_anything() -> None:
+    head = kljax.Head(HEAD, softcap=jnp.asarray(30.0), logit_scale=2.0)
+    trainable = jax.tree.map(lambda leaf: True, head)
+    assert (trainable.weights, trainable.softcap, trainable.logit_scale) == (True, True, 2.0)
+
+
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1, np.float32(1.5)])
 def test_beta_is_between_its_ends(beta: float) -> None:
     message = rf"beta: got {re.escape(repr(beta))}, expected a number between 0 and 1; at the ends see `kl_from_hidden`"
