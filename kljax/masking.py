@@ -9,7 +9,7 @@ that of the part, and nothing warns. `jit` needs no such help.
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_numbers, check_same_shape
-from kljax._devices import over_devices
+from kljax._devices import auto_sharded, over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Integer, Mask, MaskLike, Real, Scalar, Shaped
 from kljax.rows import row_last
 
@@ -250,6 +250,7 @@ def last_token_mask(mask: MaskLike[Mask, "*b T"]) -> Bool[Array, "*b T"]:
     return row_last(mask)
 
 
+@auto_sharded
 def shift_right(values: Shaped[ArrayLike, "*b T"], fill: Scalar = 0) -> Shaped[Array, "*b T"]:
     """The next-token shift: what position `t - 1` predicts becomes the value of token `t`, `y_t = x_{t-1}`.
 
@@ -275,8 +276,7 @@ def shift_right(values: Shaped[ArrayLike, "*b T"], fill: Scalar = 0) -> Shaped[A
       [[0. 1. 2.]]
     """
     values = jnp.asarray(values)
-    first = jnp.full((*values.shape[:-1], 1), fill, values.dtype)
-    return jnp.concatenate([first, values[..., :-1]], axis=-1)
+    return jnp.concatenate([jnp.full_like(values[..., :1], fill), values[..., :-1]], axis=-1)
 
 
 def highest(scores: Array, candidates: Array, number: Array) -> Array:

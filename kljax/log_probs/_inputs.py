@@ -22,6 +22,7 @@ from kljax.log_probs._head import (
     embed_axis,
     head_defaults,
 )
+from kljax.masking import shift_right
 
 Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
 Result = TypeVar("Result")
@@ -267,7 +268,7 @@ def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict
         if shifted:
             constants = _shifted_left(constants, weights.hidden.shape[:-1])
         stats = function(call.spec, weights, completed(call.spec, weights, constants))
-        return {name: _shift(x, 1) for name, x in stats.items()} if shifted else stats
+        return {name: shift_right(x) for name, x in stats.items()} if shifted else stats
 
     try:
         return run_on_mesh(call, compute)
@@ -287,18 +288,10 @@ def run_on_mesh(call: CheckedCall, compute: Callable[..., Result], per_token: tu
     return auto_sharded(compute)(call.weights, call.constants, *per_token)
 
 
-def _shift(array: Array, by: int) -> Array:
-    """Moves `[..., T]` by one position, 1 to the right or -1 to the left; the free position holds 0."""
-
-    def shift(array: Array) -> Array:
-        length = array.shape[-1]
-        if length == 0:
-            return array
-        pad = jnp.zeros_like(array[..., :1])
-        parts = [pad, array[..., :-1]] if by > 0 else [array[..., 1:], pad]
-        return jnp.concatenate(parts, axis=-1)
-
-    return auto_sharded(shift)(array)
+@auto_sharded
+def _shift_left(array: Array) -> Array:
+    """Moves `[..., T]` by one position; the last one holds 0."""
+    return jnp.concatenate([array[..., 1:], jnp.zeros_like(array[..., :1])], axis=-1)
 
 
 def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
@@ -309,10 +302,10 @@ def _shifted_left(constants: Constants, leading: tuple[int, ...]) -> Constants:
     if mask is None:
         mask = jnp.ones(leading, bool) if targets is None else jnp.ones_like(targets, dtype=bool)
     if inverse.ndim:
-        inverse = _shift(inverse, -1)
+        inverse = _shift_left(inverse)
     if targets is not None:
-        targets = _shift(targets, -1)
-    return constants._replace(targets=targets, mask=_shift(mask, -1), inverse_temperature=inverse)
+        targets = _shift_left(targets)
+    return constants._replace(targets=targets, mask=_shift_left(mask), inverse_temperature=inverse)
 
 
 def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:

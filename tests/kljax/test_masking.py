@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
@@ -152,6 +152,18 @@ def test_shift_right_moves_values_and_gradients() -> None:
     assert kljax.shift_right(jnp.array([[True, False]]), False).dtype == bool
     grad = jax.grad(lambda v: (kljax.shift_right(v) * values).sum())(values)
     chex.assert_trees_all_equal(grad, jnp.array([[2.0, 3.0, 0.0], [5.0, 6.0, 0.0]]))
+
+
+def test_shift_right_of_no_position_is_empty() -> None:
+    assert kljax.shift_right(jnp.zeros((2, 0))).shape == (2, 0)
+
+
+def test_shift_right_on_a_set_explicit_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("rows",))
+    values = jnp.arange(1.0, 7.0).reshape(2, 3)
+    with jax.set_mesh(mesh):
+        shifted = jax.jit(kljax.shift_right)(jax.device_put(values, NamedSharding(mesh, P("rows"))))
+    np.testing.assert_array_equal(shifted, [[0, 1, 2], [0, 4, 5]])
 
 
 def test_masked_without_a_mask_keeps_everything() -> None:
