@@ -162,6 +162,8 @@ def report(fields: Mapping[str, Any]) -> Report:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    if unused := [f"--{name}" for name in ("json", "markdown") if vars(options)[name] is not None]:
+        raise cli.OptionError(f"argument {unused[0]}: has no meaning here; --out names the directory of both files")
     try:
         # In a process that ends before the next one needs the devices.
         with start("benchmarks.suites.accelerator.model", settings=SETTINGS, quiet=True) as probe:

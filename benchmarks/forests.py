@@ -25,7 +25,7 @@ import numpy as np
 import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Check, Measured, Report, Target, table
+from benchmarks.harness.report import Check, Measured, Report, Target, ratio, table
 from train.models import Decoder, DecoderConfig
 from train.models.parameters import init_params
 from train.models.sharding import make_mesh
@@ -195,9 +195,8 @@ def _rows(measured: Measured, tokens: float) -> list[list[Any]]:
     rows = list[list[Any]]()
     for name, shares in {"rows": (1.0, 1.0), "forest": (tokens, pairs)}.items():
         result = measured.results[name]
-        wall, cpu = (result.best(clock) or 0.0 for clock in ("wall", "cpu"))
-        over = cpu / (measured.results["rows"].best("cpu") or 1.0)
-        rows.append([name, wall * 1e3, cpu * 1e3, over, *shares, result.temp_bytes])
+        over = ratio(result.best("cpu"), measured.results["rows"].best("cpu"))
+        rows.append([name, *result.milliseconds(), over, *shares, result.temp_bytes])
     return rows
 
 

@@ -30,7 +30,7 @@ from jax import lax
 import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Check, Measured, Report, Target, table
+from benchmarks.harness.report import Check, Measured, Report, Target, ratio, table
 from train.models import Decoder, DecoderConfig, ExpertsConfig, LayerKind
 from train.models.config import DType
 from train.models.grouped import grouped_dot
@@ -221,9 +221,9 @@ def _rows(measured: Measured) -> list[list[Any]]:
             result = results.get(f"{name}_{kind}")
             if result is None or result.problem is not None:
                 continue
-            wall, cpu = (result.best(clock) or 0.0 for clock in ("wall", "cpu"))
-            over = [cpu / (results[f"{other}_{kind}"].best("cpu") or 1.0) for other in ("equal", "dense")]
-            rows.append([f"{label}, {title}", wall * 1e3, cpu * 1e3, *over, result.temp_bytes])
+            cpu = result.best("cpu")
+            over = [ratio(cpu, results[f"{other}_{kind}"].best("cpu")) for other in ("equal", "dense")]
+            rows.append([f"{label}, {title}", *result.milliseconds(), *over, result.temp_bytes])
     return rows
 
 
@@ -231,8 +231,8 @@ def _decoder_rows(measured: Measured) -> list[list[Any]]:
     results = measured.results
     rows = list[list[Any]]()
     for name, title in DECODERS.items():
-        wall, cpu = (results[name].best(clock) or 0.0 for clock in ("wall", "cpu"))
-        rows.append([title, wall * 1e3, cpu * 1e3, cpu / (results["dense"].best("cpu") or 1.0)])
+        over = ratio(results[name].best("cpu"), results["dense"].best("cpu"))
+        rows.append([title, *results[name].milliseconds(), over])
     return rows
 
 

@@ -15,8 +15,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from benchmarks.harness import cli
 from train.plan.compiler.topology import load_compilers, parse_topology
 
+PROGRAMS = ("update", "score", "sample")
 MODEL = "Qwen3-0.6B"
 LAYERS, MICRO_BATCHES = 28, 4
 CONFIG = f"""
@@ -121,10 +123,10 @@ def row(program: str, weights: str, work: ProgramWork) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table as its rows are known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--programs", default="update,score,sample", metavar="NAMES", help="out of update,score,sample")
+    parser.add_argument("--programs", type=cli.some_of(PROGRAMS), default=PROGRAMS, metavar="NAMES", help=f"out of {','.join(PROGRAMS)}")
     options = parser.parse_args(arguments)
     print(TITLE, flush=True)
-    for program in options.programs.split(","):
+    for program in options.programs:
         for weights, overrides in WEIGHTS.items():
             print(row(program, weights, plan(program, overrides)), flush=True)
     return 0

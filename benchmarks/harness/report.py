@@ -37,6 +37,10 @@ class ContenderResult:
         rounds = zip(*self.seconds.values(), strict=True) if part == ALL else ((s,) for s in self.seconds.get(part, []))
         return min((sum(seconds[CLOCKS[clock]] for seconds in parts) for parts in rounds), default=None)
 
+    def milliseconds(self) -> list[float | None]:
+        """Returns the milliseconds of the fastest round by each clock, None without one."""
+        return [None if (seconds := self.best(clock)) is None else seconds * 1e3 for clock in CLOCKS]
+
 
 @dataclasses.dataclass
 class Measured:

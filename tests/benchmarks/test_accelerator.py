@@ -204,6 +204,7 @@ def test_next_plan_leaves_out_what_no_longer_fits(odd_contender, tmp_path, monke
     ("arguments", "message"),
     [
         (["--minutes", "0"], "argument --minutes: got '0', expected minutes above 0"),
+        (["--json", "x.json"], "argument --json: has no meaning here; --out names the directory of both files"),
         (["--peers", "nowhere"], "argument --peers: got 'nowhere', expected a Python interpreter"),
     ],
 )

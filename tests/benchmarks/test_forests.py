@@ -18,6 +18,8 @@ def test_forests_race_and_are_reported(tmp_path: pathlib.Path, capsys: pytest.Ca
     fields = json.loads(file.read_text())
     assert fields["sizes"][0]["results"]["forest"]["differences"]["sum"] < forests.DIFFERENCE
     assert forests.report(fields).text == printed
+    fields["sizes"][0]["results"]["forest"] |= {"seconds": {}, "problem": "no memory"}
+    assert "| forest |  |  |  |" in forests.report(fields).text
 
 
 def test_sizes_count_the_slots_and_pairs_of_the_forest() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -19,3 +20,9 @@ def test_products_race_and_are_reported(tmp_path: pathlib.Path, capsys: pytest.C
     assert "2 of 4 experts: sampling, over dense" in printed
     fields = json.loads(file.read_text())
     assert grouped.report(fields).text == printed
+    fields["decoders"][0]["results"]["dense"] |= {"seconds": {}, "problem": "no memory"}
+    for entry in fields["sizes"]:
+        entry["results"]["dense_forward"] |= {"seconds": {}, "problem": "no memory"}
+    failed = grouped.report(fields).text
+    assert f"| {grouped.DECODERS['dense']} |  |  |  |" in failed
+    assert not re.search(r"\| inf|\| 0(\.0+)? \|", failed)

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import pytest
+
+from benchmarks import roofline
 from benchmarks.roofline import LAYERS, ProgramWork, row
 
 WORK = ProgramWork(
@@ -13,6 +16,12 @@ WORK = ProgramWork(
     layer=3.48e9,
     decode=14 * LAYERS,
 )
+
+
+def test_unknown_program_is_named(capsys):
+    with pytest.raises(SystemExit):
+        roofline.main(["--programs", "update,x"])
+    assert "argument --programs: got ['x'], expected some of ['sample', 'score', 'update']" in capsys.readouterr().err
 
 
 def test_rows_show_a_layer_of_whole_rows_and_the_kernels_of_a_decode_step():
