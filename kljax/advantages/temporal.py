@@ -43,8 +43,8 @@ def reinforce_plus_plus_returns(
         unmasked tokens, such as those between two outputs of a tool.
 
     Returns:
-      `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
-      next, with `masked_whiten`.
+      `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. A `gamma` of 0 lets nothing
+      through, not even an infinite reward. REINFORCE++ whitens them next, with `masked_whiten`.
 
     Raises:
       ValueError: for an unknown rule or `discount_per`, differing shapes, or a `gamma` that is negative or no scalar.
@@ -69,7 +69,7 @@ def reinforce_plus_plus_returns(
 
     def step(later: Array, now: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
         reward, unmasked, discounts = now
-        total = reward + _where(discounts, gamma) * later
+        total = reward + _weighed(_where(discounts, gamma), later)
         skipped = {"skip": later, "reset": jnp.zeros_like(later), "zero": total}[masked_tokens]
         return jnp.where(unmasked, total, skipped), jnp.where(unmasked, total, 0)
 

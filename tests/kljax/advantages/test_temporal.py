@@ -173,6 +173,11 @@ def test_gae_at_lambda_one_is_return_minus_value() -> None:
     np.testing.assert_allclose(advantages, kljax.masked(discounted - VALUES, MASK), 1e-12, 1e-14)
 
 
+def test_gamma_of_zero_lets_no_infinity_through() -> None:
+    returns = kljax.reinforce_plus_plus_returns(np.array([[1, np.inf]]), np.ones((1, 2), bool), gamma=0.0)
+    np.testing.assert_array_equal(returns, [[1, np.inf]])
+
+
 def test_more_leading_axes_and_traced_discounts() -> None:
     stacked = [np.stack([x, x[::-1]]) for x in (REWARDS, VALUES, MASK)]
     got, _ = jax.jit(lambda gamma, lam: kljax.gae(*stacked, gamma=gamma, lam=lam))(jnp.float32(0.5), jnp.float32(0.5))
