@@ -14,7 +14,6 @@ from kljax.tools.audit.results import Result
 
 __all__ = ["AnchorAudit", "audit_anchors"]
 
-ANCHORS = ("reference", "sampler")
 # Columns of the table: the heading, and the labels of its results.
 VALUES: Mapping[str, Mapping[str, str]] = {
     f"{estimator}{suffix}": {"estimator": estimator, "correction": correction}
@@ -125,7 +124,7 @@ def audit_anchors(
       An `AnchorAudit`: one audit of the reference for each lag, and one of the sampler for each lag above 0.
 
     Raises:
-      ValueError: without a lag, for a negative one, or as `audit_logits`.
+      ValueError: without a lag, for a negative one, without logits at one above 0, or as `audit_logits`.
 
     References:
       Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
@@ -140,6 +139,9 @@ def audit_anchors(
     """
     if not sampling_logits or min(sampling_logits) < 0:
         raise ValueError(f"sampling_logits: got lags {sorted(sampling_logits)}, expected one or more of at least 0")
+    for lag, sampler in sorted(sampling_logits.items()):
+        if lag and sampler is None:
+            raise ValueError(f"sampling_logits: got None at lag {lag}, expected logits; only lag 0 needs none")
     settings: dict[str, Any] = {
         "draws": draws,
         "bootstrap": bootstrap,

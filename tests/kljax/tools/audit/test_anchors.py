@@ -72,3 +72,8 @@ def test_wrong_lags_are_refused(options: list[str], message: str, capsys: pytest
 def test_audit_of_anchors_needs_a_lag() -> None:
     with pytest.raises(ValueError, match="sampling_logits: got lags"):
         kljax.audit.audit_anchors(POLICY, REF, {})
+
+
+def test_lag_without_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="sampling_logits: got None at lag 4, expected logits; only lag 0 needs none"):
+        kljax.audit.audit_anchors(POLICY, REF, {0: None, 4: None})
