@@ -151,8 +151,8 @@ def ratio_quantiles(
     values = jax.lax.stop_gradient(log_ratio).ravel()
     unmasked = level_mask(mask, level).ravel()
     values, unmasked = all_rows((values, unmasked), axis_name)
-    # What is masked goes behind everything else.
-    ordered = jnp.sort(jnp.where(unmasked, values, jnp.inf))
+    # What is masked goes behind everything else; one more, as a batch without rows has nothing to index.
+    ordered = jnp.sort(jnp.pad(jnp.where(unmasked, values, jnp.inf), (0, 1), constant_values=jnp.inf))
     rank = jnp.asarray(quantiles, values.dtype) * jnp.maximum(unmasked.sum() - 1, 0).astype(values.dtype)
     below = jnp.floor(rank)
     low, high = (ordered[at.astype(int)] for at in (below, jnp.ceil(rank)))

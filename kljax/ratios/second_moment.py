@@ -75,5 +75,5 @@ def second_moment_mask(
     # candidates stand infinities.
     counts = jnp.arange(1, ordered.size + 1, dtype=ordered.dtype)
     fits = jnp.cumsum(ordered) / counts <= jnp.asarray(threshold, ordered.dtype)
-    first_dropped = jnp.where(fits.all(), jnp.inf, ordered[jnp.argmin(fits)])
+    first_dropped = jnp.where(fits, jnp.inf, ordered).min(initial=jnp.inf)
     return unmasked & ~(candidates & (square >= first_dropped))

@@ -46,6 +46,7 @@ def test_quantiles_of_far_ratios() -> None:
 
 def test_quantiles_of_nothing_are_1() -> None:
     np.testing.assert_array_equal(kljax.ratio_quantiles(LP, OLD, np.zeros_like(MASK)), 1)
+    np.testing.assert_array_equal(jax.jit(kljax.ratio_quantiles)(LP[:0], OLD[:0], MASK[:0]), 1)
 
 
 def test_errors_name_the_argument() -> None:

@@ -56,6 +56,11 @@ def test_infinite_log_ratios_are_dropped() -> None:
     np.testing.assert_array_equal(actual, [True, False, False])
 
 
+def test_batch_without_rows_has_an_empty_mask() -> None:
+    mask = jax.jit(kljax.second_moment_mask)(*np.zeros((3, 0, 4)), np.zeros((0, 4), bool))
+    assert mask.shape == (0, 4)
+
+
 @jax.jit
 def value_and_slope(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
     value, pull = jax.vjp(lambda lp: kljax.m2po_loss(lp, OLD, ADV, MASK), lp)
