@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,11 +69,9 @@ def flattened(config: Mapping[str, Any], known: frozenset[str], prefix: str = ""
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    """YAML 1.1 reads 1e-6 as text; other texts stay, such as a name of digits."""
+    exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if exponential else value
 
 
 def translate(system: str, config: Mapping[str, Any]) -> Translation:

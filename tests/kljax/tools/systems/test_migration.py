@@ -7,7 +7,7 @@ import pytest
 
 from kljax.__main__ import main
 from kljax.tools.systems.foreign import FOREIGN
-from kljax.tools.systems.migration import as_yaml, translate
+from kljax.tools.systems.migration import as_yaml, flattened, translate
 from train.config.fields import known_fields
 from train.config.load import load
 from train.config.usual_names import USUAL_NAMES
@@ -148,6 +148,12 @@ def test_options_without_a_field_are_named() -> None:
     assert "loss.entropy_aggregation" not in dapo
     named = [name for name, _, _ in translate("trl", options | {"loss_type": "bnpo"}).not_expressed]
     assert named[0] == "gradient_accumulation_steps"
+
+
+def test_texts_other_than_exponents_stay_texts() -> None:
+    config = {"run": {"name": "2024", "note": "nan", "lr": "1e-6", "other": 3}}
+    expected = [("run.name", "2024"), ("run.note", "nan"), ("run.lr", 1e-6), ("run.other", 3)]
+    assert list(flattened(config, frozenset())) == expected
 
 
 def test_command_prints_the_config(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
