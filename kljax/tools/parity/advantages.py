@@ -125,7 +125,8 @@ def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.nda
         each = [(part.input("kl", recipe)[0], part.arrays["mask"]) for part in replay.batch.parts()]
         return float(sum(np.where(mask, x, 0).sum() for x, mask in each)), float(sum(mask.sum() for _, mask in each))
 
-    whole_sum, count = replay.batch.remember(("kl sum", recipe.mask, dataclasses.replace(kl, coef=0.0)), total)
+    key = ("kl sum", recipe.mask, recipe.ratio, dataclasses.replace(kl, coef=0.0))
+    whole_sum, count = replay.batch.remember(key, total)
     mean = whole_sum / max(count + replay.recipe.reduction.eps_batch, 1) if kl.centered else 0.0
     unit = replay.unit("token_loss", recipe)
     result = value + np.where(used, kl.coef * (mean - values), 0)
