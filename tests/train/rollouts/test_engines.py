@@ -1,5 +1,6 @@
 """Several engines: each gets every weight, none samples from old ones, and a failing one is named."""
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -9,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import httpx
 import pytest
 
 import kljax
@@ -290,6 +292,59 @@ def test_engine_restarted_between_steps_gets_the_weights(engines):
         engines[1].restart()
         step(context, source, 1)
     assert versions(engines[1]) == ["0", "1"]
+
+
+@contextlib.contextmanager
+def pool_of(answer, *names: str, options: str = "") -> Iterator[Engines]:
+    """A pool that drops engines; a function gives the JSON of each answer from the name, the path and the body."""
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or "{}")
+        value = await answer(request.url.host, request.url.path, body)
+        return httpx.Response(200, stream=httpx.ByteStream(json.dumps(value).encode()))
+
+    addresses = in_list([f"http://{name}" for name in names]) + options
+    source = f"rollout.source={{type: openai, model: m, retries: 0, on_engine_failure: drop, {addresses}}}"
+    with contextlib.closing(Client(timeout=5, retries=0, transport=httpx.MockTransport(respond))) as client:
+        yield Engines(client, tiny.config_of("http://unused", source).rollout.source)
+
+
+@pytest.mark.parametrize("names", [("a", "dead"), ("a", "b", "dead")])
+def test_engine_that_several_batches_lose_is_dropped_once(names, capsys, monkeypatch):
+    monkeypatch.setattr("train.rollouts.server.client.wait_before", lambda *_: 0.0)
+
+    async def answer(name: str, path: str, body: dict) -> dict:
+        await asyncio.sleep(0.01)
+        if name == "dead":
+            raise httpx.ConnectError("refused")
+        return {"data": []}
+
+    with pool_of(answer, *names) as engines:
+        batches = [engines.complete("/v1/x", asks_of({}), most_bytes=100) for _ in range(6)]
+        assert [wait_for(batch) for batch in batches] == [[{"data": []}]] * 6
+        assert engines.urls == [f"http://{name}" for name in names[:-1]]
+    assert capsys.readouterr().err.count("http://dead is left out") == 1
+
+
+def test_router_is_checked_after_another_batch_took_an_engine_out():
+    """Until then it may still answer with the weights of that engine."""
+    routed = ["a", "b"]
+
+    async def answer(name: str, path: str, body: dict) -> dict:
+        await asyncio.sleep(0.01)
+        if path == "/remove_worker":
+            routed.remove("b")
+        if path == "/list_workers":
+            return {"urls": routed}
+        if path == "/weight_info":
+            is_old = name == "b" or (name == "router" and "b" in routed)
+            return {"weight_version": "old" if is_old else "new"}
+        return {"data": []}
+
+    with pool_of(answer, "a", "b", options=", router: 'http://router'") as engines:
+        engines.expect("new", 1)
+        batches = [engines.complete("/v1/x", asks_of({}), most_bytes=100) for _ in range(2)]
+        assert [wait_for(batch) for batch in batches] == [[{"data": []}]] * 2
 
 
 @pytest.mark.parametrize("event", ["fails the update", "restarts"])

@@ -54,6 +54,8 @@ class Engines:
         self._under_way: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
         self._warned = False
+        # One batch at a time leaves engines out; others wait until the router has none of them.
+        self._leaving = asyncio.Lock()
         # Of the event loop alone: what is under way, by the label of its weights, and what waits to go on.
         self._users: Counter[str | None] = Counter()
         self._unfinished = 0
@@ -325,20 +327,24 @@ class Engines:
         for error in failed.values():
             if not isinstance(error, SourceError):
                 raise error
-        if not failed:
-            return
-        left = len(self.urls) - len(failed)
-        text = "; ".join(str(error) for error in failed.values())
-        if not self._is_pool:
-            raise SourceError(text) from None
-        if not self._drops or not left:
-            hint = f"; {left} of {len(self.urls)} engines are left, {LEAVE_OUT}" if left else "; no engine is left"
-            raise SourceError(f"{text}{hint}") from None
-        for url, error in failed.items():
-            await self._leave_out(url, error)
+        async with self._leaving:
+            failed = {url: error for url, error in failed.items() if url in self.urls}
+            if not failed:
+                return
+            left = len(self.urls) - len(failed)
+            text = "; ".join(str(error) for error in failed.values())
+            if not self._is_pool:
+                raise SourceError(text) from None
+            if not self._drops or not left:
+                hint = f"; {left} of {len(self.urls)} engines are left, {LEAVE_OUT}" if left else "; no engine is left"
+                raise SourceError(f"{text}{hint}") from None
+            for url, error in failed.items():
+                await self._leave_out(url, error)
 
     async def _leave_out(self, url: str, error: BaseException) -> None:
         """Takes an engine out of the pool, and out of the router: it may still answer, with old weights."""
+        if url not in self.urls:
+            return  # `agree` was first
         self.urls.remove(url)
         self._lost.add(url)
         self._down.discard(url)
