@@ -347,6 +347,28 @@ def test_router_is_checked_after_another_batch_took_an_engine_out():
         assert [wait_for(batch) for batch in batches] == [[{"data": []}]] * 2
 
 
+def test_answers_of_an_engine_dropped_meanwhile_are_repeated():
+    """One batch finds that `b` has other weights, while an answer of `b` to another is still to come."""
+    is_dropped = asyncio.Event()
+
+    async def answer(name: str, path: str, body: dict) -> dict:
+        if path == "/weight_info":
+            return {"weight_version": "new" if name == "a" else "old"}
+        if body.get("slow") and name == "b":
+            await is_dropped.wait()
+        return {"from": name}
+
+    with pool_of(answer, "a", "b") as engines:
+        engines.expect("new", 1)
+        batches = [
+            engines.complete("/v1/x", asks_of(body), most_bytes=100, place=1) for body in ({}, {"slow": True})
+        ]
+        assert wait_for(batches[0]) == [{"from": "a"}]
+        assert engines.urls == ["http://a"]
+        engines._client._loop.call_soon_threadsafe(is_dropped.set)
+        assert wait_for(batches[1]) == [{"from": "a"}]
+
+
 @pytest.mark.parametrize("event", ["fails the update", "restarts"])
 def test_lost_engine_leaves_the_router(engines, event):
     with (

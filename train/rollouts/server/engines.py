@@ -240,6 +240,7 @@ class Engines:
             answers[number] = tried[-1], answer
 
         while missing := [number for number in range(len(asks)) if number not in answers]:
+            before = len(self.urls)
             try:
                 async with asyncio.TaskGroup() as group:
                     for number in missing:
@@ -248,12 +249,13 @@ class Engines:
                 raise group_error.exceptions[0] from None
             if url is not None:
                 break
-            before = len(self.urls)
             async with self._under_way_with_weights():
                 await self._judge({*self.urls} if self._router else {asked for asked, _ in answers.values()})
-            if len(self.urls) < before:
-                # Nobody knows which requests a router sent to the lost engine.
-                answers = {} if self._router else {n: pair for n, pair in answers.items() if pair[0] in self.urls}
+            # Another batch may have judged meanwhile.
+            if not self._router:
+                answers = {number: pair for number, pair in answers.items() if pair[0] in self.urls}
+            elif len(self.urls) < before:
+                answers = {}  # nobody knows which requests it sent to the lost engine
         return [answers[number][1] for number in range(len(asks))]
 
     @contextlib.asynccontextmanager
