@@ -130,17 +130,20 @@ class CompletionRequest:
         """Hands the draws to the generator, which tells of every chunk.
 
         Raises:
-          RequestError: there is no room, for their tokens or for the request.
+          RequestError: the prompt has no tokens, or there is no room, for those of the draws or for the request.
         """
         options = self.options
         served = self.served
+        field = "messages" if self.messages is not None else "prompt"
+        if not self.ids:
+            raise RequestError(400, "the prompt has no tokens", field)
         most = self.session.most_tokens(self.ids)
         if most < 1:
             raise RequestError(
                 400,
                 f"the prompt has {len(self.ids)} tokens, and leaves none of max_model_len = {served.lengths.total} "
                 "and of the completion's tokens",
-                "messages" if self.messages is not None else "prompt",
+                field,
             )
         if generator.open + options.choices > served.max_requests:
             raise RequestError(429, f"{served.max_requests} requests are under way; try again")

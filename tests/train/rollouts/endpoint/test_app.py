@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.rollouts.endpoint.fakes import LENGTHS, TOKENIZER, running
+from train.data.tokenizers import ByteTokenizer
 from train.rollouts.endpoint import app
 from train.rollouts.endpoint.completions import EndpointKeys
 from train.rollouts.endpoint.sessions import SequenceLengths
@@ -168,6 +169,18 @@ def test_request_that_cannot_be_answered_rightly_is_refused(path, body, status, 
     assert got == status
     assert answer["error"]["message"].startswith(message)
     assert answer["error"]["code"] == status
+
+
+class Templated(ByteTokenizer):
+    """A tokenizer with a chat template."""
+
+    has_template = True
+
+
+def test_prompt_without_tokens_is_refused():
+    with running(str.upper, tokenizer=Templated(bos_id=None)) as served:  # as that of Qwen
+        status, answer = ask(served, "/v1/completions", {"prompt": ""})
+    assert (status, answer["error"]["message"]) == (400, "the prompt has no tokens")
 
 
 def test_equal_sampling_options_are_taken(served):
