@@ -23,7 +23,7 @@ from train.rollouts.engine.schedule import session_keys
 from train.rollouts.episodes.failures import FailureWatch
 from train.rollouts.episodes.rows import RowShape, episode_metrics, make_rows, place_sequences
 from train.rollouts.episodes.turns import Episode
-from train.rollouts.jax_source import rollout_sampling
+from train.rollouts.jax_source import plain_sampling
 from train.rollouts.server.key import read_key
 from train.rollouts.source import Completions, InTurn, Request
 
@@ -75,7 +75,7 @@ class EndpointSource(InTurn):
         served = Served(
             model=self._model,
             tokenizer=self._tokenizer,
-            sampling=rollout_sampling(config),
+            sampling=plain_sampling(config),
             lengths=self._lengths,
             vocab_size=context.tokenizer.vocab_size,
             sessions=self._episodes,

@@ -19,7 +19,7 @@ from train.distributed.global_arrays import (
 from train.models.sharding import batch_sharding, reshape_mesh
 from train.rollouts.engine.programs import EngineSizes
 from train.rollouts.engine.schedule import TurnEngine
-from train.rollouts.jax_source import rollout_sampling
+from train.rollouts.jax_source import plain_sampling
 from train.rollouts.sampler import stop_table
 
 
@@ -36,7 +36,7 @@ def make_engine(context: RunContext, rows: int, columns: int) -> TurnEngine:
     return TurnEngine(
         context.layout.model,
         EngineSizes.of(-(-rows // context.layout.row_parts), columns),
-        sampling=rollout_sampling(context.config),
+        sampling=plain_sampling(context.config),
         eos_ids=context.tokenizer.eos_ids,
         stop=stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else []),
         mesh=mesh_of_process(context.layout.mesh),

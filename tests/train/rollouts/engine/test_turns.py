@@ -17,6 +17,7 @@ from train.models.config import ExpertsConfig, LayerKind
 from train.models.sharding import axis_size, make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.engine import EngineSizes, ExtendSize, Turn, TurnEngine
+from train.rollouts.engine.of_run import make_engine
 from train.rollouts.engine.pool import gather_rows, slice_rows
 from train.rollouts.engine.programs import DrawnTokens, EnginePrograms
 from train.rollouts.engine.schedule import session_keys
@@ -224,6 +225,12 @@ def test_turn_that_does_not_fit_is_refused(engine, ids, limit):
         ValueError, match=r"^turn: got \d+ tokens and max_tokens \d+, expected at least 1 .* 64 together$"
     ):
         engine.submit(Turn(ids, limit, np.zeros(2, np.uint32)))
+
+
+def test_engine_of_a_run_records_no_kept_tokens():
+    """A run that is served may have recorded them."""
+    context = tiny.context_of(tiny.config_of("rollout.top_k=5", "rollout.record_kept_tokens=true"))
+    assert make_engine(context, 2, 16).programs.sampling == Sampling(context.config.temperature, top_k=5)
 
 
 def test_no_program_copies_the_pool(engine):
