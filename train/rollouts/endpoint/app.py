@@ -259,6 +259,8 @@ class Endpoint:
         self._check_reward_key(request)
         for wait in (0.0, *[0.1] * int(TAKE_SECONDS / 0.1)):
             await asyncio.sleep(wait)
+            if await request.is_disconnected():
+                raise ClientGoneError
             episode = self._episodes.take(time.monotonic() + self._served.episode_seconds)
             if episode is not None:
                 name = episode.session.name

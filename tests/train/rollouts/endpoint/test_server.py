@@ -5,12 +5,14 @@ import socket
 import time
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from tests.train.rollouts.endpoint import load
 from tests.train.rollouts.endpoint.fakes import running
 from train.config.errors import UserError
 from train.rollouts.endpoint import app
+from train.rollouts.endpoint.completions import EndpointKeys
 from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import SequenceLengths
 
@@ -50,6 +52,18 @@ def test_client_that_leaves_frees_its_row(stream):
         assert served.engine.cancelled == 1
         assert served.engine.is_idle()
         wait_until(lambda: served.endpoint.clients_gone == 1)
+
+
+def test_program_that_left_takes_no_episode():
+    keys = EndpointKeys(None, "sk-reward")
+    with running(str.upper, episodes=True, keys=keys) as served, listening(served) as listener:
+        connection = socket.create_connection(("127.0.0.1", int(listener.url.rpartition(":")[2])))
+        connection.sendall(load.request("/v1/episodes", b"{}", "sk-reward"))
+        connection.close()
+        # Before there is an episode, for which it would wait.
+        wait_until(lambda: served.endpoint.clients_gone == 1)
+        served.sessions.open([{}], [np.zeros(2, np.uint32)], SequenceLengths(4, 4))
+        assert served.sessions.take(0.0) is not None
 
 
 def test_reader_of_a_stream_that_stops_ends_it(monkeypatch):
