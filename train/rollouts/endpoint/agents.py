@@ -7,6 +7,7 @@ from typing import Any
 
 from train.config.errors import UserError
 from train.config.rollout import EndpointSourceSection
+from train.config.user_functions import failure
 from train.data.workers.process import START_SECONDS, NoAnswer, TooLate, WorkerProcess
 from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestError
 
@@ -71,15 +72,17 @@ class Agents:
             self._workers[number] = None
             name = "episode_seconds" if isinstance(error, TooLate) else "ended"
             results = [{"failure": (name, str(error))}] * len(share)
+        except Exception as error:  # a row that cannot be pickled, or a process that cannot be started
+            results = {"error": failure(error)}
         if isinstance(results, dict):
             results = [{"failure": ("exception", results["error"])}] * len(share)
         for episode, result in zip(share, results, strict=True):
-            failure = result.get("failure")
+            failed = result.get("failure")
             try:
                 episodes.end(
                     episode,
                     rewards=result.get("rewards"),
-                    failure=None if failure is None else (failure[0], failure[1]),
+                    failure=None if failed is None else (failed[0], failed[1]),
                 )
             except RequestError:
                 continue  # its time was over

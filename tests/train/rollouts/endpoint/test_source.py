@@ -1,5 +1,6 @@
 """Batches of episodes that agent programs run: the tokens of the engine, forks, failures, and one advantage each."""
 
+import pickle
 import threading
 import time
 from contextlib import closing
@@ -252,6 +253,36 @@ def test_agent_has_no_key_in_its_environment(files, monkeypatch):
         agents.play(episodes, opened, base_url="http://none", model="m", key="none")
         assert ended.wait(30)
     assert opened[0].rewards == {"reward": 2.0}
+
+
+def test_error_of_a_thread_fails_its_episodes(files, monkeypatch):
+    """The second process does not start; the first one gets a row that cannot be pickled."""
+    started = []
+
+    class Worker:
+        def __init__(self, *arguments, **options):
+            started.append(self)
+            if len(started) > 1:
+                raise OSError("no process is left")
+
+        def ask(self, question, *, seconds):
+            return pickle.dumps(question) if question else {}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("train.rollouts.endpoint.agents.WorkerProcess", Worker)
+    ended = threading.Event()
+    episodes = OpenEpisodes(lambda: ended.set() if all(x.over for x in opened) else None)
+    opened = episodes.open([{"f": lambda: 0}] * 2, [np.zeros(2, np.uint32)] * 2, SequenceLengths(4, 4))
+    source = f"rollout.source={{type: endpoint, agent: '{files}/mine.py:play', processes: 2}}"
+    with closing(Agents(tiny.config_of(source).rollout.source)) as agents:
+        agents.play(episodes, opened, base_url="http://none", model="m", key="none")
+        assert ended.wait(5)
+    (first, text), (second, other) = [episode.failure for episode in opened]
+    assert (first, second) == ("exception", "exception")
+    assert "pickle" in text
+    assert other.startswith("OSError: no process is left")
 
 
 def test_advantage_of_a_fork_is_that_of_its_episode():
