@@ -44,6 +44,14 @@ TAKE_SECONDS = 10.0
 """Longest wait of a program that asks for an episode."""
 
 
+class AsciiResponse(JSONResponse):
+    """JSON in ASCII: a lone surrogate, in a tool call or in the record of a problem, has no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        """Writes the content."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
 class Endpoint:
     """The routes; `app` is an ASGI application.
 
@@ -93,7 +101,7 @@ class Endpoint:
                 log.exception("the endpoint has a fault")
                 refused = RequestError(500, "the endpoint has a fault, which its log shows")
             headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
-            return JSONResponse(error_body(refused), refused.status, headers)
+            return AsciiResponse(error_body(refused), refused.status, headers)
 
         return guarded
 
@@ -154,7 +162,7 @@ class Endpoint:
     # Completions.
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "open": self._generator.open, "served": self._generator.served})
+        return AsciiResponse({"status": "ok", "open": self._generator.open, "served": self._generator.served})
 
     async def _models(self, request: Request) -> Response:
         self._session_name(request)
@@ -166,7 +174,7 @@ class Endpoint:
             "owned_by": "kljax",
             "max_model_len": served.lengths.total,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+        return AsciiResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
         body, session = await self._open(request)
@@ -241,7 +249,7 @@ class Endpoint:
             choices = asked.finish()
         finally:
             self._leave(asked, client)
-        return JSONResponse(body(asked, choices))
+        return AsciiResponse(body(asked, choices))
 
     def _leave(self, asked: CompletionRequest, client: WaitingClient) -> None:
         client.close()
@@ -265,7 +273,7 @@ class Endpoint:
             if episode is not None:
                 name = episode.session.name
                 key = self._served.keys.completions or "none"
-                return JSONResponse(
+                return AsciiResponse(
                     {"id": name, "row": episode.row, "api_key": f"{key}:{name}", "model": self._served.model}
                 )
         raise RequestError(503, "no episode is free now; ask again")
@@ -278,7 +286,7 @@ class Endpoint:
             {"prompt_token_ids": list(turn.prompt_ids), "token_ids": list(turn.ids), "text": text}
             for turn, text in zip(session.turns, session.texts, strict=True)
         ]
-        return JSONResponse({"id": session.name, "row": episode.row, "over": episode.over, "turns": turns})
+        return AsciiResponse({"id": session.name, "row": episode.row, "over": episode.over, "turns": turns})
 
     async def _reward(self, request: Request) -> Response:
         """Ends an episode: `{"reward": 1.0}`, `{"rewards": {...}}`, `{"failure": "text"}`, or `{}`: the task scores."""
@@ -293,14 +301,14 @@ class Endpoint:
         failure = body.get("failure")
         if failure is not None:
             self._episodes.end(episode, failure=("exception", str(failure)[:1000]))
-            return JSONResponse({"id": episode.session.name})
+            return AsciiResponse({"id": episode.session.name})
         reward = body.get("reward", body.get("rewards"))
         try:
             rewards = None if reward is None else named_rewards(reward)
         except WrongRewardError as error:
             raise RequestError(400, f"reward: {error}", "reward") from None
         self._episodes.end(episode, rewards=rewards)
-        return JSONResponse({"id": episode.session.name})
+        return AsciiResponse({"id": episode.session.name})
 
 
 class _EventStream(Response):
@@ -328,7 +336,7 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for event in self._events:
-                    await write(json.dumps(event, ensure_ascii=False))
+                    await write(json.dumps(event))
                 await write("[DONE]")
             except RequestError as error:
                 await write(json.dumps(error_body(error)))

@@ -299,7 +299,7 @@ def reply_message(text: str, read: ReadTurn, tools: Sequence[ReplyTool], call_id
         if isinstance(arguments, str):
             name = first[call.name]
             arguments = {} if name is None else {name: arguments}
-        function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        function = {"name": call.name, "arguments": json.dumps(arguments)}
         written.append({"id": call_id(), "type": "function", "function": function})
     return {"role": "assistant", "content": read.text or None, "tool_calls": written}
 

@@ -20,6 +20,7 @@ CALC = {
     "type": "function",
     "function": {"name": "calc", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}},
 }
+JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "2*3?\n"}
 
 
@@ -181,6 +182,21 @@ def test_prompt_without_tokens_is_refused():
     with running(str.upper, tokenizer=Templated(bos_id=None)) as served:  # as that of Qwen
         status, answer = ask(served, "/v1/completions", {"prompt": ""})
     assert (status, answer["error"]["message"]) == (400, "the prompt has no tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lone_surrogate_of_a_call_is_answered(stream):
+    call = '<tool_call>{"name": "calc\\ud83d", "arguments": {"e": "\\ud83d"}}</tool_call>'
+    lengths = SequenceLengths(40, 100)
+    with running(lambda text: call, lengths=lengths) as served:
+        body = {"messages": [USER], "tools": [CALC], "stream": stream}
+        status, answer = ask(served, "/v1/chat/completions", body)
+        wrong = ask(served, "/v1/chat/completions", content=b'{"temperature": "\\ud83d"}', headers=JSON)
+    assert status == 200
+    choices = [event["choices"][0] for event in events_of(answer)][-1:] if stream else answer["choices"]
+    ((made,),) = [choice["delta" if stream else "message"]["tool_calls"] for choice in choices]
+    assert (made["function"]["name"], made["function"]["arguments"]) == ("calc\ud83d", r'{"e": "\ud83d"}')
+    assert wrong[0] == 400
 
 
 def test_equal_sampling_options_are_taken(served):
