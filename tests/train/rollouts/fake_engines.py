@@ -88,7 +88,7 @@ class FakeEngine(Digits):
             case "/update_weight_version" if self._labels:
                 self.label = body["new_version"]
             case "/reset_prefix_cache":
-                pass
+                assert query == ({"reset_running_requests": ["true"]} if self.pause_mode == "keep" else {})
             case "/init_weight_transfer_engine":
                 if not self._disk:
                     return 500, json.dumps({"error": {"message": "Weight transfer not configured."}})
@@ -136,6 +136,10 @@ class FakeSglang(FakeEngine):
                 self.weights = body["model_path"].rpartition("/")[2]
                 self.label = body["weight_version"]
                 done = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/flush_cache":
+                assert self.paused
             case "/model_info":
                 done = {"model_path": "m", "tokenizer_path": "m", "is_generation": True, "weight_version": self.label}
             case "/load_lora_adapter":

@@ -538,6 +538,20 @@ def broken(context):
     return made
 
 
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (FakeEngine, ["/pause", "/update_weight_version", "/reset_prefix_cache", "/resume"]),
+        (FakeSglang, ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]),
+    ],
+)
+def test_caches_are_reset_after_a_transfer(kind, calls):
+    engine = kind()
+    with serving(engine) as url, opened(f"url: '{url}', sync: '{__name__}:bridge'") as (context, source):
+        step(context, source, 0)
+    assert [call for call in engine.calls if call != "/model_info"] == calls
+
+
 def test_function_sends_the_weights_of_paused_engines(engines):
     SENT.clear()
     with serving_all(engines) as urls:

@@ -108,8 +108,10 @@ class Vllm:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.post("/collective_rpc", reload)
             await self.set_version(server, version)
-        # It belongs to the old weights.
-        await server.post("/reset_prefix_cache", {})
+
+    async def forget_cache(self, server: Server, *, keep: bool) -> None:
+        """Resets the prefix cache; requests that are kept use its blocks, and run their tokens again."""
+        await server.post(f"/reset_prefix_cache{'?reset_running_requests=true' if keep else ''}", {})
 
     async def _initialize(self, server: Server) -> bool:
         """Begins the first phase; False if the server has no phases, or no backend that needs nothing else."""
@@ -174,6 +176,10 @@ class Sglang:
         """Reads the weights, and flushes the cache."""
         update = {"model_path": str(folder), "flush_cache": True, "weight_version": version}
         await server.post("/update_weights_from_disk", update, attempts=1)
+
+    async def forget_cache(self, server: Server, *, keep: bool) -> None:
+        """Flushes the cache; no request is kept."""
+        await server.post("/flush_cache", {})
 
     async def set_version(self, server: Server, version: str) -> None:
         """Labels the weights."""

@@ -136,11 +136,15 @@ class Engines:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses every engine; at the end resumes all of them, also those that failed."""
+        """Pauses every engine for an update; at the end resumes all of them, also those that failed.
+
+        Before that their caches forget what the old weights computed.
+        """
         urls = list(self.urls)
         try:
             self.everywhere(lambda server: self.endpoints.pause(server, keep=self._keeps))
             yield
+            self.everywhere(lambda server: self.endpoints.forget_cache(server, keep=self._keeps))
         except BaseException:
             self._client.run(self._resume_if_possible(urls))
             raise
