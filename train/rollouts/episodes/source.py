@@ -138,9 +138,13 @@ class EpisodeSource(InTurn):
         scores = {"turn_rewards": not has_tools, "turn_scores": self._context.plan.turns > 0}
         completions = run_together("environment", lambda: make_rows(examples, prompts, episodes, rows, shape, **scores))
         metrics = episode_metrics(episodes, tools=has_tools)
+        completions = join_rows(completions, request.rows)
+        fields = dict(completions.fields)
         if isinstance(engine, ServerTurns):
             metrics |= engine.metrics
-        return dataclasses.replace(join_rows(completions, request.rows), metrics=metrics)
+            if not self._context.config.rollout.record_log_probs:
+                del fields["rollout_log_probs"]  # no server was asked for them
+        return dataclasses.replace(completions, fields=fields, metrics=metrics)
 
     def _running_engine(
         self, policy: kljax.Policy, version: int

@@ -134,6 +134,13 @@ def test_token_without_a_log_prob_is_not_trained(environment):
     assert sorted(sampled.sum(1).tolist()) == [8, 9, 9, 9]
 
 
+def test_log_probs_that_are_not_recorded_are_no_field(environment):
+    with opened(environment, [Talking()], "rollout.record_log_probs=false", "correction=[]") as (context, source, _):
+        rollout = collect(context, Stream(context, source), 3)
+    assert "rollout_log_probs" not in rollout.completions.fields
+    assert rollout.batch.rollout_log_probs is None
+
+
 def test_turn_of_a_server_over_its_time_fails(environment):
     engine = Talking()
     engine.slow = "22=t0<eos>t0+t1"
