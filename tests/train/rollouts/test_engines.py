@@ -21,6 +21,7 @@ from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.context import RunContext
+from train.distributed.exchange import run_together
 from train.rollouts.open import open_source
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.client import wait_for
@@ -550,6 +551,30 @@ def test_caches_are_reset_after_a_transfer(kind, calls):
     with serving(engine) as url, opened(f"url: '{url}', sync: '{__name__}:bridge'") as (context, source):
         step(context, source, 0)
     assert [call for call in engine.calls if call != "/model_info"] == calls
+
+
+def test_failure_to_resume_reaches_every_process(monkeypatch):
+    """What runs together in all processes raises in all of them."""
+    together: list[str] = []
+    resumed = []
+
+    def noting(label, function):
+        together.append(label)
+        try:
+            return run_together(label, function)
+        finally:
+            together.pop()
+
+    class Resumed(FakeEngine):
+        def __call__(self, path: str, body: dict) -> Answer:
+            if path == "/resume":
+                resumed.append(bool(together))
+            return super().__call__(path, body)
+
+    monkeypatch.setattr("train.rollouts.server.weights.run_together", noting)
+    with serving(Resumed()) as url, opened(f"url: '{url}', sync: '{__name__}:bridge'") as (context, source):
+        source.update(policy(context, 0), 0)
+    assert resumed == [True]
 
 
 def test_function_sends_the_weights_of_paused_engines(engines):

@@ -215,6 +215,8 @@ class UserSync:
             run_together("weights for the server", lambda: stack.enter_context(pause))
             run_together("weights for the server", lambda: self._send(policy, version))
             on_leader("weights for the server", lambda: self._confirm(version, step))
+            # An engine that does not resume is an error in every process.
+            run_together("weights for the server", stack.close)
         self._engines.expect(version, step)
         return self._model
 
