@@ -577,6 +577,30 @@ def test_failure_to_resume_reaches_every_process(monkeypatch):
     assert resumed == [True]
 
 
+@pytest.mark.parametrize("sync", ["weights", f"{__name__}:bridge"])
+def test_source_that_does_not_start_leaves_nothing(engines, sync, monkeypatch, tmp_path):
+    SENT.clear()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engines[0].fails["/v1/completions"] = 400
+    with (
+        serving(engines[0]) as url,
+        pytest.raises(SourceError, match="it broke"),
+        opened(f"url: '{url}', sync: '{sync}'"),
+    ):
+        pass
+    assert SENT == ([] if sync == "weights" else [("closed", ())])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_adapters_of_a_lost_server_are_removed(engines, tmp_path):
+    engine = engines[0]
+    with serving(engine) as url, opened(f"url: '{url}', folder: '{tmp_path}'", tiny.LORA) as (context, source):
+        source.update(policy(context, 0), 0)
+        assert [*tmp_path.iterdir()]
+        engine.down = True
+    assert not [*tmp_path.iterdir()]
+
+
 def test_function_sends_the_weights_of_paused_engines(engines):
     SENT.clear()
     with serving_all(engines) as urls:

@@ -26,7 +26,7 @@ from train.rollouts.server.engines import Engines
 from train.rollouts.server.key import read_key
 from train.rollouts.server.probe import FIRST_PROMPT, TEMPERATURES, Probe, check_probes, probe_body, second_prompt
 from train.rollouts.server.routes import MOST_BYTES_PER_EXPERT, routes_size
-from train.rollouts.server.weights import Sync, make_sync
+from train.rollouts.server.weights import NoSync, Sync, make_sync
 from train.rollouts.source import Completions, FinishedSamples, Request, SourceError
 from train.sequences.sample import Sample
 from train.sequences.token_fields import ROUTES, UNKNOWN, VERSIONS
@@ -143,11 +143,13 @@ class ServerSource:
         self._step: int | None = None
         self._in_flight: list[Sent] = []
         self._finished: SimpleQueue[Sent] = SimpleQueue()
+        self._sync: Sync = NoSync(section.model)
         try:
-            self._sync: Sync = make_sync(self._engines, context)
+            self._sync = make_sync(self._engines, context)
             self._check()
         except UserError:
-            self._client.close()
+            with contextlib.suppress(SourceError):
+                self.close()
             raise
 
     def update(self, policy: kljax.Policy, version: int) -> None:

@@ -137,13 +137,15 @@ class LoraSync(_FolderSync):
         return path.name
 
     def _unload(self, path: Path) -> None:
-        self._engines.everywhere(lambda server: self._engines.endpoints.unload_adapter(server, path.name))
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            self._engines.everywhere(lambda server: self._engines.endpoints.unload_adapter(server, path.name))
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Unloads the adapters that are left, if the servers are still reachable."""
-        with contextlib.suppress(SourceError):
-            for path in self._written:
+        """Removes the adapters that are left, also from the servers that are still reachable."""
+        for path in self._written:
+            with contextlib.suppress(SourceError):
                 self._unload(path)
         super().close()
 
