@@ -310,6 +310,19 @@ def pool_of(answer, *names: str, options: str = "") -> Iterator[Engines]:
         yield Engines(client, tiny.config_of("http://unused", source).rollout.source)
 
 
+def test_label_is_read_once_after_a_batch():
+    asked: list[str] = []
+
+    async def answer(name: str, path: str, body: dict) -> dict:
+        asked.append(path)
+        return {"weight_version": "new"}
+
+    with pool_of(answer, "a", "b") as engines:
+        engines.expect("new", 1)
+        wait_for(engines.complete("/v1/x", asks_of({}), most_bytes=100))
+        assert asked == ["/v1/x", "/weight_info"]
+
+
 @pytest.mark.parametrize("names", [("a", "dead"), ("a", "b", "dead")])
 def test_engine_that_several_batches_lose_is_dropped_once(names, capsys, monkeypatch):
     monkeypatch.setattr("train.rollouts.server.client.wait_before", lambda *_: 0.0)

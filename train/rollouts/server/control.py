@@ -224,8 +224,10 @@ def balancer_hint(url: str) -> str:
     )
 
 
-async def check_version(endpoints: Endpoints, server: Server, version: str, *, adapter: bool) -> bool:
+async def check_version(endpoints: Endpoints, server: Server, version: str, *, adapter: bool, reads: int) -> bool:
     """Reads back the label of the weights, or that the adapter is there; returns False if the server tells neither.
+
+    Several reads find a balancer.
 
     Raises:
       SourceError: it has other weights, or some answers tell of others.
@@ -237,7 +239,7 @@ async def check_version(endpoints: Endpoints, server: Server, version: str, *, a
         there = await endpoints.has_adapter(server, version)
         return version if there else None if there is None else "no such adapter"
 
-    found = await asyncio.gather(*(read() for _ in range(READS)))
+    found = await asyncio.gather(*(read() for _ in range(reads)))
     versions = list(dict.fromkeys(found))
     if versions == [None]:
         return False

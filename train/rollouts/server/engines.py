@@ -12,7 +12,7 @@ from train.config.rollout import OpenAISourceSection
 from train.distributed.exchange import exchange_json
 from train.rollouts.server.answers import read_models, read_workers
 from train.rollouts.server.client import CONNECT_SECONDS, AttemptError, Client, RefusedError, StaleError
-from train.rollouts.server.control import Endpoints, Server, balancer_hint, check_version, endpoints_of
+from train.rollouts.server.control import READS, Endpoints, Server, balancer_hint, check_version, endpoints_of
 from train.rollouts.source import SourceError
 
 LEAVE_OUT = "set rollout.source.on_engine_failure=drop to go on without it"
@@ -172,7 +172,7 @@ class Engines:
 
     def confirm(self) -> None:
         """Reads the label of the weights back from every engine."""
-        self._client.run(self._judge(self.urls))
+        self._client.run(self._judge(self.urls, reads=READS))
 
     def complete(
         self,
@@ -366,20 +366,21 @@ class Engines:
                 shown = "does not tell its servers" if routed is None else f"still has {routed} servers"
                 raise SourceError(f"{error}; and rollout.source.router {self._router} {shown}, expected {left}")
 
-    async def _judge(self, urls: Collection[str]) -> None:
+    async def _judge(self, urls: Collection[str], *, reads: int = 1) -> None:
         """Asks engines for the label of their weights, and those that failed a request whether they are there."""
         label = self.label
 
         async def check(server: Server) -> None:
             if label is None:
                 await server.get("/v1/models", read_models)
-            elif not await check_version(self.endpoints, server, label, adapter=self._of_adapter):
+            elif not await check_version(self.endpoints, server, label, adapter=self._of_adapter, reads=reads):
                 self._warn_unchecked(server.url)
 
         await self._everywhere(check, {*self._down} if label is None else {*urls, *self._down})
         self._down.clear()
         if self._router and label is not None:
-            await check_version(self.endpoints, Server(self._client, self._router), label, adapter=self._of_adapter)
+            router = Server(self._client, self._router)
+            await check_version(self.endpoints, router, label, adapter=self._of_adapter, reads=READS)
 
     def _warn_unchecked(self, url: str) -> None:
         if not self._warned:
