@@ -260,6 +260,16 @@ def test_last_engine_that_fails_ends_the_run(engines):
             step(context, source, 1)
 
 
+def test_last_engine_that_loses_its_adapter_is_not_to_be_dropped(engines):
+    pool = ", on_engine_failure: drop"
+    with serving(engines[0]) as url, opened(in_list([url]) + pool, tiny.LORA) as (context, source):
+        source.update(policy(context, 0), 0)
+        engines[0].adapters.clear()
+        with pytest.raises(SourceError, match="does not exist") as caught:
+            sampled(context, source, Request.of(context, 0))
+    assert "on_engine_failure" not in str(caught.value)
+
+
 @pytest.mark.parametrize("options", [WEIGHTS, (tiny.LORA,)])
 @pytest.mark.parametrize("event", ["restarts", "dies"])
 @pytest.mark.parametrize("action", ["stop", "drop"])

@@ -321,8 +321,9 @@ class Engines:
             if self._drops and not self._router and len(self.urls) > 1:
                 self._down.add(url)
                 raise AttemptError(str(error)) from None
-            hint = LEAVE_OUT if self._is_pool else balancer_hint(url)
-            raise SourceError(f"{error}; {hint if self._is_pool else f'it restarted, or {hint}'}") from None
+            if self._is_pool:
+                raise SourceError(f"{error}{'' if self._drops else f'; {LEAVE_OUT}'}") from None
+            raise SourceError(f"{error}; it restarted, or {balancer_hint(url)}") from None
         finally:
             self._under_way[url] -= 1
 
