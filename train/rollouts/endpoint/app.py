@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from train.config.errors import UserError
 from train.data.reward_call import WrongRewardError, named_rewards
 from train.rollouts.endpoint.answers import Event, chat_body, chat_events, ids_body, plain_body, plain_events
 from train.rollouts.endpoint.completions import ClientGoneError, CompletionRequest, Served, WaitingClient
@@ -195,7 +196,16 @@ class Endpoint:
             said = [{"role": "user", "content": prompt}]
             tokenizer = self._served.tokenizer
             first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-            ids = [*first, *tokenizer.encode(prompt)] if tokenizer.has_template else tokenizer.conversation_ids(said)
+
+            def tokenize() -> list[int]:
+                if tokenizer.has_template:
+                    return [*first, *tokenizer.encode(prompt)]
+                return tokenizer.conversation_ids(said)
+
+            try:
+                ids = await asyncio.to_thread(tokenize)
+            except UserError as error:
+                raise RequestError(400, str(error), "prompt") from error
         else:
             ids = read_ids({"prompt": prompt}, "prompt", self._served.vocab_size)
         asked = CompletionRequest(self._served, session, ids, options)

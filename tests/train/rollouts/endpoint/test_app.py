@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.rollouts.endpoint.fakes import LENGTHS, TOKENIZER, running
+from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.rollouts.endpoint import app
 from train.rollouts.endpoint.completions import EndpointKeys
@@ -197,6 +198,16 @@ def test_lone_surrogate_of_a_call_is_answered(stream):
     ((made,),) = [choice["delta" if stream else "message"]["tool_calls"] for choice in choices]
     assert (made["function"]["name"], made["function"]["arguments"]) == ("calc\ud83d", r'{"e": "\ud83d"}')
     assert wrong[0] == 400
+
+
+def test_prompt_that_cannot_be_spelled_is_refused():
+    class Poor(Templated):
+        def encode(self, text):
+            raise UserError("model.path: the tokenizer cannot spell it")
+
+    with running(str.upper, tokenizer=Poor()) as served:
+        status, answer = ask(served, "/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["message"]) == (400, "model.path: the tokenizer cannot spell it")
 
 
 def test_equal_sampling_options_are_taken(served):
