@@ -21,7 +21,7 @@ from train.config.errors import UserError
 from train.models import Decoder, ExpertsConfig, LayerKind, LoraConfig
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.answers import Requested, read_answer
-from train.rollouts.server.control import Server
+from train.rollouts.server.control import Server, Sglang, Vllm
 from train.rollouts.server.engines import Engines
 from train.rollouts.server.source import row_seeds
 from train.rollouts.source import SourceError
@@ -177,9 +177,11 @@ def test_log_probs_of_another_kind_are_refused():
 
 
 def test_vllm_refusal_is_reported_with_the_remedy():
+    endpoints = Vllm()
+
     def post(url: str, path: str, body: dict) -> None:
         client = client_of()
-        client.run(Server(client, url).post(path, body))
+        client.run(endpoints._post(Server(client, url), path, body))
 
     with serving(ReplayedServer(EXCHANGES["others"])) as url:
         with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
@@ -192,6 +194,9 @@ def test_vllm_refusal_is_reported_with_the_remedy():
             post(url, "/v1/load_lora_adapter", {})
         with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
             post(url, "/pause", {})
+        with pytest.raises(SourceError, match="Not Found'}$"):
+            client = client_of()
+            client.run(Sglang().pause(Server(client, url), keep=False))
 
 
 @pytest.mark.parametrize(

@@ -34,20 +34,8 @@ class Server:
     async def post(
         self, path: str, body: Mapping[str, Any], read: Callable[[bytes], Any] = acknowledged, **options: Any
     ) -> Any:
-        """Posts a request; adds a hint to the error if the path is unknown or the folder is not shared."""
-        try:
-            return await self.client.request("POST", path, body, read, self._address, **options)
-        except SourceError as error:
-            hint = ""
-            if "Not Found" in str(error):
-                hint = f"; {LORA_HINT if 'lora' in path else DEVELOPMENT_HINT}"
-            elif "No adapter found" in str(error):
-                hint = f"; {FOLDER_HINT}"
-            elif path == "/update_weights":
-                hint = f"; vLLM needs the backend disk in --weight-transfer-config, or none, and {FOLDER_HINT}"
-            if hint and isinstance(error, RefusedError):
-                raise RefusedError(f"{error}{hint}", error.status) from error
-            raise SourceError(f"{error}{hint}") from error
+        """Posts a request; options are those of `Client.request`."""
+        return await self.client.request("POST", path, body, read, self._address, **options)
 
     async def read_if_there(self, path: str, read: Callable[[bytes], _Parsed], **options: Any) -> _Parsed | None:
         """Returns an answer over a connection of its own; None if the server has no such path, or answers otherwise."""
@@ -79,19 +67,35 @@ class Vllm:
     def __init__(self) -> None:
         self._in_phases: dict[str, bool] = {}
 
+    async def _post(self, server: Server, path: str, body: Mapping[str, Any], *read: Any, **options: Any) -> Any:
+        """Posts a request; adds a hint to the error if the path is unknown or the folder is not shared."""
+        try:
+            return await server.post(path, body, *read, **options)
+        except SourceError as error:
+            hint = ""
+            if "Not Found" in str(error):
+                hint = f"; {LORA_HINT if 'lora' in path else DEVELOPMENT_HINT}"
+            elif "No adapter found" in str(error):
+                hint = f"; {FOLDER_HINT}"
+            elif path == "/update_weights":
+                hint = f"; vLLM needs the backend disk in --weight-transfer-config, or none, and {FOLDER_HINT}"
+            if hint and isinstance(error, RefusedError):
+                raise RefusedError(f"{error}{hint}", error.status) from error
+            raise SourceError(f"{error}{hint}") from error
+
     async def pause(self, server: Server, *, keep: bool) -> None:
         """Stops sampling until `resume`; requests under way go on then if they are kept, and end before if not.
 
         Then every answer has to say that the server is paused.
         """
-        await server.post(f"/pause?mode={'keep' if keep else 'wait'}", {})
+        await self._post(server, f"/pause?mode={'keep' if keep else 'wait'}", {})
         reads = (server.read_if_there("/is_paused", _read_paused) for _ in range(READS))
         if False in await asyncio.gather(*reads):
             raise SourceError(f"rollout.source: {server.url} is not paused after /pause; {balancer_hint(server.url)}")
 
     async def resume(self, server: Server) -> None:
         """Goes on sampling."""
-        await server.post("/resume", {})
+        await self._post(server, "/resume", {})
 
     async def load_folder(self, server: Server, folder: Path, version: str) -> None:
         """Reads the weights of a folder in place of its own, and labels them; the server is paused.
@@ -101,22 +105,22 @@ class Vllm:
         if server.url not in self._in_phases:
             self._in_phases[server.url] = await self._initialize(server)
         if self._in_phases[server.url]:
-            await server.post("/start_weight_update", {}, attempts=1)
-            await server.post("/update_weights", {"update_info": {"path": str(folder)}}, attempts=1)
-            await server.post("/finish_weight_update", {"weight_version": version}, attempts=1)
+            await self._post(server, "/start_weight_update", {}, attempts=1)
+            await self._post(server, "/update_weights", {"update_info": {"path": str(folder)}}, attempts=1)
+            await self._post(server, "/finish_weight_update", {"weight_version": version}, attempts=1)
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await server.post("/collective_rpc", reload)
+            await self._post(server, "/collective_rpc", reload)
             await self.set_version(server, version)
 
     async def forget_cache(self, server: Server, *, keep: bool) -> None:
         """Resets the prefix cache; requests that are kept use its blocks, and run their tokens again."""
-        await server.post(f"/reset_prefix_cache{'?reset_running_requests=true' if keep else ''}", {})
+        await self._post(server, f"/reset_prefix_cache{'?reset_running_requests=true' if keep else ''}", {})
 
     async def _initialize(self, server: Server) -> bool:
         """Begins the first phase; False if the server has no phases, or no backend that needs nothing else."""
         try:
-            answer = await server.post("/init_weight_transfer_engine", {"init_info": {}}, bytes, attempts=1)
+            answer = await self._post(server, "/init_weight_transfer_engine", {"init_info": {}}, bytes, attempts=1)
         except SourceError:
             return False
         # A proxy may answer anything.
@@ -125,7 +129,7 @@ class Vllm:
     async def set_version(self, server: Server, version: str) -> None:
         """Labels the weights, where the server has labels."""
         if await self.version(server) is not None:
-            await server.post("/update_weight_version", {"new_version": version})
+            await self._post(server, "/update_weight_version", {"new_version": version})
 
     async def version(self, server: Server) -> str | None:
         """Returns the label of the weights; None if the server has none."""
@@ -136,12 +140,12 @@ class Vllm:
 
         Needs `--enable-lora`, `--max-lora-rank` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
         """
-        await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        await self._post(server, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def unload_adapter(self, server: Server, name: str) -> None:
         """Forgets an adapter; a refusal means that the server restarted without it."""
         with contextlib.suppress(RefusedError):
-            await server.post("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def has_adapter(self, server: Server, name: str) -> bool | None:
         """Whether the list of models has it; None if the server does not tell."""
