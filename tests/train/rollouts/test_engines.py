@@ -297,6 +297,14 @@ def test_engine_lost_within_a_batch_gives_no_completion(options, event, action):
     assert len(engines[0].sampled) == ROWS // 2 + ROWS
 
 
+def test_engine_restarted_without_its_adapter_gets_the_next(engines):
+    with serving_all(engines) as urls, opened(in_list(urls), tiny.LORA) as (context, source):
+        source.update(policy(context, 0), 0)
+        engines[1].restart()
+        step(context, source, 1)
+    assert versions(engines[1]) == ["1"]
+
+
 def test_engine_restarted_between_steps_gets_the_weights(engines):
     with serving_all(engines) as urls, opened(in_list(urls)) as (context, source):
         step(context, source, 0)

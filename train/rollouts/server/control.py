@@ -79,7 +79,7 @@ class Vllm:
                 hint = f"; {FOLDER_HINT}"
             elif path == "/update_weights":
                 hint = f"; vLLM needs the backend disk in --weight-transfer-config, or none, and {FOLDER_HINT}"
-            if hint and isinstance(error, RefusedError):
+            if isinstance(error, RefusedError):
                 raise RefusedError(f"{error}{hint}", error.status) from error
             raise SourceError(f"{error}{hint}") from error
 
