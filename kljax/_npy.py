@@ -1,9 +1,18 @@
-"""The header of an array in NumPy's format."""
+"""The header of an array in NumPy's format, and the errors of files that hold none."""
 
+import struct
 import tokenize
+import zipfile
+import zlib
 from typing import IO
 
 import numpy as np
+
+# All that zipfile, zlib, struct and numpy raise for bytes that are no archive, no member or no header.
+BROKEN = (
+    *(OSError, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError, MemoryError, IndexError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -1,5 +1,7 @@
 """Group advantages `[B]` whose scale is the point: by the success rate, by the rows that teach, by the best row."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,8 @@ from kljax.advantages._groups import SINGLETONS, GroupedRewards, centered, devia
 from kljax.batches import Groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
+
+SCALES = get_args(StdScale)
 
 
 @auto_sharded
@@ -137,7 +141,7 @@ def pass_at_k_advantages(
       [0. 1. 0.]
     """
     check_numbers(ddof=ddof, eps=eps)
-    check_choice("scale", scale, ("std", "none"))
+    check_choice("scale", scale, SCALES)
     local = make_groups(rewards, as_groups(group_ids, num_groups))
     groups = local.gathered()
     rows = jnp.arange(groups.rewards.shape[0])

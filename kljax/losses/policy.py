@@ -4,6 +4,8 @@
 producer stopped its gradient, as with the old log-probs.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,8 @@ from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of
 from kljax.masking import masked
 
 __all__ = ["cispo_loss", "gspo_loss", "ppo_clip_loss"]
+
+GRADIENTS = get_args(GSPOGradient)
 
 
 def ppo_clip_loss(
@@ -135,7 +139,7 @@ def gspo_loss(
     """
     check_numbers(max_log_ratio=max_log_ratio)
     check_clip(clip_low, clip_high, dual_clip, max_ratio)
-    check_choice("gradient", gradient, ("token", "sequence"))
+    check_choice("gradient", gradient, GRADIENTS)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level="geometric")
     if gradient == "token":

@@ -14,11 +14,10 @@ from kljax._numerics import clip_symmetric, times
 from kljax._typing import Array, ArrayLike, AxisName, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
 from kljax.losses._surrogate import importance_weighted, loss_inputs
 from kljax.ratios import second_moment_mask
-from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
+from kljax.ratios._bernoulli import DIVERGENCES
 
 __all__ = ["dppo_loss", "dppo_mask", "m2po_loss", "sppo_loss"]
 
-DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
 THROUGH = get_args(Through)
 
 

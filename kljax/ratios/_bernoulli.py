@@ -5,6 +5,7 @@ probabilities are close to each other, to 0 or to 1, where the formulas as print
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +51,6 @@ def _term(p: Array, q: Array, gap: Array) -> Array:
 def _log1mexp(x: Array) -> Array:
     """`log(1 - exp(x))` for `x <= 0`."""
     return jnp.where(x > -math.log(2), jnp.log(-jnp.expm1(x)), jnp.log1p(-jnp.exp(x)))
+
+
+DIVERGENCES: dict[str, Callable[[ArrayLike, ArrayLike], Array]] = {"tv": bernoulli_tv, "kl": bernoulli_kl}

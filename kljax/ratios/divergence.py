@@ -21,7 +21,7 @@ from kljax._typing import (
 )
 from kljax.kl import estimate_kl
 from kljax.masking import masked
-from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
+from kljax.ratios._bernoulli import DIVERGENCES
 from kljax.ratios.levels import check_bounds, within
 from kljax.rows import row_max, row_mean, row_sum, to_tokens
 
@@ -29,7 +29,6 @@ __all__ = ["divergence_mask", "kl_rejection_mask", "off_policy_sequence_mask"]
 
 ESTIMATORS = get_args(RejectionEstimator)
 REDUCTIONS = get_args(RowStatistic)
-DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
 LEVELS = get_args(DivergenceLevel)
 
 

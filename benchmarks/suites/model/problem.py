@@ -71,14 +71,14 @@ def hf_config(work: ModelWork) -> dict[str, Any]:
     }
 
 
-def make_prompts(work: ModelWork, seed: int = 1) -> np.ndarray:
+def make_prompts(work: ModelWork) -> np.ndarray:
     """Draws `[prompts, prompt_length]` int32 ids, uniform."""
-    return np.random.default_rng(seed).integers(0, work.vocab, (work.prompts, work.prompt_length), np.int32)
+    return np.random.default_rng(1).integers(0, work.vocab, (work.prompts, work.prompt_length), np.int32)
 
 
-def make_sequences(work: ModelWork, seed: int = 2) -> np.ndarray:
+def make_sequences(work: ModelWork) -> np.ndarray:
     """Draws `[rows, length]` int32 prompts with completions, to compare log-probs on."""
-    drawn = np.random.default_rng(seed).integers(0, work.vocab, (work.rows, work.completion_length), np.int32)
+    drawn = np.random.default_rng(2).integers(0, work.vocab, (work.rows, work.completion_length), np.int32)
     return np.concatenate([np.repeat(make_prompts(work), work.samples, axis=0), drawn], axis=1)
 
 

@@ -2,28 +2,15 @@
 
 import math
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kljax._npy import read_header
+from kljax._npy import BROKEN, read_header
 
 # A compressed array is read into memory: a file of some kilobytes may stand for gigabytes.
 MAX_COMPRESSED = 1 << 30
 ENCRYPTED = 0x1
-# All that zipfile, zlib and numpy raise for bytes that are no archive, no member or no header.
-BROKEN = (
-    OSError,
-    ValueError,
-    EOFError,
-    RuntimeError,
-    NotImplementedError,
-    OverflowError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 class InputError(Exception):

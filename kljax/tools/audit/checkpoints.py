@@ -3,14 +3,14 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kljax._checks import check_at_least, check_choice
-from kljax._typing import Array, ArrayLike
+from kljax._typing import Array, ArrayLike, HeadLayout
 from kljax.checkpoint import read_metadata, restore
 from kljax.log_probs import kl_from_hidden
 from kljax.tools.audit.logits import AuditOptions, Block, host_mask, measure
@@ -20,7 +20,7 @@ __all__ = ["Checkpoints", "audit_checkpoints"]
 
 Apply = Callable[[Any, Array], Array]
 Head = Callable[[Any], Array]
-LAYOUTS = ("dv", "vd")
+LAYOUTS = get_args(HeadLayout)
 Path = str | pathlib.Path
 
 

@@ -6,14 +6,13 @@ import math
 import pathlib
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from kljax._checks import closest
-from kljax._npy import read_header
+from kljax._npy import BROKEN, read_header
 
 FORMAT = 1
 RESULT = "result"
@@ -86,11 +85,6 @@ MAX_HEADER = 100_000_000
 INPUT_TOO = ("log_probs", "ref_log_probs")
 # A compressed member cannot be read in parts.
 MAX_COMPRESSED = 1 << 28
-# All that zipfile, zlib, struct and numpy raise for bytes that are no archive, no member or no header.
-BROKEN = (
-    *(OSError, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError, MemoryError, IndexError),
-    *(zipfile.BadZipFile, zlib.error, struct.error),
-)
 SAFETENSORS_DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
     **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"},
