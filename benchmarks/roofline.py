@@ -123,7 +123,9 @@ def row(program: str, weights: str, work: ProgramWork) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table as its rows are known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--programs", type=cli.some_of(PROGRAMS), default=PROGRAMS, metavar="NAMES", help=f"out of {','.join(PROGRAMS)}")
+    parser.add_argument(
+        "--programs", type=cli.some_of(PROGRAMS), default=PROGRAMS, metavar="NAMES", help=f"out of {','.join(PROGRAMS)}"
+    )
     options = parser.parse_args(arguments)
     print(TITLE, flush=True)
     for program in options.programs:

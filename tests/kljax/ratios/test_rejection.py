@@ -59,7 +59,7 @@ def test_errors_name_the_argument() -> None:
         kljax.rejection_mask(LP, OLD, MASK)
     with pytest.raises(ValueError, match=r"lower: got 2\.0, expected at most upper = 1\.0"):
         kljax.rejection_mask(LP, OLD, MASK, lower=2.0, upper=1.0)
-    with pytest.raises(ValueError, match="lower: got .*, expected at most upper"):
+    with pytest.raises(ValueError, match=r"lower: got .*, expected at most upper"):
         kljax.rejection_mask(LP, OLD, MASK, lower=np.float32(2), upper=np.float32(1))
     with pytest.raises(ValueError, match=r"min_ratio: got 2, expected at most max_ratio = 0\.5"):
         kljax.veto_mask(LP, OLD, MASK, min_ratio=2, max_ratio=0.5)
