@@ -78,8 +78,8 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
     from train.data.tokenizers import load_tokenizer
     from train.data.tokenizers.folder import FolderTokenizer
     from train.distributed.global_arrays import device_count
+    from train.rollouts.endpoint.completions import EndpointKeys, Served
     from train.rollouts.endpoint.generator import Generator
-    from train.rollouts.endpoint.listen import Listener
     from train.rollouts.endpoint.sessions import SequenceLengths, Sessions
     from train.rollouts.engine.of_run import make_engine, running_engine
     from train.rollouts.jax_source import plain_sampling
@@ -95,8 +95,7 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
             f"--host: got {options.host}, which other machines reach; set --api-key-env or --api-key-file as well"
         )
     try:
-        from train.rollouts.endpoint.app import Endpoint
-        from train.rollouts.endpoint.completions import EndpointKeys, Served
+        from train.rollouts.endpoint.listen import listen
     except ImportError:
         raise UserError("train.serve needs uvicorn and starlette; pip install 'kljax[serve]'") from None
     saved, config = open_policy(options, loaded)
@@ -119,12 +118,10 @@ def serve(options: argparse.Namespace, loaded: LoadedConfig | None) -> None:
         max_requests=options.max_requests,
     )
     generator = Generator()
-    endpoint = Endpoint(served, generator)
     engine = make_engine(context, options.rows, total)
-    most = 4 * options.max_requests + 64
     with (
         running_engine(context, engine, policy, step or 0),
-        closing(Listener(endpoint.app, options.host, options.port, field="--port", most=most)) as listener,
+        closing(listen(served, generator, options.host, options.port, field="--port")) as listener,
     ):
         print(f"serving {served.model} after step {step or 0} on {listener.url}/v1, {total} tokens", flush=True)
         try:

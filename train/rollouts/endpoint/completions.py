@@ -5,10 +5,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.types import Receive
 
 from train.data.tokenizers import decode_continuation
 from train.data.tokenizers.protocol import EpisodeTokenizer
@@ -17,6 +16,9 @@ from train.rollouts.endpoint.sessions import OpenEpisodes, RequestError, Sequenc
 from train.rollouts.endpoint.wire import ReplyTool, RequestOptions, ServedChoice
 from train.rollouts.engine import Turn
 from train.rollouts.sampler import Sampling
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +63,13 @@ class ClientGoneError(Exception):
 class WaitingClient:
     """The client of a request under way: draws and the connection tell it of news."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: "Receive") -> None:
         self.gone = False
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._watch = asyncio.create_task(self._listen(receive))
 
-    async def _listen(self, receive: Receive) -> None:
+    async def _listen(self, receive: "Receive") -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.gone = True

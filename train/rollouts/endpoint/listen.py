@@ -7,7 +7,12 @@ import threading
 import time
 from typing import Any
 
+import uvicorn
+
 from train.config.errors import UserError
+from train.rollouts.endpoint.app import Endpoint
+from train.rollouts.endpoint.completions import Served
+from train.rollouts.endpoint.generator import Generator
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
@@ -32,12 +37,8 @@ class Listener:
           most: connections at one time.
 
         Raises:
-          UserError: uvicorn is not installed, or nobody may listen there.
+          UserError: nobody may listen there.
         """
-        try:
-            import uvicorn
-        except ImportError:
-            raise UserError(f"{field}: the endpoint needs uvicorn and starlette; pip install 'kljax[serve]'") from None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=1024)
@@ -75,3 +76,9 @@ class Listener:
         self._server.should_exit = True
         self._thread.join(STOP_SECONDS)
         self._socket.close()
+
+
+def listen(served: Served, generator: Generator, host: str, port: int, *, field: str) -> Listener:
+    """Starts the server of an endpoint, for as many connections as its requests need; errors as of `Listener`."""
+    most = 4 * served.max_requests + 64
+    return Listener(Endpoint(served, generator).app, host, port, field=field, most=most)

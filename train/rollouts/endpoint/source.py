@@ -14,8 +14,8 @@ from train.context import RunContext
 from train.data.tokenizers.protocol import EpisodeTokenizer
 from train.process.interrupt import leave_if_stopping
 from train.rollouts.endpoint.agents import Agents
+from train.rollouts.endpoint.completions import EndpointKeys, Served
 from train.rollouts.endpoint.generator import Generator
-from train.rollouts.endpoint.listen import Listener
 from train.rollouts.endpoint.sessions import OpenEpisode, OpenEpisodes, RequestError, SequenceLengths
 from train.rollouts.engine import TurnEngine
 from train.rollouts.engine.of_run import check_processes, engine_of_run, running_engine
@@ -49,8 +49,7 @@ class EndpointSource(InTurn):
         super().__init__()
         check_processes(context)
         try:
-            from train.rollouts.endpoint.app import Endpoint
-            from train.rollouts.endpoint.completions import EndpointKeys, Served
+            from train.rollouts.endpoint.listen import listen
         except ImportError:
             raise UserError(
                 "rollout.source.type: endpoint needs uvicorn and starlette; pip install 'kljax[serve]'"
@@ -83,13 +82,7 @@ class EndpointSource(InTurn):
             max_requests=section.max_requests,
             episode_seconds=section.episode_seconds,
         )
-        self._listener = Listener(
-            Endpoint(served, self._generator).app,
-            section.host,
-            section.port,
-            field="rollout.source.port",
-            most=4 * section.max_requests + 64,
-        )
+        self._listener = listen(served, self._generator, section.host, section.port, field="rollout.source.port")
         self._engine: TurnEngine | None = None
         self._weights: tuple[kljax.Policy, int] | None = None
 
