@@ -392,9 +392,7 @@ def test_answers_of_an_engine_dropped_meanwhile_are_repeated():
 
     with pool_of(answer, "a", "b") as engines:
         engines.expect("new", 1)
-        batches = [
-            engines.complete("/v1/x", asks_of(body), most_bytes=100, place=1) for body in ({}, {"slow": True})
-        ]
+        batches = [engines.complete("/v1/x", asks_of(body), most_bytes=100, place=1) for body in ({}, {"slow": True})]
         assert wait_for(batches[0]) == [{"from": "a"}]
         assert engines.urls == ["http://a"]
         engines._client._loop.call_soon_threadsafe(is_dropped.set)
@@ -619,7 +617,7 @@ def test_source_that_does_not_start_leaves_nothing(engines, sync, monkeypatch, t
         opened(f"url: '{url}', sync: '{sync}'"),
     ):
         pass
-    assert SENT == ([] if sync == "weights" else [("closed", ())])
+    assert len(SENT) == (sync != "weights")
     assert not [*tmp_path.iterdir()]
 
 

@@ -194,8 +194,8 @@ def test_vllm_refusal_is_reported_with_the_remedy():
             post(url, "/v1/load_lora_adapter", {})
         with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
             post(url, "/pause", {})
-        with pytest.raises(SourceError, match="Not Found'}$"):
-            client = client_of()
+        client = client_of()
+        with pytest.raises(SourceError, match=r"Not Found'}$"):
             client.run(Sglang().pause(Server(client, url), keep=False))
 
 

@@ -40,7 +40,7 @@ def _message(request: CompletionRequest, choice: ServedChoice) -> tuple[Event, s
     message = reply_message(choice.text, turn, tools, lambda: f"call_{secrets.token_hex(8)}")
     assert request.messages is not None
     (read,) = read_messages({"messages": [message]})
-    request.session.remember(request.messages, request.tools, [(read, request.draws[choice.index].turn)])
+    request.session.remember(request.messages, request.tools, read, request.draws[choice.index].turn)
     return message, "tool_calls" if "tool_calls" in message else choice.finish
 
 

@@ -156,12 +156,11 @@ class Session:
                 self.texts.append(draw.text)
                 self.finished = turn.finish == "stop"
 
-    def remember(self, messages: Messages, tools: Any, replies: Sequence[tuple[Mapping[str, Any], Turn]]) -> None:
-        """Remembers replies, which a later conversation may go on from."""
+    def remember(self, messages: Messages, tools: Any, reply: Mapping[str, Any], turn: Turn) -> None:
+        """Remembers a reply, which a later conversation may go on from."""
         said = [_comparable(message) for message in messages]
         with self._lock:
-            for message, turn in replies:
-                self._replies.append(_Reply(said, tools, _comparable(message), np.array(turn.all_ids(), np.int32)))
+            self._replies.append(_Reply(said, tools, _comparable(reply), np.array(turn.all_ids(), np.int32)))
 
     def end(self, draws: Sequence[RequestedTurn]) -> None:
         """Forgets draws that are over."""

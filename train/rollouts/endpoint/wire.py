@@ -91,15 +91,13 @@ class ReplyTool(NamedTuple):
     first: str | None
 
 
-def _number(body: Body, name: str, kind: type, least: float, most: float) -> Any:
-    """Reads a number; None if it is missing or null."""
+def _integer(body: Body, name: str, least: int, most: int) -> int | None:
+    """Reads an integer; None if it is missing or null."""
     value = body.get(name)
     if value is None:
         return None
-    allowed = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not least <= value <= most:
-        kinds = "an integer" if kind is int else "a number"
-        raise RequestError(400, f"{name}: got {_shown(value)}, expected {kinds} from {least:g} to {most:g}", name)
+    if type(value) is not int or not least <= value <= most:
+        raise RequestError(400, f"{name}: got {_shown(value)}, expected an integer from {least:g} to {most:g}", name)
     return value
 
 
@@ -121,13 +119,12 @@ def check_sampling(body: Body, sampling: Sampling) -> None:
     Raises:
       RequestError: names the value of the run.
     """
-    everything = {"temperature": (), "top_k": (0, -1), "top_p": (), "min_p": ()}
     fields = {"temperature": "temperature", **{name: f"rollout.{name}" for name in ("top_k", "top_p", "min_p")}}
     for name, field in fields.items():
         value = body.get(name)
         own = getattr(sampling, name)
-        equal = everything[name] if own == 0 else ()
-        if value is not None and (isinstance(value, bool) or value not in (own, *equal)):
+        allowed = (0, -1) if name == "top_k" and own == 0 else (own,)
+        if value is not None and (isinstance(value, bool) or value not in allowed):
             raise RequestError(
                 400,
                 f"{name}: got {_shown(value)}, expected {own:g}, the run's {field}, which its log-probs have; leave it "
@@ -174,18 +171,18 @@ def read_options(body: Body, sampling: Sampling, *, chat: bool) -> RequestOption
         log_probs = (
             _flag(body, "logprobs")
             if isinstance(body.get("logprobs"), bool)
-            else _number(body, "logprobs", int, 0, 1) is not None
+            else _integer(body, "logprobs", 0, 1) is not None
         )
-    limits = (_number(body, name, int, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens"))
+    limits = (_integer(body, name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens"))
     stream_options = body.get("stream_options") or {}
     if not isinstance(stream_options, dict):
         raise RequestError(400, f"stream_options: got {_shown(stream_options)}, expected an object", "stream_options")
     return RequestOptions(
-        choices=_number(body, "n", int, 1, MOST_CHOICES) or 1,
+        choices=_integer(body, "n", 1, MOST_CHOICES) or 1,
         max_tokens=next((limit for limit in limits if limit is not None), None),
         stops=tuple(listed),
         stop_ids=frozenset(stop_ids),
-        seed=_number(body, "seed", int, -(2**63), 2**63 - 1),
+        seed=_integer(body, "seed", -(2**63), 2**63 - 1),
         log_probs=log_probs,
         token_ids=_flag(body, "return_token_ids"),
         ids_as_tokens=_flag(body, "return_tokens_as_token_ids"),

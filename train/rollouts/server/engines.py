@@ -170,8 +170,9 @@ class Engines:
         self.label = label
         self._of_adapter = adapter
 
-    def confirm(self) -> None:
-        """Reads the label of the weights back from every engine."""
+    def confirm(self, label: str, version: int, *, adapter: bool = False) -> None:
+        """Expects the label, as `expect` does, and reads it back from every engine."""
+        self.expect(label, version, adapter=adapter)
         self._client.run(self._judge(self.urls, reads=READS))
 
     def complete(
@@ -293,39 +294,34 @@ class Engines:
     async def _choose(self, tried: list[str], place: int | None) -> AsyncIterator[str]:
         """Yields the address for an attempt; an engine that fails it is avoided by later ones."""
         async with self._under_way_with_weights():
-            with self._chosen(tried, place) as url:
+            if self._router:
+                url = self._router
+            else:
+                ready = [url for url in self.urls if url not in self._down] or self.urls
+                others = [url for url in ready if url not in tried] or ready
+                url = min(others, key=lambda url: (self._under_way[url], self._sent[url]))
+                url = url if place is None else others[place % len(others)]
+            tried.append(url)
+            self._under_way[url] += 1
+            self._sent[url] += 1
+            try:
                 yield url
-
-    @contextlib.contextmanager
-    def _chosen(self, tried: list[str], place: int | None) -> Iterator[str]:
-        if self._router:
-            url = self._router
-        else:
-            ready = [url for url in self.urls if url not in self._down] or self.urls
-            others = [url for url in ready if url not in tried] or ready
-            url = min(others, key=lambda url: (self._under_way[url], self._sent[url]))
-            url = url if place is None else others[place % len(others)]
-        tried.append(url)
-        self._under_way[url] += 1
-        self._sent[url] += 1
-        try:
-            yield url
-            self._down.discard(url)
-        except AttemptError:
-            self._down.add(url)
-            raise
-        except (StaleError, RefusedError) as error:
-            lacks_adapter = isinstance(error, RefusedError) and error.status == 404 and self._of_adapter
-            if isinstance(error, RefusedError) and not lacks_adapter:
-                raise
-            if self._drops and not self._router and len(self.urls) > 1:
+                self._down.discard(url)
+            except AttemptError:
                 self._down.add(url)
-                raise AttemptError(str(error)) from None
-            if self._is_pool:
-                raise SourceError(f"{error}{'' if self._drops else f'; {LEAVE_OUT}'}") from None
-            raise SourceError(f"{error}; it restarted, or {balancer_hint(url)}") from None
-        finally:
-            self._under_way[url] -= 1
+                raise
+            except (StaleError, RefusedError) as error:
+                lacks_adapter = isinstance(error, RefusedError) and error.status == 404 and self._of_adapter
+                if isinstance(error, RefusedError) and not lacks_adapter:
+                    raise
+                if self._drops and not self._router and len(self.urls) > 1:
+                    self._down.add(url)
+                    raise AttemptError(str(error)) from None
+                if self._is_pool:
+                    raise SourceError(f"{error}{'' if self._drops else f'; {LEAVE_OUT}'}") from None
+                raise SourceError(f"{error}; it restarted, or {balancer_hint(url)}") from None
+            finally:
+                self._under_way[url] -= 1
 
     async def _everywhere(self, call: Callable[[Server], Awaitable[Any]], urls: Collection[str] | None = None) -> None:
         asked = [url for url in self.urls if urls is None or url in urls]

@@ -229,11 +229,10 @@ class ServerSource:
             self._client.close()
 
     def _body(self, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-        """Returns the request for a completion, with every field that changes what is sampled."""
+        """Returns the request for a completion but for the model, with every field that changes what is sampled."""
         config = self._context.config
         section = self._context.config.rollout
         body: dict[str, Any] = {
-            "model": self._weights.model,
             "prompt": list(prompt),
             "n": 1,
             "max_tokens": min(config.data.max_completion_length, config.data.row_length() - len(prompt)),
@@ -348,6 +347,3 @@ class ServerSource:
             body = probe_body(self._body(prompt, 0), self._context.config, prompt, temperature)
             sent[url] = self._ask([body], read_probe, url)
         return {url: wait_for(answers)[0] for url, answers in sent.items()}
-
-
-__all__ = ["ServerSource", "SourceError"]

@@ -125,8 +125,7 @@ class LoraSync(_FolderSync):
     def _exchange(self, path: Path, step: int) -> str:
         endpoints = self._engines.endpoints
         self._engines.everywhere(lambda server: endpoints.load_adapter(server, path.name, path))
-        self._engines.expect(path.name, step, adapter=True)
-        self._engines.confirm()
+        self._engines.confirm(path.name, step, adapter=True)
         older = self._written
         self._written = [path]
         for old in older:
@@ -178,8 +177,7 @@ class WeightSync(_FolderSync):
         endpoints = self._engines.endpoints
         with self._engines.paused():
             self._engines.everywhere(lambda server: endpoints.load_folder(server, path, path.name))
-            self._engines.expect(path.name, step)
-            self._engines.confirm()
+            self._engines.confirm(path.name, step)
         self._remove()
         self._written = [path]
         return path.name
@@ -229,8 +227,7 @@ class UserSync:
 
     def _confirm(self, version: str, step: int) -> None:
         self._engines.everywhere(lambda server: self._engines.endpoints.set_version(server, version))
-        self._engines.expect(version, step)
-        self._engines.confirm()
+        self._engines.confirm(version, step)
 
     def close(self) -> None:
         """Frees the resources of the transfer."""
