@@ -259,7 +259,7 @@ def test_error_of_a_thread_fails_its_episodes(files, monkeypatch):
     """The second process does not start; the first one gets a row that cannot be pickled."""
     started = []
 
-    class Worker:
+    class FailingWorker:
         def __init__(self, *arguments, **options):
             started.append(self)
             if len(started) > 1:
@@ -271,7 +271,7 @@ def test_error_of_a_thread_fails_its_episodes(files, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr("train.rollouts.endpoint.agents.WorkerProcess", Worker)
+    monkeypatch.setattr("train.rollouts.endpoint.agents.WorkerProcess", FailingWorker)
     ended = threading.Event()
     episodes = OpenEpisodes(lambda: ended.set() if all(x.over for x in opened) else None)
     opened = episodes.open([{"f": lambda: 0}] * 2, [np.zeros(2, np.uint32)] * 2, SequenceLengths(4, 4))
