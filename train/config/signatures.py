@@ -316,7 +316,7 @@ def _module(name: str) -> Module:
 
 
 def source_of(name: str) -> Path:
-    """Finds the file of a module without importing it or the packages around it."""
+    """Finds the file of a module without importing it or the packages around it; raises LookupError without one."""
     root, *inner = name.split(".")
     try:
         spec = importlib.util.find_spec(root) if root else None
