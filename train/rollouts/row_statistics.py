@@ -113,7 +113,7 @@ def check_rows(config: Config, statistics: RowStatistics, lengths: np.ndarray, l
     if copies.all() and chance < LEAST_CHANCE:
         raise SourceError(_describe_copies(config, len(copies), chance))
     return metrics | {
-        "repeated_completions": float(1 - distinct.sum() / sizes.sum()),
+        "repeated_completions": 1 - int(distinct.sum()) / int(sizes.sum()),
         "copied_groups": float((copies & (chances < LEAST_CHANCE)).mean()),
     }
 
