@@ -17,6 +17,8 @@ from kljax._typing import Array, ArrayLike, Mask, Scalar
 from kljax.batches import Groups, Segments, has_known_values
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+NUMBER = (int, float, np.number)
+"""Types of a number that is known while a program is traced."""
 # Fewer tokens that all lie between 0 and 1 may be made-up numbers; so many are probabilities.
 MIN_PROBABILITIES = 16
 # Each returns the end of a message for the argument and its unknown value, or nothing; the package adds the names of
@@ -174,14 +176,14 @@ def check_numbers(**values: object) -> None:
 def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
     """Raises `ValueError` if a Python number is below `low`; traced and absent values pass, other types do not."""
     check_numbers(**{name: value})
-    if isinstance(value, (int, float, np.number)) and not (value > low if strict else value >= low):
+    if isinstance(value, NUMBER) and not (value > low if strict else value >= low):
         raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
 
 
 def check_at_most(name: str, value: object, high: float, *, strict: bool = False) -> None:
     """Raises `ValueError` if a Python number is above `high`; traced and absent values pass, other types do not."""
     check_numbers(**{name: value})
-    if isinstance(value, (int, float, np.number)) and not (value < high if strict else value <= high):
+    if isinstance(value, NUMBER) and not (value < high if strict else value <= high):
         raise ValueError(f"{name}: got {value!r}, expected a number {'<' if strict else '<='} {high}")
 
 

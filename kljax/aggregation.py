@@ -309,9 +309,11 @@ def _count_prompts(
     ids = as_array(groups.ids)
     if isinstance(mask, Segments):
         check_same_shape(group_ids=ids, mask=mask)
-        counted, there = check_mask(mask), as_array(mask.ids) >= 0
+        counted = check_mask(mask)
+        there = as_array(mask.ids) >= 0
     else:
-        counted, there = per_row[..., 0], ids >= 0
+        counted = per_row[..., 0]
+        there = ids >= 0
         check_same_shape(group_ids=ids, rows=counted)
     batch = per_row.shape[:-2]
     flat = jnp.where(there & (ids < groups.count), ids, -1).reshape(*batch, -1)

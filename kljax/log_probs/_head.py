@@ -6,10 +6,9 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from kljax._checks import check_at_least, check_choice, check_numbers
+from kljax._checks import NUMBER, check_at_least, check_choice, check_numbers
 from kljax._typing import ArrayLike, HeadImplementation, HeadLayout, Scalar
 
 Axes = tuple[str, ...]
@@ -233,7 +232,7 @@ class Head:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Hashable, ...]]:
         """Splits the fields into leaves and static data, as JAX asks of a pytree."""
-        numbers = {name: isinstance(getattr(self, name), (int, float, np.number)) for name in _NUMBERS}
+        numbers = {name: isinstance(getattr(self, name), NUMBER) for name in _NUMBERS}
         leaves = {name: None if numbers.get(name) else getattr(self, name) for name in _LEAVES}
         static = (*(getattr(self, name) if numbers[name] else None for name in _NUMBERS),)
         static += (*(getattr(self, name) for name in _STATIC),)

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kljax._checks import as_real, check_at_least, check_choice, check_mask, check_numbers, check_token_ids
+from kljax._checks import NUMBER, as_real, check_at_least, check_choice, check_mask, check_numbers, check_token_ids
 from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
@@ -217,7 +216,7 @@ def prepare(
         raise ValueError(f"entropy: got {entropy!r}, expected True, False or 'constant'")
     check_at_least("temperature", temperature, 0, strict=True)
     check_numbers(beta=beta)
-    if isinstance(beta, (int, float, np.number)) and not 0 < beta < 1:
+    if isinstance(beta, NUMBER) and not 0 < beta < 1:
         raise ValueError(f"beta: got {beta!r}, expected a number between 0 and 1; at the ends see `kl_from_hidden`")
     head = as_head(head)
     weights, vocab_size = _policy_weights(hidden, head)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_numbers, check_same_shape
+from kljax._checks import NUMBER, as_float, check_at_least, check_at_most, check_mask, check_numbers, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
 from kljax._typing import Array, ArrayLike, Estimator, Float, Integer, KLGradient, Mask, MaskLike, Scalar
@@ -122,7 +122,7 @@ def generalized_jsd(
     policy, teacher, keep = _vocabularies(
         "vocab_log_probs", vocab_log_probs, "teacher_vocab_log_probs", teacher_vocab_log_probs, mask
     )
-    if isinstance(beta, (int, float, np.number)) and 0 < beta < 1:
+    if isinstance(beta, NUMBER) and 0 < beta < 1:
         terms = _mixture_terms(policy, teacher, jnp.asarray(beta, policy.dtype))
     else:
         beta = jnp.asarray(beta, policy.dtype)

@@ -14,9 +14,8 @@ because their log-probs are; whoever recorded the log-probs stopped the gradient
 from typing import get_args
 
 import jax.numpy as jnp
-import numpy as np
 
-from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_mask, check_same_shape
+from kljax._checks import NUMBER, as_float, check_at_least, check_choice, check_log_probs, check_mask, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
 from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike, Scalar
@@ -249,8 +248,7 @@ def check_bounds(
     if low is not None:
         check_at_least(names[0], lower, low)
         check_at_least(names[1], upper, low)
-    number = (int, float, np.number)
-    if isinstance(lower, number) and isinstance(upper, number) and lower > upper:
+    if isinstance(lower, NUMBER) and isinstance(upper, NUMBER) and lower > upper:
         raise ValueError(f"{names[0]}: got {lower!r}, expected at most {names[1]} = {upper!r}")
 
 

@@ -294,6 +294,11 @@ def is_on(term: KLTerm) -> bool:
     return term.coef > 0 or term.controller.type in FROM_ZERO
 
 
+def switch_of(term: KLTerm) -> tuple[str, object]:
+    """Returns the field that makes a term of the KL part of the objective, and its value."""
+    return ("coef", term.coef) if term.coef > 0 else ("controller", term.controller.type)
+
+
 @lru_cache(maxsize=256)
 def _plan(config: Config) -> Plan:
     loss = loss_signature(config)

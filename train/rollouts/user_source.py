@@ -201,9 +201,9 @@ class UserSource:
                 "one, in an array on the devices; return a NumPy array, from which such tokens are left out"
             )
         # Of some rows, the joined ones are checked.
-        if whole and not completion_mask.any():
-            raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
         if whole:
+            if not completion_mask.any():
+                raise SourceError(f"{self._label}: completion_mask: got no completion token in {len(tokens)} rows")
             rows = dataclasses.replace(completions, fields=arrays, token_mask=token_mask)
             check_routes(self._context, rows, request.rows)
         if others := request.with_other_prompts(tokens, token_mask, self._context.tokenizer):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from train.config.checks import correction, data, guard, kl, layout, loss, optim, reference, report, rollout
 from train.config.checks.problem import Problem
-from train.config.plan import Plan, is_on
+from train.config.plan import Plan, is_on, switch_of
 from train.config.schema import Config
 
 CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -43,12 +43,11 @@ def cross_field_problems(config: Config) -> list[Problem]:
 
 def cross_field_warnings(config: Config) -> list[str]:
     """Lists combinations that run but are probably a mistake."""
-    warnings = [
-        f"kl.{name}.estimator: none makes this term 0 although kl.{name}."
-        + (f"coef is {term.coef}" if term.coef > 0 else f"controller is {term.controller.type}")
-        for name, term in config.kl.terms().items()
-        if is_on(term) and term.estimator == "none"
-    ]
+    warnings = []
+    for name, term in config.kl.terms().items():
+        if is_on(term) and term.estimator == "none":
+            field, value = switch_of(term)
+            warnings.append(f"kl.{name}.estimator: none makes this term 0 although kl.{name}.{field} is {value}")
     plan = Plan.of(config)
     if plan.exact_reward and not plan.exact_loss:
         warnings.append(

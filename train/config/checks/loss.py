@@ -13,6 +13,7 @@ from train.config.plan import (
     advantage_signature,
     divides_by_length,
     is_on,
+    switch_of,
 )
 from train.config.schema import Config
 
@@ -81,11 +82,10 @@ def _no_advantages(config: Config) -> Iterator[Problem]:
     for name in ("reward", "advantage"):
         term = kl.terms()[name]
         if is_on(term):
-            field, got, off = (
-                ("coef", term.coef, "0") if term.coef > 0 else ("controller", term.controller.type, "fixed")
-            )
+            field, value = switch_of(term)
+            off = "0" if field == "coef" else "fixed"
             yield problem(
-                f"got {got}, which enters the loss by way of the advantages, but loss.type {chosen} uses none; "
+                f"got {value}, which enters the loss by way of the advantages, but loss.type {chosen} uses none; "
                 f"expected {off}, or kl.loss.{field}",
                 f"kl.{name}.{field}",
                 "loss.type",
