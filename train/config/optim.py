@@ -82,6 +82,8 @@ class Optim(Section):
     """Run a prompt through the model once for all of its completions; changes speed and memory, not the result."""
     packing: bool = False
     """Pack several completions into a row, so that the layers do not pay for padding; changes speed, not the result."""
+    packed_tokens: Count | None = None
+    """Slots of a packed row, at least data.max_tokens; null: as many. Longer rows hold more completions of a prompt."""
     share_prefixes: bool = False
     """Run all tokens with which packed completions of a prompt begin alike once, as in trees; changes speed, not the
     result."""

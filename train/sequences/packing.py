@@ -1,7 +1,7 @@
 """The places of rows in packed rows, chosen on the host from the lengths of a batch.
 
 An update has n rows, in M micro-batches and over the S devices that split rows: a cell is the part of a micro-batch on
-one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W = T slots,
+one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W >= T slots,
 so that every row fits into one.
 """
 
@@ -108,6 +108,7 @@ class Cells:
 
     Attributes:
       width: W.
+      columns: T.
       shards: S.
       padded: tokens of a cell of padded rows, which packed ones may not exceed.
       shared: whether completions of a packed row share their prompt.
@@ -115,6 +116,7 @@ class Cells:
     """
 
     width: int
+    columns: int
     shards: int
     padded: int
     shared: bool
@@ -142,7 +144,8 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
     if not config.optim.packing:
         return None
     scores = plan.scores_policy or plan.reference
-    width = config.data.row_length()
+    columns = config.data.row_length()
+    width = config.optim.packed_tokens or columns
     shards = axis_size("rows", mesh)
     together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
     prefixes = config.optim.share_prefixes
@@ -162,7 +165,7 @@ def make_packer(plan: Plan, mesh: Mesh) -> Packer | None:
 
         def pack_rows(rows: np.ndarray, parts: int, moves: bool) -> Packing | None:
             padded = layout.slots(len(rows) // (parts * shards))
-            cells = Cells(width, shards, padded, config.optim.share_prompts, layout.group)
+            cells = Cells(width, columns, shards, padded, config.optim.share_prompts, layout.group)
             return choose_packing(cells, lengths, rows, parts, together, moves=moves)
 
         parts = config.optim.micro_batches
@@ -344,7 +347,7 @@ def _write_places(
         ]
         for cell, of_cell in enumerate(numbers.reshape(-1, rows))
     ]
-    written = write_forest(units, rows=size, width=cells.width, sequences=rows, columns=cells.width)
+    written = write_forest(units, rows=size, width=cells.width, sequences=rows, columns=cells.columns)
     # Micro-batches lie along a leading axis.
     split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), written)
     return dataclasses.replace(split, units=shards)

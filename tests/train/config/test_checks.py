@@ -60,6 +60,19 @@ def test_most_tokens_are_more_than_a_prompt(most):
     assert line == "data.max_tokens: got 11, expected a multiple of mesh.context = 4"
 
 
+def test_packed_rows_hold_a_sequence_and_fewer_slots_than_padded_rows():
+    """Four groups of one prompt, in two micro-batches: 2 x (7 + 3 x 4) slots."""
+    sizes = ("data={max_prompt_length: 7, max_completion_length: 4}", "rollout.prompts_per_step=4",
+             "rollout.samples_per_prompt=3", "optim.micro_batches=2")  # fmt: skip
+    for slots in (10, 38):
+        (line,) = problems(*sizes, "optim.packing=true", f"optim.packed_tokens={slots}")
+        assert line.startswith(f"optim.packed_tokens: got {slots}, expected 11 to 37: at least the tokens of a sequence")
+    for slots in (11, 37):
+        build(*sizes, "optim.packing=true", f"optim.packed_tokens={slots}")
+    (line,) = problems(*sizes, "optim.packed_tokens=20")
+    assert line == "optim.packed_tokens: got 20, but optim.packing is false; set that to true"
+
+
 MESH = "mesh={fsdp: 4, tensor: 2}"
 HEADS = "model={heads: 8, kv_heads: 8}"
 EXPERTS = "model.experts={count: 8, width: 8}"

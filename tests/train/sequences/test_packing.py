@@ -89,8 +89,8 @@ def full_batch(lengths: Lengths) -> Batch:
 # ---- places ----
 
 
-def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.SAMPLES) -> Cells:
-    return Cells(WIDTH, shards, rows // group * (PROMPT + group * NEW_TOKENS), shared, group)
+def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.SAMPLES, width: int = WIDTH) -> Cells:
+    return Cells(width, WIDTH, shards, rows // group * (PROMPT + group * NEW_TOKENS), shared, group)
 
 
 def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
@@ -109,7 +109,7 @@ def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
                 assert (slots_of[cell, row] < 0).all()
                 continue
             assert (slots_of[cell, row] >= 0).sum() == len(columns)
-            assert len(set(slots // WIDTH)) == 1, "a completion is in the packed row of its prompt"
+            assert len(set(slots // cells.width)) == 1, "a completion is in the packed row of its prompt"
             np.testing.assert_array_equal(depths[cell, slots], np.arange(len(slots)))
             np.testing.assert_array_equal(readers[cell, slots[prompt:]], row * WIDTH + columns[prompt:])
             sources, read = np.divmod(readers[cell, slots[:prompt]], WIDTH)
@@ -120,13 +120,14 @@ def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
     return collected
 
 
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("shards", "parts"), [(1, 1), (1, 4), (4, 2)])
-def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
+def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts, width):
     rng, rows = np.random.default_rng(shards + 7 * parts), 64
     for _ in range(5):
         lengths = drawn_lengths(rng, rows, 4)
-        cells = cells_of(shards, rows // (shards * parts), shared=shared, group=4)
+        cells = cells_of(shards, rows // (shards * parts), shared=shared, group=4, width=width)
         packing = choose_packing(cells, lengths, np.arange(rows), parts, 4, moves=True)
         actual = read_back(packing, lengths, cells)
         assert sorted(actual) == np.flatnonzero(lengths.completions).tolist()
@@ -138,7 +139,17 @@ def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
         real = lengths.completions.sum() + (filled.reshape(-1, 4).max(1) if shared else filled).sum()
         # First-fit decreasing leaves less than a third empty, beside the rounding of the number of rows.
         if shards * parts == 1:
-            assert real <= slots <= 1.35 * real + 2 * WIDTH
+            assert real <= slots <= 1.35 * real + 2 * width
+
+
+def test_longer_rows_run_fewer_prompts():
+    """A group of eight takes four rows, each with its prompt, or one long one."""
+    lengths = Lengths(np.full(16, PROMPT), np.full(16, NEW_TOKENS // 2), np.arange(16) // 8)
+    taken = []
+    for width in (WIDTH, PROMPT + 8 * 6):
+        packing = choose_packing(cells_of(1, 16, group=8, width=width), lengths, np.arange(16), 1, 8, moves=True)
+        taken.append(int((packing.packed.readers[..., 0] >= 0).sum()))
+    assert taken == [8 * (PROMPT + 2 * 6), 2 * (PROMPT + 8 * 6)]
 
 
 def test_packed_completions_share_what_they_begin_with():
@@ -232,7 +243,8 @@ def placed(config, batch: Batch, **changes) -> Forest:
 
 # Whether rows share a prompt is nothing that a loss sees.
 ALONE, SHARED, TREES = ({"share_prompts": False}, {"share_prompts": True}, {"share_prefixes": True})
-CASES = [("ppo", (*TERMS, *VALUE), (SHARED, ALONE, TREES)), ("gspo", ("loss.type=gspo",), (SHARED, TREES))]
+LONG_ROWS = {**TREES, "packed_tokens": 3 * WIDTH}
+CASES = [("ppo", (*TERMS, *VALUE), (SHARED, ALONE, TREES, LONG_ROWS)), ("gspo", ("loss.type=gspo",), (SHARED, TREES))]
 SLOW = [
     ("gspo_alone", ("loss.type=gspo",), (ALONE,)),
     ("gmpo", ("loss.type=gmpo",), (SHARED, ALONE, TREES)),
@@ -266,7 +278,8 @@ def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregatio
             packed = placed(config, batch, **share)
             assert packed.depth.shape[0] < tiny.ROWS / 2
             assert (np.asarray(packed.counts) > 1).any() == (share != ALONE)
-            assert (packed.readers.shape[-1] > 1) == (share == TREES)
+            assert (packed.readers.shape[-1] > 1) == ("share_prefixes" in share)
+            assert packed.depth.shape[1] == share.get("packed_tokens", WIDTH)
             (packed_loss, packed_metrics), packed_gradient = run(state, None, batch, coefs, packed=packed)
             np.testing.assert_allclose(packed_loss, loss, rtol=1e-12)
             chex.assert_trees_all_close(packed_metrics, metrics, rtol=1e-12, atol=1e-12)

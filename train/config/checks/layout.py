@@ -290,6 +290,22 @@ def _routes(config: Config) -> Iterator[Problem]:
         )
 
 
+def _packed_tokens(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.packed_tokens is not None:
+        shortest = config.data.row_length()
+        padded = Layout.of(config).slots(config.rows_per_micro_batch())
+        if not optim.packing:
+            line = f"got {optim.packed_tokens}, but optim.packing is false; set that to true"
+            yield problem(line, "optim.packed_tokens", "optim.packing")
+        elif not shortest <= optim.packed_tokens < padded:
+            line = (
+                f"got {optim.packed_tokens}, expected {shortest} to {padded - 1}: at least the tokens of a sequence, "
+                "fewer than a micro-batch has in padded rows"
+            )
+            yield problem(line, "optim.packed_tokens", "data.max_tokens", "optim.micro_batches")
+
+
 def _prefixes(config: Config) -> Iterator[Problem]:
     optim = config.optim
     if optim.share_prefixes and not (optim.packing and optim.share_prompts):
@@ -315,5 +331,5 @@ CHECKS = (
     _trained_dtype,
     _quantization,
 )
-OF_ALL_SIZES = (_sampling_mesh,)
+OF_ALL_SIZES = (_sampling_mesh, _packed_tokens)
 """Checks that need the sizes of all axes."""
