@@ -6,7 +6,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_log_probs, check_same_shape
+from kljax._checks import NUMBER, as_float, check_at_least, check_choice, check_log_probs, check_same_shape
 from kljax._numerics import clip_symmetric, difference, exp_capped
 from kljax._typing import Array, ArrayLike, Mask, Scalar, SurrogateLevel
 from kljax.masking import masked
@@ -101,9 +101,9 @@ def check_clip(
     check_at_least("clip_high", clip_high, 0)
     check_at_least("dual_clip", dual_clip, 1, strict=True)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
-    if isinstance(clip_high, (int, float)) and 1 < clip_high < 2:
+    if isinstance(clip_high, NUMBER) and 1 < clip_high < 2:
         warnings.warn(
-            f"clip_high: got {clip_high}, which bounds the ratio by {1 + clip_high:g}; for a bound of {clip_high} pass "
+            f"clip_high: got {clip_high:g}, which bounds the ratio by {1 + clip_high:g}; for a bound of {clip_high:g} pass "
             f"{clip_high - 1:g}",
             stacklevel=3,
         )

@@ -168,8 +168,9 @@ def test_name_of_another_system_is_explained() -> None:
 
 
 def test_bound_as_clip_high_warns() -> None:
-    with pytest.warns(UserWarning, match="which bounds the ratio by 2.28; for a bound of 1.28 pass 0.28"):
-        kljax.ppo_clip_loss(LOG_PROBS, LOG_PROBS, LOG_PROBS, MASK, clip_high=1.28)
+    for bound in (1.28, np.float32(1.28)):
+        with pytest.warns(UserWarning, match="which bounds the ratio by 2.28; for a bound of 1.28 pass 0.28"):
+            kljax.ppo_clip_loss(LOG_PROBS, LOG_PROBS, LOG_PROBS, MASK, clip_high=bound)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kljax.ppo_clip_loss(LOG_PROBS, LOG_PROBS, LOG_PROBS, MASK, clip_high=10.0)

@@ -49,6 +49,7 @@ class EmergencyCheckpoints:
         self._local = Path(section.folder) / run_id / str(on_this_host.index(process()))
         self._records = records
         self._manager: orbax_emergency.CheckpointManager | None = None
+        self._newest = -1
 
     def save(self, tree: Tree, step: int, content: Mapping[str, Any]) -> None:
         """Starts a save; the arrays are copied before it returns."""
@@ -57,6 +58,7 @@ class EmergencyCheckpoints:
             manager = self._manager_of(tree)
             manager.wait_until_finished()
             manager.save(step, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(tree)}))
+        self._newest = step
 
         def record() -> None:
             self._records.mkdir(exist_ok=True)
@@ -92,6 +94,7 @@ class EmergencyCheckpoints:
             step = content["step"]
             tree = manager.restore(step, args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeRestore(like)}))[ITEM]
         check_digests(f"checkpoint.emergency: step {step}", tree, content["arrays"])
+        self._newest = step
         warn(Note(f"checkpoint.emergency: the run goes on from step {step}, which the memory of a slice has"))
         return tree, content
 
@@ -138,12 +141,13 @@ class EmergencyCheckpoints:
         if self._manager is not None:
             self._manager.wait_until_finished()
 
-    def close(self) -> None:
-        """Deletes the states: a run that ends by itself has a checkpoint of its last step."""
+    def close(self, saved: int) -> None:
+        """Deletes the states, unless one is newer than the checkpoint `saved`: a run that failed goes on from it."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
-            shutil.rmtree(self._local, ignore_errors=True)
+            if self._newest <= saved:
+                shutil.rmtree(self._local, ignore_errors=True)
 
 
 def abstract(tree: Tree) -> Tree:

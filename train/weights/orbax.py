@@ -299,9 +299,11 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Waits for the saves and stops the threads of orbax."""
+        self.wait()
+        saved = max(self.steps(), default=-1)
         self._manager.close()
         if self._emergency is not None:
-            self._emergency.close()
+            self._emergency.close(saved)
 
 
 def _check_step(metadata: checkpoint.CheckpointMetadata) -> None:
