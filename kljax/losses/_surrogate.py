@@ -103,8 +103,8 @@ def check_clip(
     check_at_least("max_ratio", max_ratio, 0, strict=True)
     if isinstance(clip_high, NUMBER) and 1 < clip_high < 2:
         warnings.warn(
-            f"clip_high: got {clip_high:g}, which bounds the ratio by {1 + clip_high:g}; for a bound of {clip_high:g} pass "
-            f"{clip_high - 1:g}",
+            f"clip_high: got {clip_high:g}, which bounds the ratio by {1 + clip_high:g}; for a bound of {clip_high:g} "
+            f"pass {clip_high - 1:g}",
             stacklevel=3,
         )
 

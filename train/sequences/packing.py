@@ -1,8 +1,8 @@
 """The places of rows in packed rows, chosen on the host from the lengths of a batch.
 
 An update has n rows, in M micro-batches and over the S devices that split rows: a cell is the part of a micro-batch on
-one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W >= T slots,
-so that every row fits into one.
+one device. All cells have equal row counts, so that one compiled program serves them all. A packed row has W slots, at
+least T, so that every row fits into one.
 """
 
 import dataclasses

@@ -66,7 +66,7 @@ def test_packed_rows_hold_a_sequence_and_fewer_slots_than_padded_rows():
              "rollout.samples_per_prompt=3", "optim.micro_batches=2")  # fmt: skip
     for slots in (10, 38):
         (line,) = problems(*sizes, "optim.packing=true", f"optim.packed_tokens={slots}")
-        assert line.startswith(f"optim.packed_tokens: got {slots}, expected 11 to 37: at least the tokens of a sequence")
+        assert line.startswith(f"optim.packed_tokens: got {slots}, expected 11 to 37: at least the tokens of a seq")
     for slots in (11, 37):
         build(*sizes, "optim.packing=true", f"optim.packed_tokens={slots}")
     (line,) = problems(*sizes, "optim.packed_tokens=20")
