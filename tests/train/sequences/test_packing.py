@@ -332,9 +332,9 @@ def start_of(options: tuple[str, ...], shape: tuple[int, int, int]):
     return first, base, make_prepare(Plan.of(config), mesh)
 
 
-def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool):
+def step_of(options: tuple[str, ...], shape: tuple[int, int, int], *packing: str):
     """Scores, prepares and updates; returns the batch, the gradient and metrics of each update, and the packing."""
-    config = config_of(*options, *TWICE, f"optim.packing={str(packing).lower()}")
+    config = config_of(*options, *TWICE, *packing)
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
         first, base, prepare = start_of(options, shape)
@@ -360,10 +360,11 @@ LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 PARTS = ("optim.updates_per_batch=2", "optim.micro_batches=2")
 EXACT = ("kl.loss={coef: 0.3, estimator: exact}", "reference.monitor=true", *TERMS[1:])
 STEPS = [
-    pytest.param((*EXACT, *VALUE, LORA, *PARTS), (2, 1, 2), id="mesh"),
-    pytest.param((*TERMS, *VALUE, *PARTS), (1, 1, 1), id="parts", marks=pytest.mark.thorough),
-    pytest.param((*TERMS, LORA, "loss.aggregation=prompt_mean"), (1, 4, 1), id="fsdp", marks=pytest.mark.thorough),
-]
+    pytest.param((*EXACT, *VALUE, LORA, *PARTS), (2, 1, 2), None, id="mesh"),
+    pytest.param((*TERMS, *VALUE, *PARTS), (1, 1, 1), 3 * WIDTH, id="parts", marks=pytest.mark.thorough),
+    pytest.param((*TERMS, LORA, "loss.aggregation=prompt_mean"), (1, 4, 1), 2 * WIDTH, id="fsdp",
+                 marks=pytest.mark.thorough),
+]  # fmt: skip
 
 
 # The longest sums are those of the MLP.
@@ -378,11 +379,13 @@ def assert_same(actual, expected, *, roundings: float, scale: float | None = Non
         rounding.assert_close_by_norm(wrong, expected, roundings=roundings, scale=scale)
 
 
-@pytest.mark.parametrize(("options", "shape"), STEPS)
-def test_step_equals_the_step_of_padded_rows(options, shape):
+@pytest.mark.parametrize(("options", "shape", "width"), STEPS)
+def test_step_equals_the_step_of_padded_rows(options, shape, width):
     """Scores, and the gradient and metrics of each update; with rows that move between micro-batches and devices."""
-    batch, updates, _ = step_of(options, shape, packing=False)
-    packed_batch, packed_updates, places = step_of(options, shape, packing=True)
+    batch, updates, _ = step_of(options, shape)
+    longer = () if width is None else (f"optim.packed_tokens={width}",)
+    packed_batch, packed_updates, places = step_of(options, shape, "optim.packing=true", *longer)
+    assert all(packed.depth.shape[-1] == (width or WIDTH) for _, packed in places.updates)
     assert places.score["packed"] is not None
     assert all(packed is not None for _, packed in places.updates)
     assert 0.5 < places.metrics["packed_share"] <= 1
