@@ -151,7 +151,7 @@ def read_choices(module: str, name: str) -> Any:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Imports `module:function` or `path/to/file.py:function`; a file runs again only if it was edited.
+    """Imports `module:function` or `path/to/file.py:function`; a file runs once in a command, even if it is edited.
 
     Raises:
       ModuleNotFoundError: there is no such module or file. Errors of the imported code pass through.
@@ -160,16 +160,14 @@ def load_function(target: str) -> Callable[..., Any]:
     source, _, name = target.rpartition(":")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name)
-    if not Path(source).is_file():
-        raise ModuleNotFoundError(f"there is no file {source}")
-    status = os.stat(source)
-    return getattr(_load_file(os.path.abspath(source), status.st_mtime_ns, status.st_size), name)
+    return getattr(_load_file(os.path.abspath(source)), name)
 
 
 @cache
-def _load_file(path: str, *version: int) -> types.ModuleType:
-    """Imports one version of a file, so that its functions share a module."""
-    del version
+def _load_file(path: str) -> types.ModuleType:
+    """Imports a file once: its functions share a module, and all programs of a run have those of its start."""
+    if not os.path.isfile(path):
+        raise ModuleNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -182,9 +180,10 @@ def _load_file(path: str, *version: int) -> types.ModuleType:
 
 
 def forget_signatures() -> None:
-    """Forgets signatures, which are then read anew: a notebook may have edited a file."""
+    """Forgets signatures and files, which are then read anew: a notebook may have edited one."""
     _read_signature.cache_clear()
     _module.cache_clear()
+    _load_file.cache_clear()
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[ast.arg, bool, Any]]:

@@ -120,3 +120,6 @@ def test_edited_file_is_read_by_the_next_command(tmp_path) -> None:
         assert [parameter.name for parameter in read_signature(target).parameters] == [name]
         assert load_function(target)(0) == name
         assert sys.modules["edited_module"].loss is load_function(target)
+        # A later program of the same run has the functions of its start.
+        path.write_text("def loss(log_probs, mask): return 'edited'\n")
+        assert load_function(target)(0) == name
