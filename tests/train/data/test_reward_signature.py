@@ -5,6 +5,7 @@ import re
 import pytest
 
 from train.config.errors import UserError
+from train.config.signatures import forget_signatures
 from train.data.reward_signature import RecordFields
 from train.data.tasks.reward_function import Verifier
 from train.data.tasks.task import Example
@@ -133,11 +134,12 @@ def verifier(path, *, workers: int = 0, function: str = "f", fields: RecordField
 
 
 def pasted(path, error: UserError) -> Verifier:
-    """Appends the code of an error to the file, and makes the verifier that the error names."""
+    """Appends the code of an error to the file, and makes the verifier that the error names, as a new command would."""
     told, _, code = str(error).partition("\n\n")
     file, function = re.search(r"set data\.reward=(.*):(\w+)$", told).groups()
     assert file == str(path)
     path.write_text(f"{path.read_text()}\n\n{code}")
+    forget_signatures()
     return verifier(path, function=function)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny
 from train.config.errors import UserError
+from train.config.signatures import forget_signatures
 from train.data.tasks import Example, load_task
 from train.data.tasks.rewards import judge
 from train.data.tasks.user_score import RewardError, TaskScore
@@ -22,7 +23,8 @@ EXAMPLES = [Example(f"{n}+1=", answer=str(n + 1), solution=str(n + 1)) for n in 
 
 
 def config_of(tmp_path, score: str = "return 1.0", *changes: str, train: str = "EXAMPLES", options: str = ""):
-    """The tiny config with a task whose score has this body."""
+    """The tiny config with a task whose score has this body, for a command of its own."""
+    forget_signatures()
     (tmp_path / "mine.py").write_text(
         f"{HEAD}\ndef score(example, completion, finished):\n    {score}\n"
         f"def make():\n    return Task('mine', {train}, EXAMPLES, score{options})\n"

@@ -21,6 +21,7 @@ from tests.train.rollouts.test_user_source import CONTEXT, ROWS, Changed, right_
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Checkpoint
+from train.config.signatures import forget_signatures
 from train.data.tasks.user_score import RewardError
 from train.models.parameters import abstract_adapter, abstract_params
 from train.models.shard_rows import shard_rows
@@ -353,6 +354,7 @@ def test_old_source_goes_on_working_and_has_versions():
 
 def made(tmp_path: Path, body: str, *options: str):
     (tmp_path / "mine.py").write_text(body)
+    forget_signatures()
     config = tiny.config_of(f"rollout.source={tmp_path / 'mine.py'}:make", *options)
     return make_user_source(tiny.context_of(config), config.rollout.source)
 
