@@ -299,11 +299,9 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Waits for the saves and stops the threads of orbax."""
-        self.wait()
-        saved = max(self.steps(), default=-1)
         self._manager.close()
         if self._emergency is not None:
-            self._emergency.close(saved)
+            self._emergency.close(max(self.steps(), default=-1))
 
 
 def _check_step(metadata: checkpoint.CheckpointMetadata) -> None:
